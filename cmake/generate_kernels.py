@@ -63,6 +63,7 @@ FAMILIES = (
     ),
     Family("forward", "forward/forward_launch.cuh", "ForwardLaunch"),
     Family("list_forward", "lists/forward_launch.cuh", "ListLaunch"),
+    Family("list_backward", "lists/backward_launch.cuh", "ListBackwardLaunch"),
     Family("dq", "backward/dq_launch.cuh", "BackwardLaunch"),
     Family("dkdv", "backward/dkdv_launch.cuh", "BackwardLaunch"),
     Family("row_bias", "backward/row_bias_launch.cuh", "BackwardLaunch"),

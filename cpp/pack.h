@@ -169,13 +169,14 @@ typedef struct fdm_forward_args {
 typedef struct fdm_backward_args {
   uint32_t struct_size;
   uint32_t reserved;
-  fdm_tensor out, lse;   /* what forward wrote */
-  fdm_tensor dout;       /* q's shape and dtype, any strides */
-  fdm_tensor dlse;       /* as lse, or absent */
-  fdm_tensor dq, dk, dv; /* the shapes and dtypes of q, k, v */
-  fdm_tensor dbias;      /* the shape and dtype of bias; summed in float32 over its broadcast dimensions */
-  fdm_tensor dsink;      /* the shape and dtype of sink */
-  fdm_tensor out_low;    /* what forward wrote, any strides; or absent */
+  fdm_tensor out, lse;    /* what forward wrote */
+  fdm_tensor dout;        /* q's shape and dtype, any strides */
+  fdm_tensor dlse;        /* as lse, or absent */
+  fdm_tensor dq, dk, dv;  /* the shapes and dtypes of q, k, v */
+  fdm_tensor dbias;       /* the shape and dtype of bias; summed in float32 over its broadcast dimensions */
+  fdm_tensor dsink;       /* the shape and dtype of sink */
+  fdm_tensor out_low;     /* what forward wrote, any strides; or absent */
+  fdm_tensor dindex_bias; /* the shape and dtype of index_bias */
 } fdm_backward_args;
 
 /* The attention that each key received: mass_j = sum_i p_ij, for each query head. Written in full; 0 for a key of no
@@ -278,7 +279,7 @@ typedef struct fdm_pack {
    * with either, unless the bias has a row for each query, are given out_low. 0: never. */
   int32_t wants_out_low;
   int32_t key_mass_biases; /* enum fdm_key_mass_biases */
-  int32_t lists_keys;      /* 1: forward serves problems with indices */
+  int32_t lists_keys;      /* 1: forward serves problems with indices, and backward those without FDM_DETERMINISTIC */
 } fdm_pack;
 
 typedef const fdm_pack *(*fdm_pack_function)(void);

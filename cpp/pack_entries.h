@@ -147,8 +147,10 @@ private:
   static int32_t check_lists(const fdm_problem &p, int32_t pass, const Message &message) {
     if (!lists_keys(p)) return FDM_OK;
     if (!Pack::kListsKeys) return message.fail(FDM_UNSUPPORTED, "no kernel of this pack reads lists of keys");
-    if (pass != FDM_PASS_FORWARD)
-      return message.fail(FDM_UNSUPPORTED, "of calls that list keys there is a forward pass only");
+    if (pass != FDM_PASS_FORWARD && pass != FDM_PASS_BACKWARD)
+      return message.fail(FDM_UNSUPPORTED, "of calls that list keys there are a forward and a backward pass only");
+    if (pass == FDM_PASS_BACKWARD && p.flags & FDM_DETERMINISTIC)
+      return message.fail(FDM_UNSUPPORTED, "the backward pass of calls that list keys adds in any order");
     if (mask_kind(p) == FDM_MASK_NONE && !has_rows(p.bias)) return FDM_OK;
     return message.fail(FDM_INVALID_ARGUMENT,
                         "queries that list keys have no mask and no bias with a row for each query");

@@ -54,13 +54,21 @@ def test_packs_with_kernels_for_lists_compute_them(target: Target) -> None:
     call = small_call(target, dtype=target.dtypes[-1])
     given = dict(leaves_of(call.tensors, target.device), backend=target.backend, **call.settings)
     lists = call.indices.to(target.device)
-    told = flash_dmattn.explain(**given, key_indices=lists).forward
-    assert told is not None
+
+    def kernels(**changes: Any) -> tuple[str, str]:
+        told = flash_dmattn.explain(**{**given, "key_indices": lists, **changes})
+        assert told.forward is not None
+        assert told.backward is not None
+        return told.forward["kernel"], told.backward["kernel"]
+
     own = target.is_pack and target.has_kernels_of_gpu
-    assert told["kernel"].startswith("list_forward of ") == own
-    empty = flash_dmattn.explain(**{**given, "index_bias": None}, key_indices=lists[..., :0])
-    assert empty.forward is not None
-    assert not empty.forward["kernel"].startswith("list_forward of ")
+    for found, name in zip(kernels(), ("list_forward of ", "list_backward of "), strict=True):
+        assert found.startswith(name) == own
+    forward, backward = kernels(deterministic=True)
+    assert forward.startswith("list_forward of ") == own
+    assert backward == "PyTorch operations"
+    empty = kernels(key_indices=lists[..., :0], index_bias=None)
+    assert not own or empty == ("PyTorch operations",) * 2
 
 
 @pytest.mark.parametrize("packed", [False, True])

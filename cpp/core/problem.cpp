@@ -311,6 +311,7 @@ void Problem::list_keys(const TensorField &indices, const TensorField &index_bia
                               : read_listed(index_bias, "index_bias", float_dtypes, true, listed.shape[3]);
   problem_.indices = listed;
   problem_.index_bias = bias;
+  has_index_bias_ = !is_absent(index_bias);
 }
 
 fdm_tensor Problem::read_like(const TensorField &field, const char *name, const fdm_tensor &model,
@@ -553,21 +554,33 @@ fdm_backward_args Problem::read_gradients(const BackwardArguments &arguments, co
     args.dsink = with_axes(dsink, {0, new_axis, new_axis, new_axis});
     require_distinct_elements(args.dsink, "dsink");
   }
+  args.dindex_bias = absent_tensor();
+  if (!is_absent(gradients.index_bias)) {
+    if (!has_index_bias_) value_error("dindex_bias is given, but the problem has no index_bias");
+    args.dindex_bias = read_listed(gradients.index_bias, "dindex_bias", only(problem_.index_bias.dtype), true,
+                                   problem_.index_bias.shape[3]);
+    if (!same_shape(args.dindex_bias, problem_.index_bias))
+      value_error("dindex_bias has shape ", shape_of(args.dindex_bias), ", but must have the shape of index_bias, ",
+                  shape_of(problem_.index_bias));
+    require_distinct_elements(args.dindex_bias, "dindex_bias");
+  }
   return args;
 }
 
 Gradients read_gradients(nb::dict by_name) {
   Gradients gradients;
   Py_ssize_t read = 0;
-  gradients.each_field([&](const char *name, TensorField &field) {
+  const auto read_field = [&](const char *name, TensorField &field) {
     PyObject *found = PyDict_GetItemString(by_name.ptr(), name);
     if (found == nullptr) return;
     field = TensorField(found);
     ++read;
-  });
+  };
+  gradients.each_field(read_field);
+  read_field("index_bias", gradients.index_bias);
   if (read != PyDict_Size(by_name.ptr()))
     value_error("gradients are wanted of ", nb::str(by_name.keys()).c_str(),
-                ", but there are those of query, key, value, bias and sink only");
+                ", but there are those of query, key, value, bias, sink and index_bias only");
   return gradients;
 }
 

@@ -11,9 +11,11 @@
 
 namespace fdm {
 
-// The gradients of a call, None where one is not wanted, by the fields of AttentionRecord that they belong to.
+// The gradients of a call, None where one is not wanted, by the fields of AttentionRecord that they belong to, and that of
+// Problem::list_keys.
 struct Gradients {
   TensorField query, key, value, bias, sink;
+  TensorField index_bias;
 
   template <class Visit> void each_field(Visit &&visit) {
     visit("query", query);
@@ -132,7 +134,7 @@ private:
   Extents extents_;
   Device device_;
   bool paged_;
-  bool has_bias_, has_sink_;
+  bool has_bias_, has_sink_, has_index_bias_ = false;
   bool selects_; // its keys, by its bias; start and end of problem_ then have no memory, which is a part of the plan's
   fdm_selection selection_;
   fdm_mask_kind mask_kind_;

@@ -59,6 +59,7 @@ struct CudaPack {
     return lists_keys(p) ? 0 : forward_workspace(p, any_device(built_for()));
   }
   static int64_t backward_workspace_bytes(const fdm_problem &p) {
+    if (lists_keys(p)) return list_backward_route(p, any_device(built_for())).workspace_bytes;
     return backward_workspace(p, any_device(built_for()));
   }
   static int64_t key_mass_workspace_bytes(const fdm_problem &p) {
@@ -118,6 +119,7 @@ struct CudaPack {
     return with_facts(p, [&](const DeviceFacts &facts) { return run_forward(p, args, facts, plan, workspace); });
   }
   static cudaError_t backward(const fdm_problem &p, const fdm_backward_args &args, const void *plan, void *workspace) {
+    if (lists_keys(p)) return run_list_backward(p, args, any_device(built_for()), workspace);
     return with_facts(p, [&](const DeviceFacts &facts) { return run_backward(p, args, facts, plan, workspace); });
   }
   static cudaError_t key_mass(const fdm_problem &p, const fdm_key_mass_args &args, const void *plan, void *workspace) {

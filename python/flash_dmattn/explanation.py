@@ -170,11 +170,17 @@ def _explain_lists(
 
     check_call(inputs, asked)
     by_triton, packed = uses_triton(inputs, asked), serving_pack(inputs, asked)
-    kernels = ("list_forward_kernel", "list_backward_kernel", "list_mass_kernel")
+    kernels: tuple[str, ...] = (
+        "list_forward_kernel",
+        "list_backward_kernel",
+        "list_mass_kernel",
+    )
     if not by_triton:
         kernels = ("PyTorch operations",) * 3
     if packed is not None:
-        kernels = (f"list_forward of {packed.pack.name}", *kernels[1:])
+        own = tuple(f"list_{which} of {packed.pack.name}" for which in ("forward", "backward"))
+        count = 1 if inputs.deterministic else 2  # passes that it has kernels for
+        kernels = (*own[:count], *kernels[count:])
     forward, backward, key_mass = map(_kernel, kernels)
     obstacles = [*widths]
     if asked == "triton" and max(inputs.query.shape[-1], inputs.value.shape[-1]) > MOST_HEAD_DIM:

@@ -72,6 +72,6 @@ def test_gradients_have_the_names_of_fields(pack: _core.Pack) -> None:
     query, lse = call.arguments["query"], call.arguments["query"][..., 0].transpose(0, 2, 1).copy()
     given = [to_core(query), None, to_core(query), to_core(lse)]
     with pytest.raises(
-        ValueError, match=r"gradients are wanted of .*'mask'.*query, key, value, bias and"
+        ValueError, match=r"gradients are wanted of .*'mask'.*query, key, value, bias, sink and"
     ):
         call.problem(pack).backward(*given, {"mask": to_core(query)}, None, None)

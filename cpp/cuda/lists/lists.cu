@@ -30,4 +30,27 @@ cudaError_t run_list_forward(const fdm_problem &p, const fdm_forward_args &args,
   });
 }
 
+cudaError_t run_list_backward(const fdm_problem &p, const fdm_backward_args &args, const DeviceFacts &device,
+                              void *workspace) {
+  const ListRoute route = list_backward_route(p, device);
+  const Alignment lies = backward_alignment(p, args);
+  const auto stream = static_cast<cudaStream_t>(p.context.stream);
+  ListBackwardParams params{};
+  static_cast<ListParams &>(params) = make_params(p, route, lies);
+  params.backward = args;
+  params.sum_dim = route.head_dim;
+  params.dout_aligned = lies.dout;
+  const auto sums = [&](const Part &part, const fdm_tensor &gradient) {
+    return present(gradient) ? at<float>(workspace, part) : nullptr;
+  };
+  params.sums = {sums(route.key_sums, args.dk), sums(route.value_sums, args.dv), sums(route.bias_sums, args.dbias),
+                 sums(route.index_sums, args.dindex_bias), sums(route.sink_sums, args.dsink)};
+  const ListBackwardLaunch work{route, params};
+  if (cudaError_t error = cudaMemsetAsync(workspace, 0, size_t(route.workspace_bytes), stream)) return error;
+  const cudaError_t error = with_kernel_types(p, [&](auto element, auto dim) {
+    return launch_list_backward<typename decltype(element)::Type, decltype(dim)::value>(work, stream);
+  });
+  return error ? error : launch_list_rounding(work, stream);
+}
+
 } // namespace fdm::cuda

@@ -17,15 +17,38 @@ struct ListParams {
   bool aligned; // what rows_are_aligned says of q, k and v
 };
 
+// Float32 sums that blocks of threads add to; null where a gradient is not wanted.
+struct ListSums {
+  float *key, *value, *bias, *index, *sink;
+};
+
+struct ListBackwardParams : ListParams {
+  fdm_backward_args backward;
+  ListSums sums;
+  int32_t sum_dim;   // columns of a row of the sums of keys: D of the instantiation
+  bool dout_aligned; // what rows_are_aligned says of dout
+};
+
 // The parameters of a launch.
 struct ListLaunch {
   const ListRoute &route;
   const ListParams &params;
 };
+struct ListBackwardLaunch {
+  const ListRoute &route;
+  const ListBackwardParams &params;
+};
 
 // Launches one instantiation, which serves head dimensions up to kHeadDim.
 template <class Element, int kHeadDim> cudaError_t launch_list_forward(const ListLaunch &work, cudaStream_t stream);
+template <class Element, int kHeadDim>
+cudaError_t launch_list_backward(const ListBackwardLaunch &work, cudaStream_t stream);
+
+// Rounds the sums to the gradients.
+cudaError_t launch_list_rounding(const ListBackwardLaunch &work, cudaStream_t stream);
 
 cudaError_t run_list_forward(const fdm_problem &p, const fdm_forward_args &args, const DeviceFacts &device);
+cudaError_t run_list_backward(const fdm_problem &p, const fdm_backward_args &args, const DeviceFacts &device,
+                              void *workspace);
 
 } // namespace fdm::cuda

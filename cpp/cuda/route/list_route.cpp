@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "workspaces.h"
+
 namespace fdm::cuda {
 namespace {
 
@@ -27,11 +29,32 @@ ListRoute route_of(const fdm_problem &p, const DeviceFacts &device,
   return route;
 }
 
+int64_t elements(const fdm_tensor &t) { return present(t) ? t.shape[0] * t.shape[1] * t.shape[2] * t.shape[3] : 0; }
+
 } // namespace
 
 ListRoute list_forward_route(const fdm_problem &p, const DeviceFacts &device) {
   ListRoute route = route_of(p, device, list_forward_tile);
   if (route.blocks > 0) route.launches.add("list_forward_kernel");
+  return route;
+}
+
+ListRoute list_backward_route(const fdm_problem &p, const DeviceFacts &device) {
+  ListRoute route = route_of(p, device, list_backward_tile);
+  const int64_t key_rows = p.k.shape[0] * p.k.shape[1] * p.kv_heads,
+                biases = max64(elements(p.bias), elements(p.index_bias));
+  WorkspaceParts parts;
+  route.key_sums = parts.take<float>(key_rows * route.head_dim);
+  route.value_sums = parts.take<float>(key_rows * route.head_dim);
+  route.bias_sums = parts.take<float>(elements(p.bias));
+  route.index_sums = parts.take<float>(elements(p.index_bias));
+  route.sink_sums = parts.take<float>(elements(p.sink));
+  route.workspace_bytes = parts.bytes;
+  route.key_rounding_blocks = rounding_blocks(ceil_div(key_rows, kBandRows));
+  route.bias_rounding_blocks = ceil_div(max64(biases, elements(p.sink)), kFillThreads);
+  if (route.blocks > 0) route.launches.add("list_backward_kernel");
+  route.launches.add("round_sums");
+  if (route.bias_rounding_blocks > 0) route.launches.add("round_list_sums");
   return route;
 }
 

@@ -26,6 +26,12 @@ constexpr ListTileChoice list_forward_tile(int head_dim, ListHeads heads) {
   return head_dim <= 128 ? ListTileChoice{2, 4, 1, 64} : ListTileChoice{1, 4, 1, 32};
 }
 
+// Shared memory also holds dO, P and dS. Larger heads leave room for few rows only.
+constexpr ListTileChoice list_backward_tile(int head_dim, ListHeads heads) {
+  if (heads == ListHeads::few || head_dim > 128) return list_forward_tile(head_dim, ListHeads::few);
+  return {1, 4, 1, 32};
+}
+
 // The most heads of a group for which few rows are a tile. Two tiles gather their keys twice, which 32 heads of a tile for 64 to 128
 // do not make up for: half of its warps, or more, would have no rows.
 constexpr int64_t kListFewHeads = 32;
@@ -38,9 +44,16 @@ struct ListRoute {
   int32_t head_tiles;     // of a KV head
   int64_t rows;           // of all sequences, those of none included
   int64_t blocks;         // of threads
+  // Backward: float32 sums, which begin as zeros. Those of dk and dv are [batch, or 1 for varlen][key][KV head][D of the
+  // instantiation], those of biases have their shapes, and that of the sink its.
+  Part key_sums, value_sums, bias_sums, index_sums, sink_sums;
+  int64_t key_rounding_blocks, bias_rounding_blocks;
+  int64_t workspace_bytes;
   Launches launches;
 };
 
 ListRoute list_forward_route(const fdm_problem &p, const DeviceFacts &device);
+// Of any gradients: the sums of those that are not wanted have room all the same.
+ListRoute list_backward_route(const fdm_problem &p, const DeviceFacts &device);
 
 } // namespace fdm::cuda

@@ -207,6 +207,18 @@ class PackBackend(Backend):
         """Return out and lse of a call whose queries list their keys."""
         return torch_memory.list_forward(self.pack, self._threads(), inputs)
 
+    def list_backward(
+        self, inputs: KeyListInputs, given: tuple[Tensor | None, ...], wanted: tuple[str, ...]
+    ) -> Gradients:
+        """Return the gradients of the fields that are wanted, with sums over rows in any order.
+
+        Args:
+            inputs: of the call.
+            given: the gradients of out and lse, then out and lse.
+            wanted: the names of fields.
+        """
+        return torch_memory.list_backward(self.pack, self._threads(), inputs, given, wanted)
+
     def _has_key_mass(self, inputs: AttentionInputs) -> bool:
         biases = self.pack.key_mass_biases
         if biases == "none" or (self.name == "cuda" and not KEY_MASS_OF_GPU_PACKS):

@@ -32,6 +32,7 @@ __all__ = [
     "exchanged",
     "keep",
     "key_mass",
+    "list_backward",
     "list_forward",
     "make_plan",
     "raw_stream",
@@ -105,17 +106,8 @@ def backward(
         given: the gradients of out and lse, then out, lse and what else is kept.
         wanted: the names of fields.
     """
-    gradients: Gradients = {}
-    for name in wanted:
-        like: Tensor = getattr(inputs, name)
-        gradients[name] = torch.empty_like(like, memory_format=torch.contiguous_format)
     problem = _problem(pack, threads, inputs)
-    workspace = _scratch(problem.backward_workspace_bytes, inputs.query.device)
-    dout, dlse, out, lse, kept = map(exchanged, given)
-    written = {name: exchanged(gradient) for name, gradient in gradients.items()}
-    plan = exchanged(inputs.given_plan)
-    problem.backward(dout, dlse, out, lse, written, plan, exchanged(workspace), kept)
-    return gradients
+    return _differentiate(problem, inputs, given, wanted, inputs.given_plan)
 
 
 def key_mass(pack: _core.Pack, threads: int, inputs: AttentionInputs, lse: Tensor) -> Tensor:
@@ -136,6 +128,17 @@ def list_forward(pack: _core.Pack, threads: int, inputs: KeyListInputs) -> tuple
     workspace = _scratch(problem.forward_workspace_bytes, out.device)
     problem.forward(exchanged(out), exchanged(lse), None, exchanged(workspace))
     return out, lse
+
+
+def list_backward(
+    pack: _core.Pack,
+    threads: int,
+    inputs: KeyListInputs,
+    given: tuple[Tensor | None, ...],
+    wanted: tuple[str, ...],
+) -> Gradients:
+    """Do what `backward` does for a call whose queries list their keys; nothing else is kept."""
+    return _differentiate(_list_problem(pack, threads, inputs), inputs, (*given, None), wanted)
 
 
 def describe(
@@ -181,6 +184,24 @@ def _list_problem(pack: _core.Pack, threads: int, inputs: KeyListInputs) -> _cor
     problem = _problem(pack, threads, inputs.without_lists())
     problem.list_keys(exchanged(inputs.indices), exchanged(inputs.index_bias))
     return problem
+
+
+def _differentiate(
+    problem: _core.Problem,
+    inputs: AttentionInputs | KeyListInputs,
+    given: tuple[Tensor | None, ...],
+    wanted: tuple[str, ...],
+    plan: Tensor | None = None,
+) -> Gradients:
+    gradients: Gradients = {}
+    for name in wanted:
+        like: Tensor = getattr(inputs, name)
+        gradients[name] = torch.empty_like(like, memory_format=torch.contiguous_format)
+    workspace = _scratch(problem.backward_workspace_bytes, inputs.query.device)
+    dout, dlse, out, lse, kept = map(exchanged, given)
+    written = {name: exchanged(gradient) for name, gradient in gradients.items()}
+    problem.backward(dout, dlse, out, lse, written, exchanged(plan), exchanged(workspace), kept)
+    return gradients
 
 
 def _out(query: Tensor) -> Tensor:

@@ -137,8 +137,13 @@ def _backward(
         from flash_dmattn.backends.triton import key_lists
 
         found = key_lists.backward(inputs, dout, dlse, out, lse, wanted)
-    else:
+        return _as_outputs(inputs, found)
+    # What packs add is in any order.
+    pack = None if inputs.deterministic else serving_pack(inputs, backend)
+    if pack is None:
         found = formula.backward(inputs, dout, dlse, wanted)
+    else:
+        found = pack.list_backward(inputs, (dout, dlse, out, lse), wanted)
     return _as_outputs(inputs, found)
 
 

@@ -1,0 +1,266 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Backward pass of queries that list their keys, with mma.sync. See list_tile.cuh.
+//
+// A block has all rows of a query's tile, so dq and what it adds to the gradients of its keys are products of its own. For a step of
+// columns, each warp computes P and dS of its rows and columns. Through shared memory, warps then have others: for dq their rows, and a
+// part of the head's dimensions; for dk and dv 16 of the step's columns, and perhaps a part of the dimensions. Those are added to
+// float32 sums in global memory, in any order.
+#pragma once
+
+#include "../backward/sum_bands.cuh"
+#include "../tile/sink.cuh"
+#include "list_tile.cuh"
+
+namespace fdm::cuda {
+
+template <class Config> struct ListBackwardShared : ListShared<Config> {
+  using ScoreTile = SmemTile<Config::kColumns>;
+  alignas(1024) char sdO[Config::Tile::bytes(Config::kRows)];
+  alignas(128) char sP[ScoreTile::bytes(Config::kRows)];
+  alignas(128) char sdS[ScoreTile::bytes(Config::kRows)];
+  // Of each row: lse to base 2, infinity where it keeps nothing; the share of the softmax that is not the sink's; and the gradient of
+  // lse less that share times dO . O.
+  float lse[Config::kRows], share[Config::kRows], shift[Config::kRows];
+  float column_sums[Config::kRowWarps][Config::kColumns];
+};
+
+template <class Config> struct ListBackward : ListTile<Config> {
+  using Base = ListTile<Config>;
+  using Shared = ListBackwardShared<Config>;
+  using Base::task, Base::kRowTiles, Base::kColumnTiles, Base::kColumns;
+  using Element = typename Config::Element;
+  using Tile = typename Config::Tile;
+  using ScoreTile = typename Shared::ScoreTile;
+  static constexpr int kHeadDim = Config::kHeadDim, kWarps = Config::kThreads / 32;
+  // Warps with the same rows of dq have other dimensions, if there are so many times 32.
+  static constexpr int kDqParts = kHeadDim / 32 < Config::kKeyWarps ? kHeadDim / 32 : Config::kKeyWarps;
+  static constexpr int kDqDims = kHeadDim / kDqParts;
+  static_assert(kHeadDim % kDqParts == 0 && kDqDims % 32 == 0);
+  // Warps with the same columns, which have other dimensions of dk and dv. So many dimensions are summed at a time.
+  static constexpr int kKeyParts = kWarps / (kColumns / 16), kKeyDims = kHeadDim / kKeyParts;
+  static constexpr int kDimsAtOnce = kKeyDims % 32 == 0 ? 32 : 16;
+  static_assert(kWarps % (kColumns / 16) == 0 && kKeyDims % kDimsAtOnce == 0);
+  static_assert(Config::kPartColumns == Config::kWarpColumns);
+
+  const ListBackwardParams &params;
+  Shared &own;
+  float dq[kRowTiles][kDqDims / 8][4];
+
+  __device__ ListBackward(const ListBackwardParams &parameters, Shared &memory)
+      : Base(parameters, memory), params(parameters), own(memory) {}
+
+  __device__ static int dq_part() { return Base::key_warp(); }
+
+  __device__ void run() {
+    find_statistics();
+    __syncthreads();
+    const auto load = [&](const fdm_tensor &t, const char *tile, bool aligned) {
+      copy_rows<Tile, Config::kRows, Config::kThreads>(
+          ptx::shared_address(tile), aligned, int(params.p.head_dim), t.stride[3], [&](int r) -> const uint16_t * {
+            // What rows without keys hold must reach nothing.
+            return own.lse[r] < INFINITY ? static_cast<const uint16_t *>(t.data) + this->row_place(t, r) : kZeroRow;
+          });
+    };
+    load(params.p.q, own.sQ, params.aligned);
+    load(params.backward.dout, own.sdO, params.dout_aligned);
+    ptx::cp_async_fence();
+    clear(dq);
+    this->for_steps([&](int step) {
+      if (this->has_rows_of_warp()) {
+        if (params.p.softcap > 0)
+          find_scores<true>(step);
+        else
+          find_scores<false>(step);
+      } else {
+        clear_scores();
+      }
+      __syncthreads();
+      add_biases(step);
+      add_keys(step);
+      if (this->has_rows_of_warp() && dq_part() < kDqParts) sum_queries(step);
+    });
+    write();
+  }
+
+  // A warp has some rows, of each of which its lanes have elements.
+  __device__ void find_statistics() {
+    const fdm_backward_args &a = params.backward;
+    const int lane = threadIdx.x % 32;
+    for (int r = Base::warp(); r < Config::kRows; r += kWarps) {
+      const bool exists = r < task.heads;
+      const int64_t head = task.head + r;
+      float delta = 0.0f, lse = -INFINITY, dlse = 0.0f;
+      if (exists) {
+        const int64_t out = this->row_place(a.out, r), dout = this->row_place(a.dout, r);
+        for (int d = lane; d < params.p.head_dim; d += 32)
+          delta += load_element(a.out, out + d * a.out.stride[3]) * load_element(a.dout, dout + d * a.dout.stride[3]);
+        const auto number = [&](const fdm_tensor &t) {
+          return static_cast<const float *>(t.data)[lse_offset(t, task.s, task.query, head)];
+        };
+        lse = number(a.lse) * kLog2E;
+        if (present(a.dlse)) dlse = number(a.dlse);
+      }
+#pragma unroll
+      for (int distance = 16; distance > 0; distance /= 2) delta += __shfl_xor_sync(0xffffffffu, delta, distance);
+      if (lane > 0) continue;
+      const bool keeps = lse != -INFINITY;
+      const float sink = keeps ? sink_score(params.p, head) : -INFINITY;
+      const float share = 1.0f / (1.0f + ptx::exp2_approximate(sink - lse));
+      own.lse[r] = keeps ? lse : INFINITY;
+      own.share[r] = keeps ? share : 0.0f;
+      own.shift[r] = keeps ? dlse - share * delta : 0.0f;
+      if (keeps && params.sums.sink)
+        ptx::add_global(params.sums.sink + head, -delta / (1.0f + ptx::exp2_approximate(lse - sink)));
+    }
+  }
+
+  // Leaves P and dS of the warp's rows and columns in shared memory, and the sums of dS over its rows.
+  template <bool kCap> __device__ void find_scores(int step) {
+    float p[kRowTiles][kColumnTiles][4], ds[kRowTiles][kColumnTiles][4], slopes[kRowTiles][kColumnTiles][4];
+    this->multiply(p, own.sQ, step, 0, 0);
+    this->template finish_scores<kCap>(p, step, 0, [&](int m, int n, int i, float slope) { slopes[m][n][i] = slope; });
+    this->multiply(ds, own.sdO, step, 1, 0);
+#pragma unroll
+    for (int n = 0; n < kColumnTiles; ++n) {
+      float sums[2] = {0.0f, 0.0f};
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int r = this->row(m, i / 2);
+          const float score = p[m][n][i], share = own.share[r];
+          // Above 0 only by rounding, which is large where biases are.
+          const float probability = ptx::exp2_approximate(ptx::min_or_nan(score - own.lse[r], 0.0f));
+          const float gradient = probability * fmaf(share, ds[m][n][i], own.shift[r]);
+          // What has no key has no gradient, whatever the row's gradients are.
+          p[m][n][i] = score == -INFINITY ? 0.0f : probability * share;
+          ds[m][n][i] = score == -INFINITY ? 0.0f : gradient;
+          sums[i % 2] += ds[m][n][i];
+          if (kCap) ds[m][n][i] *= slopes[m][n][i];
+        }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+#pragma unroll
+        for (int distance = 4; distance < 32; distance *= 2) sums[i] += __shfl_xor_sync(0xffffffffu, sums[i], distance);
+        if (threadIdx.x % 32 < 4)
+          own.column_sums[Base::row_warp()][first_column() + 8 * n + accumulator_column() + i] = sums[i];
+      }
+    }
+    store_accumulators<Element, ScoreTile>(p, ptx::shared_address(own.sP), first_row(), first_column());
+    store_accumulators<Element, ScoreTile>(ds, ptx::shared_address(own.sdS), first_row(), first_column());
+  }
+  __device__ void clear_scores() {
+    float zeros[kRowTiles][kColumnTiles][4];
+    clear(zeros);
+    store_accumulators<Element, ScoreTile>(zeros, ptx::shared_address(own.sP), first_row(), first_column());
+    store_accumulators<Element, ScoreTile>(zeros, ptx::shared_address(own.sdS), first_row(), first_column());
+    for (int c = threadIdx.x % 32; c < Config::kWarpColumns; c += 32)
+      own.column_sums[Base::row_warp()][first_column() + c] = 0.0f;
+  }
+  __device__ static int first_row() { return Base::row_warp() * (16 * kRowTiles); }
+  __device__ static int first_column() { return Base::key_warp() * Config::kWarpColumns; }
+
+  // Each thread adds what its column has to the gradients of biases.
+  __device__ void add_biases(int step) const {
+    const int c = threadIdx.x;
+    if (c >= kColumns || !(params.sums.bias || params.sums.index)) return;
+    const int32_t key = this->shared.slots[step % Config::kSlots].place[c];
+    if (key < 0) return;
+    float sum = 0.0f;
+#pragma unroll
+    for (int w = 0; w < Config::kRowWarps; ++w) sum += own.column_sums[w][c];
+    // Sums have the shapes of the biases, and are contiguous.
+    if (params.sums.bias) {
+      const fdm_tensor &t = params.p.bias;
+      const int64_t list = batch_index(t, task.s) * t.shape[1] + head_index(params.p, t, task.head);
+      ptx::add_global(params.sums.bias + list * t.shape[3] + (t.shape[3] == 1 ? 0 : task.s.k_begin + key), sum);
+    }
+    if (params.sums.index) {
+      const fdm_tensor &t = params.p.index_bias;
+      const int64_t list = task.s.batch * t.shape[1] + head_index(params.p, t, task.head);
+      const int64_t row = list * t.shape[2] + task.s.q_begin + task.query;
+      ptx::add_global(params.sums.index + row * t.shape[3] + int64_t(step) * kColumns + c, sum);
+    }
+  }
+
+  __device__ void add_keys(int step) const {
+    if (params.sums.value) add_products(step, own.sP, own.sdO, params.sums.value);
+    if (params.sums.key) add_products(step, own.sdS, own.sQ, params.sums.key);
+  }
+
+  // Adds the products of 16 columns of P or dS with all rows of dO or Q to the sums of their keys.
+  __device__ void add_products(int step, const char *left, const char *rows, float *sums) const {
+    const int first_key = Base::warp() / kKeyParts * 16, first_dim = Base::warp() % kKeyParts * kKeyDims;
+    const auto &slot = this->shared.slots[step % Config::kSlots];
+    float *to[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int32_t key = slot.place[first_key + accumulator_row(half)];
+      const int64_t row =
+          (task.s.batch * params.p.k.shape[1] + task.s.k_begin + key) * params.p.kv_heads + task.kv_head;
+      to[half] = key < 0 ? nullptr : sums + row * kHeadDim + first_dim + 4 * (threadIdx.x % 4);
+    }
+    // Rows of the stored tile are rows of the product's right operand, so the left one is loaded transposed.
+    const uint32_t left_fragment = ScoreTile::right_rows(ptx::shared_address(left));
+    const uint32_t right_fragment = Tile::right_columns(ptx::shared_address(rows));
+#pragma unroll 1
+    for (int dim = 0; dim < kKeyDims; dim += kDimsAtOnce) {
+      float products[1][kDimsAtOnce / 8][4];
+      clear(products);
+      gemm_columns_at<Element, Config::kRows>(
+          products, [&](int k, int d) { return Tile::fragment_address(right_fragment, k, first_dim + dim + 8 * d); },
+          [&](uint32_t (&a)[1][4], int k) {
+            ptx::ldmatrix_trans(a[0], ScoreTile::fragment_address(left_fragment, k, first_key));
+          });
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int n = 0; n < kDimsAtOnce / 8; n += 2) {
+          // Four neighbours of the sums are two columns of a tile of 8, and two of the next.
+          const float four[4] = {products[0][n][2 * half], products[0][n][2 * half + 1], products[0][n + 1][2 * half],
+                                 products[0][n + 1][2 * half + 1]};
+          if (to[half]) add_neighbours(to[half] + dim + 8 * n, four);
+        }
+    }
+  }
+
+  // dq += dS K, of the warp's rows and dimensions.
+  __device__ void sum_queries(int step) {
+    const uint32_t left = ScoreTile::left(ptx::shared_address(own.sdS), first_row());
+    const uint32_t right = Tile::right_columns(this->stage(step, 0));
+    gemm_columns_at<Element, kColumns>(
+        dq, [&](int k, int d) { return Tile::fragment_address(right, k, dq_part() * kDqDims + 8 * d); },
+        [&](uint32_t (&a)[kRowTiles][4], int k) {
+#pragma unroll
+          for (int m = 0; m < kRowTiles; ++m) ptx::ldmatrix(a[m], ScoreTile::fragment_address(left, 16 * m, k));
+        });
+  }
+
+  __device__ void write() const {
+    const fdm_tensor &t = params.backward.dq;
+    if (!present(t) || dq_part() >= kDqParts) return;
+    const int first_dim = dq_part() * kDqDims;
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int r = this->row(m, half);
+        const bool exists = r < task.heads;
+        Element *to =
+            exists ? static_cast<Element *>(t.data) + this->row_place(t, r) + first_dim * t.stride[3] : nullptr;
+        write_row(to, t.stride[3], int(params.p.head_dim) - first_dim, dq[m], half, params.p.scale, exists);
+      }
+  }
+};
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, 2)
+    list_backward_kernel(const __grid_constant__ ListBackwardParams params) {
+  extern __shared__ __align__(1024) char dynamic_shared[];
+  auto &shared = *reinterpret_cast<ListBackwardShared<Config> *>(dynamic_shared);
+  if (threadIdx.x == 0) shared.task.set(params, blockIdx.x);
+  __syncthreads();
+  ListBackward<Config>(params, shared).run();
+}
+
+} // namespace fdm::cuda

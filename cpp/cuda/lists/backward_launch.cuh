@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The launch of the backward kernels of one instantiation. Generated files hold nothing but an include of this and a line for each.
+#pragma once
+
+#include "../host/dispatch.h"
+#include "../host/launch.cuh"
+#include "backward.cuh"
+
+namespace fdm::cuda {
+
+template <class Element, int kHeadDim>
+cudaError_t launch_list_backward(const ListBackwardLaunch &work, cudaStream_t stream) {
+  const auto start = [&](auto config) {
+    using Config = typename decltype(config)::Type;
+    return launch_with_shared<ListBackwardShared<Config>, list_backward_kernel<Config>>(work.params, work.route.blocks,
+                                                                                        Config::kThreads, stream);
+  };
+  if (work.route.heads == ListHeads::few || kHeadDim > 128)
+    return start(TypeOf<ListConfigOf<Element, kHeadDim, list_backward_tile, ListHeads::few>>{});
+  return start(TypeOf<ListConfigOf<Element, kHeadDim, list_backward_tile, ListHeads::many>>{});
+}
+
+} // namespace fdm::cuda

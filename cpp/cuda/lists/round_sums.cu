@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Rounds the float32 sums of the backward pass of lists: those of dk and dv by the bands of tile/round_sums.cuh, and those of biases and
+// sinks element by element.
+#include "../tile/round_sums.cuh"
+
+#include <cuda_runtime.h>
+
+#include "lists.h"
+
+namespace fdm::cuda {
+namespace {
+
+// 16 rows of the sums: of each key those of all KV heads. A row of the grid has those of dk, another those of dv.
+template <class Element> struct ListBands {
+  using Params = ListBackwardParams;
+  static constexpr int kTogether = 4;
+
+  const ListBackwardParams &params;
+  const float *sums[2];
+  BandRows rows{{-1, -1}};
+  bool exists;
+
+  __device__ static bool of_values() { return blockIdx.y == 1; }
+  __device__ const fdm_tensor &gradient() const { return of_values() ? params.backward.dv : params.backward.dk; }
+
+  __device__ ListBands(const ListBackwardParams &params_, int64_t number) : params(params_) {
+    const fdm_tensor &t = gradient();
+    const int64_t count = params.p.k.shape[0] * params.p.k.shape[1] * params.p.kv_heads;
+    exists = present(t) && number * kBandRows < count;
+    if (!exists) return;
+    ptx::wait_for_kernel_ahead();
+    const float *first = of_values() ? params.sums.value : params.sums.key;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int64_t row = number * kBandRows + accumulator_row(half);
+      if (row >= count) continue;
+      const int64_t key = quotient(row, params.p.kv_heads), batch = quotient(key, t.shape[1]);
+      rows.offset[half] = batch * t.stride[0] + (key - batch * t.shape[1]) * t.stride[1] +
+                          (row - key * params.p.kv_heads) * t.stride[2];
+      sums[half] = first + row * params.sum_dim;
+    }
+  }
+
+  __device__ int tiles() const { return exists ? params.sum_dim / 8 : 0; }
+  // A thread has four neighbours of two tiles of columns, as lists/backward.cuh adds them.
+  __device__ void load(int first, float (&x)[kTogether][4]) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int n = 0; n < kTogether; n += 2) {
+        const auto *quads = reinterpret_cast<const float4 *>(sums[half]) + threadIdx.x % 4;
+        const float4 own = rows.offset[half] >= 0 ? quads[(first + n) * 2] : float4{};
+        x[n][2 * half] = own.x;
+        x[n][2 * half + 1] = own.y;
+        x[n + 1][2 * half] = own.z;
+        x[n + 1][2 * half + 1] = own.w;
+      }
+  }
+  __device__ void store(int first, const float (&x)[kTogether][4]) const {
+    rows.store<Element>(gradient(), of_values() ? 1.0f : params.p.scale, first, x);
+  }
+  __device__ void end(bool) const {}
+};
+
+// A row of the grid rounds contiguous sums to a tensor of the same shape.
+struct ListRounding {
+  static constexpr int kMost = 3;
+  fdm_tensor to[kMost];
+  const float *sums[kMost];
+};
+
+__global__ void __launch_bounds__(kFillThreads) round_list_sums(const __grid_constant__ ListRounding work) {
+  const fdm_tensor &t = work.to[blockIdx.y];
+  const int64_t n = int64_t(blockIdx.x) * kFillThreads + threadIdx.x;
+  int64_t place = n, offset = 0;
+#pragma unroll
+  for (int d = 3; d >= 0; --d) {
+    const int64_t before = quotient(place, t.shape[d]);
+    offset += (place - before * t.shape[d]) * t.stride[d];
+    place = before;
+  }
+  if (place == 0) store_element(t, offset, work.sums[blockIdx.y][n]);
+}
+
+} // namespace
+
+cudaError_t launch_list_rounding(const ListBackwardLaunch &work, cudaStream_t stream) {
+  const ListBackwardParams &params = work.params;
+  const fdm_backward_args &a = params.backward;
+  if (params.sums.key || params.sums.value) {
+    const auto kernel =
+        params.p.q.dtype == FDM_FLOAT16 ? round_sums<ListBands<__half>> : round_sums<ListBands<__nv_bfloat16>>;
+    const Grid grid(work.route.key_rounding_blocks, 2);
+    if (cudaError_t error = launch<Overlap::none>(kernel, grid, kRoundingThreads, 0, stream, params)) return error;
+  }
+  ListRounding rounding{};
+  int count = 0;
+  const auto add = [&](const fdm_tensor &gradient, const float *sums) {
+    if (!sums) return;
+    rounding.to[count] = gradient;
+    rounding.sums[count++] = sums;
+  };
+  add(a.dbias, params.sums.bias);
+  add(a.dindex_bias, params.sums.index);
+  add(a.dsink, params.sums.sink);
+  return launch(round_list_sums, Grid(work.route.bias_rounding_blocks, count), kFillThreads, 0, stream, rounding);
+}
+
+} // namespace fdm::cuda
