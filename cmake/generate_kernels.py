@@ -17,8 +17,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 HEADER = "// Made by cmake/generate_kernels.py from cmake/targets.json; do not edit.\n"
-# The registers do not hold more: beyond it the general kernels take a bias for each query.
+# The registers do not hold more: beyond it the general kernels take a bias for each query. Tiles of
+# 96 columns take as much shared memory as those of 128, which serve these heads.
 MOST_PAIR_BIAS_HEAD_DIM = 128
+PAIR_BIAS_HEAD_DIMS = (32, 64, 128)
+# Of the kernels for rare calls: a larger tile serves the head dimensions between these.
+RARE_HEAD_DIMS = (64, 128, 256)
 # Of the pair bias kernels for sm_90: their shared memory does not hold more. Heads of 96
 # columns take tiles of 128.
 PAIR_BIAS_SM90_HEAD_DIMS = (32, 64, 128)
@@ -38,11 +42,13 @@ class Family:
     params: str
     most_head_dim: int = 256
     only_head_dims: tuple[int, ...] = ()  # all up to the largest where none are named
+    serves_smaller: bool = False  # has the largest built, named or not, for all that are smaller
 
-    def serves(self, head_dim: int) -> bool:
-        """Tell whether the family has kernels of a head dimension."""
-        named = not self.only_head_dims or head_dim in self.only_head_dims
-        return named and head_dim <= self.most_head_dim
+    def served(self, head_dims: list[int]) -> list[int]:
+        """Return which of the built head dimensions the family has kernels of."""
+        built = [dim for dim in head_dims if dim <= self.most_head_dim]
+        named = [dim for dim in built if not self.only_head_dims or dim in self.only_head_dims]
+        return sorted({*named, *built[-1:]}) if self.serves_smaller else named
 
     def source(self, dtype: str, head_dim: int) -> str:
         """Return the file that instantiates one kernel."""
@@ -51,6 +57,10 @@ class Family:
             f"template cudaError_t fdm::cuda::launch_{self.name}<{ELEMENTS[dtype]}, {head_dim}>("
             f"const fdm::cuda::{self.params} &, cudaStream_t);\n"
         )
+
+
+def _pair_bias(name: str, header: str, params: str) -> Family:
+    return Family(name, header, params, MOST_PAIR_BIAS_HEAD_DIM, PAIR_BIAS_HEAD_DIMS, True)
 
 
 FAMILIES = (
@@ -66,20 +76,17 @@ FAMILIES = (
     Family("list_backward", "lists/backward_launch.cuh", "ListBackwardLaunch"),
     Family("dq", "backward/dq_launch.cuh", "BackwardLaunch"),
     Family("dkdv", "backward/dkdv_launch.cuh", "BackwardLaunch"),
-    Family("row_bias", "backward/row_bias_launch.cuh", "BackwardLaunch"),
     Family(
-        "pair_bias_forward",
-        "pair_bias/forward_launch.cuh",
-        "PairBiasForwardLaunch",
-        MOST_PAIR_BIAS_HEAD_DIM,
+        "row_bias",
+        "backward/row_bias_launch.cuh",
+        "BackwardLaunch",
+        only_head_dims=RARE_HEAD_DIMS,
+        serves_smaller=True,
     ),
-    Family("pair_bias_dq", "pair_bias/dq_launch.cuh", "PairBiasBackward", MOST_PAIR_BIAS_HEAD_DIM),
-    Family(
-        "pair_bias_dkdv", "pair_bias/dkdv_launch.cuh", "PairBiasBackward", MOST_PAIR_BIAS_HEAD_DIM
-    ),
-    Family(
-        "pair_bias_dbias", "pair_bias/dbias_launch.cuh", "PairBiasBackward", MOST_PAIR_BIAS_HEAD_DIM
-    ),
+    _pair_bias("pair_bias_forward", "pair_bias/forward_launch.cuh", "PairBiasForwardLaunch"),
+    _pair_bias("pair_bias_dq", "pair_bias/dq_launch.cuh", "PairBiasBackward"),
+    _pair_bias("pair_bias_dkdv", "pair_bias/dkdv_launch.cuh", "PairBiasBackward"),
+    _pair_bias("pair_bias_dbias", "pair_bias/dbias_launch.cuh", "PairBiasBackward"),
     Family(
         "pair_bias_forward_sm90",
         "pair_bias/sm90_forward_launch.cuh",
@@ -98,7 +105,7 @@ FAMILIES = (
 def list_head_dims(name: str, head_dims: list[int], family_name: str) -> str:
     """Declare the head dimensions of a family, and the largest: 0 where there are none."""
     family = next(family for family in FAMILIES if family.name == family_name)
-    served = [dim for dim in head_dims if family.serves(dim)]
+    served = family.served(head_dims)
     listed = ", ".join(map(str, served or head_dims[:1]))
     return (
         f"using {name}HeadDims = HeadDims<{listed}>;\n"
@@ -114,7 +121,8 @@ def head_dims_source(head_dims: list[int]) -> str:
         "template <int... kDims> struct HeadDims {};\n"
         f"using InstantiatedHeadDims = HeadDims<{listed}>;\n"
         f"constexpr int kMaxHeadDim = {head_dims[-1]};\n"
-        "// Of the pair bias kernels. Where the largest is 0, there are none.\n"
+        "// Of families that have not all of them. Where the largest is 0, there are none.\n"
+        f"{list_head_dims('Rare', head_dims, 'row_bias')}"
         f"{list_head_dims('PairBias', head_dims, 'pair_bias_forward')}"
         f"{list_head_dims('PairBiasSm90', head_dims, 'pair_bias_forward_sm90')}"
         f"{list_head_dims('Direct', head_dims, 'direct_decode')}"
@@ -155,9 +163,7 @@ def main() -> None:
     sources = []
     for family in FAMILIES:
         for dtype in table["dtypes"]:
-            for head_dim in head_dims:
-                if not family.serves(head_dim):
-                    continue
+            for head_dim in family.served(head_dims):
                 path = options.output / f"{family.name}_{dtype}_{head_dim}.cu"
                 write(path, family.source(dtype, head_dim))
                 sources.append(path.as_posix())

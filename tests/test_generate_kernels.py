@@ -67,7 +67,7 @@ def test_every_kernel_is_instantiated_once(generator: ModuleType, tmp_path: Path
     assert len(set(names)) == len(names), "a family is listed twice"
     wanted: Counter[tuple[str, str, str]] = Counter()
     for family in generator.FAMILIES:
-        dims = [str(dim) for dim in TARGETS["head_dims"] if family.serves(dim)]
+        dims = map(str, family.served(TARGETS["head_dims"]))
         wanted.update(itertools.product([family.name], elements, dims))
     assert found == wanted
 
@@ -93,8 +93,9 @@ def test_families_of_one_arch_compile_for_the_others(generator: ModuleType, tmp_
         pytest.skip(str(error))
     generate(tmp_path)
     most = str(generator.PAIR_BIAS_SM90_HEAD_DIMS[-1])
+    dims = generator.PAIR_BIAS_SM90_HEAD_DIMS
     names = [
-        f.name for f in generator.FAMILIES if f.only_head_dims == generator.PAIR_BIAS_SM90_HEAD_DIMS
+        f.name for f in generator.FAMILIES if f.only_head_dims == dims and not f.serves_smaller
     ]
     assert len(names) == 2
     sources = [
@@ -115,11 +116,11 @@ def test_head_dims_are_those_of_the_table(tmp_path: Path) -> None:
     assert f"constexpr int kMaxHeadDim = {largest};" in (tmp_path / "head_dims.h").read_text()
 
 
-def pair_bias_head_dims(folder: Path) -> tuple[str, str]:
-    """Return the list of the head dimensions with a pair bias, and the largest."""
+def listed_head_dims(folder: Path, name: str) -> tuple[str, str]:
+    """Return the list of the head dimensions of some families, and the largest."""
     header = (folder / "head_dims.h").read_text()
     found = re.search(
-        r"PairBiasHeadDims = HeadDims<(.*)>;\nconstexpr int kMaxPairBiasHeadDim = (\d+);", header
+        rf"using {name}HeadDims = HeadDims<(.*)>;\nconstexpr int kMax{name}HeadDim = (\d+);", header
     )
     assert found
     return found[1], found[2]
@@ -129,9 +130,27 @@ def test_pair_bias_blocks_have_head_dims_of_their_own(
     generator: ModuleType, tmp_path: Path
 ) -> None:
     generate(tmp_path)
-    most = generator.MOST_PAIR_BIAS_HEAD_DIM
-    dims = [dim for dim in TARGETS["head_dims"] if dim <= most]
-    assert pair_bias_head_dims(tmp_path) == (", ".join(map(str, dims)), str(dims[-1]))
+    dims = generator.PAIR_BIAS_HEAD_DIMS
+    assert listed_head_dims(tmp_path, "PairBias") == (", ".join(map(str, dims)), str(dims[-1]))
+
+
+@pytest.mark.parametrize(
+    ("built", "rare", "pair_bias"),
+    [
+        ("32", "32", "32"),
+        ("32;96", "96", "32, 96"),
+        ("64;96", "64, 96", "64, 96"),
+        ("32;64;192", "64, 192", "32, 64"),
+        ("128;192;256", "128, 256", "128"),
+    ],
+)
+def test_a_larger_tile_serves_rare_head_dims(
+    built: str, rare: str, pair_bias: str, tmp_path: Path
+) -> None:
+    """There is one for each head dimension, whichever are built."""
+    generate(tmp_path, f"--head-dims={built}")
+    assert listed_head_dims(tmp_path, "Rare") == (rare, rare.split(", ")[-1])
+    assert listed_head_dims(tmp_path, "PairBias") == (pair_bias, pair_bias.split(", ")[-1])
 
 
 def test_there_may_be_no_pair_bias_blocks(generator: ModuleType, tmp_path: Path) -> None:
@@ -139,7 +158,7 @@ def test_there_may_be_no_pair_bias_blocks(generator: ModuleType, tmp_path: Path)
     assert largest > generator.MOST_PAIR_BIAS_HEAD_DIM
     sources = generate(tmp_path, f"--head-dims={largest}")
     assert not [path for path in sources if path.name.startswith("pair_bias")]
-    assert pair_bias_head_dims(tmp_path) == (str(largest), "0")
+    assert listed_head_dims(tmp_path, "PairBias") == (str(largest), "0")
 
 
 def test_output_is_deterministic(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_rows_that_lie_otherwise_take_other_kernels(routes: Routes, odd: int, ke
         (0b000001, "pair_bias_sm90", 64),
         (0b000011, "pair_bias_sm90", 128),
         (0b001011, "pair_bias", 96),
-        (0b001111, "general", 192),
+        (0b001111, "general", 256),
     ],
 )
 def test_few_head_dims_serve_what_they_have_kernels_for(

@@ -30,20 +30,33 @@ struct Spec {
 };
 enum Odd { kInputs = 1, kOut = 2, kDout = 4, kGradients = 8, kMaps = 16, kChunks = 32, kFarRows = 64, kGaps = 128 };
 
-// What a pack of all head dimensions was built for, but for those whose bits are set in `missing`.
+// What a pack of all head dimensions was built for, but for those whose bits are set in `missing`: as cmake/generate_kernels.py has it.
 BuiltFor built_for(int arch, int64_t missing) {
-  BuiltFor built{arch, {}, {}, {}, {}};
+  BuiltFor built{arch, {}, {}, {}, {}, {}};
   const auto add = [](HeadDimList &list, int dim) { list.dims[list.count++] = dim; };
+  // The largest serves the others, too.
+  const auto add_largest = [&](HeadDimList &list, int largest) {
+    for (int n = built.all.count - 1; n >= 0; --n) {
+      if (built.all.dims[n] > largest) continue;
+      if (list.most() != built.all.dims[n]) add(list, built.all.dims[n]);
+      return;
+    }
+  };
   int64_t bit = 1;
   for (int dim : {32, 64, 96, 128, 192, 256}) {
     const bool there = (missing & bit) == 0;
     bit *= 2;
     if (!there) continue;
     add(built.all, dim);
-    if (dim <= 128) add(built.pair_bias, dim);
-    if (dim <= 128 && dim != 96) add(built.pair_bias_sm90, dim);
+    if (dim == 64 || dim == 128 || dim == 256) add(built.rare, dim);
+    if (dim <= 128 && dim != 96) {
+      add(built.pair_bias, dim);
+      add(built.pair_bias_sm90, dim);
+    }
     if (dim == 64 || dim == 128) add(built.direct, dim);
   }
+  add_largest(built.rare, 256);
+  add_largest(built.pair_bias, 128);
   return built;
 }
 

@@ -74,7 +74,7 @@ cudaError_t run_key_gradients(const BackwardLaunch &work, cudaStream_t stream) {
   const BackwardRoute &route = work.route;
   return run_all(
       [&] {
-        return with_kernel_types(work.params.p, [&](auto element, auto dim) {
+        return with_kernel_types(work.params.p, route.head_dim, [&](auto element, auto dim) {
           return launch_dkdv<typename decltype(element)::Type, decltype(dim)::value>(work, stream);
         });
       },
@@ -133,14 +133,14 @@ cudaError_t run_backward(const fdm_problem &p, const fdm_backward_args &args, co
                  [&] { return route.scheduled ? launch_key_schedule(params, stream) : cudaSuccess; },
                  [&] {
                    if (route.dq == QueryKernel::none) return cudaSuccess;
-                   return with_kernel_types(p, [&](auto element, auto dim) {
+                   return with_kernel_types(p, route.head_dim, [&](auto element, auto dim) {
                      return launch_dq<typename decltype(element)::Type, decltype(dim)::value>(work, stream);
                    });
                  },
                  [&] { return route.wants_keys ? run_key_gradients(work, stream) : cudaSuccess; },
                  [&] {
                    if (route.row_bias_blocks == 0) return cudaSuccess;
-                   return with_kernel_types(p, [&](auto element, auto dim) {
+                   return with_types<kMaxRareHeadDim>(p, route.head_dim, RareHeadDims{}, [&](auto element, auto dim) {
                      return launch_row_bias<typename decltype(element)::Type, decltype(dim)::value>(work, stream);
                    });
                  },

@@ -5,6 +5,7 @@
 
 #include <type_traits>
 
+#include "../host/dispatch.h"
 #include "../host/launch.cuh"
 #include "dkdv.cuh"
 
@@ -133,7 +134,9 @@ cudaError_t launch_all_gradients(const BackwardParams &params, cudaStream_t stre
 template <class Element, int kHeadDim> cudaError_t launch_dkdv(const BackwardLaunch &work, cudaStream_t stream) {
   switch (work.route.keys) {
   case KeyKernel::general:
-    return launch_dkdv_kernels<Element, kHeadDim, TileKind::general>(work, stream);
+    if constexpr (kServesRareCalls<kHeadDim>)
+      return launch_dkdv_kernels<Element, kHeadDim, TileKind::general>(work, stream);
+    break;
 #if FDM_TILE_ARCH == 90
   case KeyKernel::wgmma:
     if constexpr (kHeadDim <= kDkdvHeadDimSm90) return launch_dkdv_sm90<Element, kHeadDim>(work.params, stream);

@@ -3,6 +3,7 @@
 // each.
 #pragma once
 
+#include "../host/dispatch.h"
 #include "../host/launch.cuh"
 #include "dq.cuh"
 
@@ -32,8 +33,9 @@ template <class Element, int kHeadDim> cudaError_t launch_dq_sm90(const Backward
 #endif
 
 template <class Element, int kHeadDim> cudaError_t launch_dq(const BackwardLaunch &work, cudaStream_t stream) {
-  if (work.route.dq == QueryKernel::general)
-    return launch_dq_kernels<Element, kHeadDim, TileKind::general>(work, stream);
+  if constexpr (kServesRareCalls<kHeadDim>)
+    if (work.route.dq == QueryKernel::general)
+      return launch_dq_kernels<Element, kHeadDim, TileKind::general>(work, stream);
 #if FDM_TILE_ARCH == 90
   if constexpr (kHeadDim <= kDqHeadDimSm90)
     return launch_dq_sm90<Element, kHeadDim>(work, stream);

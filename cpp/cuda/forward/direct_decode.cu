@@ -60,7 +60,7 @@ cudaError_t run_direct_decode(const fdm_problem &p, const fdm_forward_args &args
   params.parts = route.direct.parts;
   if (route.partials.exists()) params.partials = partials_at(at<void>(workspace, route.partials), p, params.parts);
   const auto stream = static_cast<cudaStream_t>(p.context.stream);
-  const cudaError_t error = with_types<kMaxDirectHeadDim>(p, DirectHeadDims{}, [&](auto element, auto dim) {
+  const cudaError_t error = with_types<kMaxDirectHeadDim>(p, p.head_dim, DirectHeadDims{}, [&](auto element, auto dim) {
     return launch_direct_decode<typename decltype(element)::Type, decltype(dim)::value>({route, device, params},
                                                                                         stream);
   });

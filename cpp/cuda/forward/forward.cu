@@ -63,7 +63,7 @@ cudaError_t run_forward(const fdm_problem &p, const fdm_forward_args &args, cons
   const ForwardParams params = make_params(p, args, route, lies, plan, workspace);
   if (params.tickets)
     if (cudaError_t error = cudaMemsetAsync(params.tickets, 0, sizeof(uint32_t), stream)) return error;
-  const cudaError_t error = with_kernel_types(p, [&](auto element, auto dim) {
+  const cudaError_t error = with_kernel_types(p, route.head_dim, [&](auto element, auto dim) {
     using Element = typename decltype(element)::Type;
     const ForwardLaunch work{route, params, &maps};
     return route.kernel == ForwardKernel::decode ? launch_decode<Element, decltype(dim)::value>(work, stream)

@@ -2,6 +2,7 @@
 // The launch of a forward instantiation, as a route tells. Generated files hold nothing but an include of this and a line for each.
 #pragma once
 
+#include "../host/dispatch.h"
 #include "../host/launch.cuh"
 #include "forward.cuh"
 
@@ -93,7 +94,8 @@ template <class Element, int kHeadDim> cudaError_t launch_crowded(const ForwardL
 template <class Element, int kHeadDim> cudaError_t launch_forward(const ForwardLaunch &work, cudaStream_t stream) {
   switch (work.route.kernel) {
   case ForwardKernel::general:
-    return launch_general<Element, kHeadDim>(work, stream);
+    if constexpr (kServesRareCalls<kHeadDim>) return launch_general<Element, kHeadDim>(work, stream);
+    break;
   case ForwardKernel::usual:
     return launch_usual<Element, kHeadDim>(work, stream);
 #if FDM_TILE_ARCH == 90
@@ -110,8 +112,9 @@ template <class Element, int kHeadDim> cudaError_t launch_forward(const ForwardL
     return launch_crowded<Element, kHeadDim>(work, stream);
 #endif
   default:
-    return cudaErrorInvalidConfiguration;
+    break;
   }
+  return cudaErrorInvalidConfiguration;
 }
 
 } // namespace fdm::cuda

@@ -18,6 +18,12 @@ template <class T> struct TypeOf {
   using Type = T;
 };
 
+template <int... kDims> constexpr bool has_head_dim(HeadDims<kDims...>, int head_dim) {
+  return ((kDims == head_dim) || ...);
+}
+// Whether kernels for rare calls are instantiated for a head dimension. A route takes these calls to one.
+template <int kHeadDim> constexpr bool kServesRareCalls = has_head_dim(RareHeadDims{}, kHeadDim);
+
 // Calls function(std::integral_constant<int, d>) with the smallest instantiated d that is at least head_dim.
 template <int kFirst, int... kRest, class Function>
 auto with_head_dim(int64_t head_dim, HeadDims<kFirst, kRest...>, const Function &function) {
@@ -28,16 +34,17 @@ auto with_head_dim(int64_t head_dim, HeadDims<kFirst, kRest...>, const Function 
 
 // Calls function(TypeOf<Element>, std::integral_constant<int, d>). Where `kDimRoom` is 0, nothing was instantiated.
 template <int kDimRoom, class Dims, class Function>
-cudaError_t with_types(const fdm_problem &p, Dims dims, const Function &function) {
+cudaError_t with_types(const fdm_problem &p, int64_t head_dim, Dims dims, const Function &function) {
   if constexpr (kDimRoom == 0)
     return cudaErrorInvalidConfiguration;
   else
-    return with_head_dim(p.head_dim, dims, [&](auto dim) {
+    return with_head_dim(head_dim, dims, [&](auto dim) {
       return p.q.dtype == FDM_FLOAT16 ? function(TypeOf<__half>{}, dim) : function(TypeOf<__nv_bfloat16>{}, dim);
     });
 }
-template <class Function> cudaError_t with_kernel_types(const fdm_problem &p, const Function &function) {
-  return with_types<kMaxHeadDim>(p, InstantiatedHeadDims{}, function);
+// The same with the instantiation of a route.
+template <class Function> cudaError_t with_kernel_types(const fdm_problem &p, int head_dim, const Function &function) {
+  return with_types<kMaxHeadDim>(p, head_dim, InstantiatedHeadDims{}, function);
 }
 
 } // namespace fdm::cuda

@@ -18,7 +18,9 @@ template <int... kDims> constexpr HeadDimList list_head_dims(HeadDims<kDims...>,
 }
 
 inline const BuiltFor &built_for() {
-  static constexpr BuiltFor kBuilt{FDM_TILE_ARCH, list_head_dims(InstantiatedHeadDims{}, kMaxHeadDim),
+  static constexpr BuiltFor kBuilt{FDM_TILE_ARCH,
+                                   list_head_dims(InstantiatedHeadDims{}, kMaxHeadDim),
+                                   list_head_dims(RareHeadDims{}, kMaxRareHeadDim),
                                    list_head_dims(PairBiasHeadDims{}, kMaxPairBiasHeadDim),
                                    list_head_dims(PairBiasSm90HeadDims{}, kMaxPairBiasSm90HeadDim),
                                    list_head_dims(DirectHeadDims{}, kMaxDirectHeadDim)};

@@ -17,7 +17,7 @@ LiveTiles live_tiles(const fdm_problem &p, void *workspace, const Part &part) {
 }
 
 template <class Function> cudaError_t with_pair_bias_types(const fdm_problem &p, const Function &function) {
-  return with_types<kMaxPairBiasHeadDim>(p, PairBiasHeadDims{}, function);
+  return with_types<kMaxPairBiasHeadDim>(p, p.head_dim, PairBiasHeadDims{}, function);
 }
 
 // All deltas, in memory of their own, or in the first elements of the rows of dq.

@@ -114,9 +114,9 @@ struct KeyChoice {
   KeyDivision keys{};
   int64_t rows_of_segment = 0;
 
-  KeyChoice(const fdm_problem &problem, const DeviceFacts &facts, bool all)
+  KeyChoice(const fdm_problem &problem, const DeviceFacts &facts, bool all, int head_dim)
       : p(problem), device(facts), table(*facts.table), fused(all) {
-    const int arch = facts.built->tile_arch, head_dim = facts.built->all.serving(p.head_dim);
+    const int arch = facts.built->tile_arch;
     const DkdvTileChoice tile = dkdv_tile(arch, head_dim);
     const FusedTileChoice fused_choice = fused_tile(arch, head_dim);
     keys.block_keys = fused ? fused_choice.keys : tile.keys;
@@ -216,7 +216,8 @@ struct KeyChoice {
 
 // Whether one kernel may compute all gradients. Only a chain of blocks adds to dq in a fixed order.
 bool may_fuse(const fdm_problem &p, const DeviceFacts &device) {
-  return can_fuse(p, device) && (!(p.flags & FDM_DETERMINISTIC) || KeyChoice(p, device, true).keys.chained);
+  return can_fuse(p, device) &&
+         (!(p.flags & FDM_DETERMINISTIC) || KeyChoice(p, device, true, device.instantiation(p, false)).keys.chained);
 }
 
 // Lays out the segments of so many rows, and the blocks of keys of all of them.
@@ -321,10 +322,18 @@ void lay_out(const fdm_problem &p, const KeyChoice &choice, int32_t bias_heads, 
   route->workspace_bytes = parts.bytes;
 }
 
-int64_t workspace_of(const fdm_problem &p, const DeviceFacts &device, bool fused) {
+int64_t workspace_of(const fdm_problem &p, const KeyChoice &choice, int32_t bias_heads) {
   BackwardRoute route{};
-  lay_out(p, KeyChoice(p, device, fused), own_bias_heads(p), &route);
+  lay_out(p, choice, bias_heads, &route);
   return route.workspace_bytes;
+}
+// The same where each gradient has a kernel of its own. How all tensors lie is not known yet.
+int64_t unfused_workspace(const fdm_problem &p, const DeviceFacts &device, int32_t bias_heads) {
+  int64_t most = 0;
+  for (bool is_general : {false, true})
+    most =
+        std::max(most, workspace_of(p, KeyChoice(p, device, false, device.instantiation(p, is_general)), bias_heads));
+  return most;
 }
 
 KeyKernel key_kernel(const fdm_problem &p, const DeviceFacts &device, const BackwardRoute &route, bool fused) {
@@ -473,7 +482,6 @@ BackwardRoute backward_route(const fdm_problem &p, const DeviceFacts &device, co
   }
   if (is_divided_by_members(p, *device.table, device.sms, wanted.dbias))
     return member_route(p, device, lies, wanted);
-  route.head_dim = device.built->all.serving(p.head_dim);
   route.wants_bias_sums = wanted.dbias && sums_bias_of_keys(p);
   route.wants_dkdv = wanted.dk || wanted.dv;
   route.wants_keys = route.wants_dkdv || route.wants_bias_sums;
@@ -481,7 +489,8 @@ BackwardRoute backward_route(const fdm_problem &p, const DeviceFacts &device, co
   route.dout_aligned = lies.dout;
   route.general = has_rows(p.bias) || !lies.inputs || !lies.dout;
   const bool fused = lies.inputs && lies.dout && wanted.dq && route.wants_keys && may_fuse(p, device);
-  lay_out(p, KeyChoice(p, device, fused), own_bias_heads(p), &route);
+  route.head_dim = device.instantiation(p, route.general && !fused);
+  lay_out(p, KeyChoice(p, device, fused, route.head_dim), own_bias_heads(p), &route);
   KeyDivision &keys = route.division;
   route.too_large = int64_t(keys.blocks) * keys.heads + device.table->items > INT32_MAX;
   route.order = tile_order(p, *device.table);
@@ -517,8 +526,11 @@ BackwardRoute backward_route(const fdm_problem &p, const DeviceFacts &device, co
 
 int64_t backward_workspace(const fdm_problem &p, const DeviceFacts &device) {
   if (is_pair_bias(p, device)) return pair_bias_backward_workspace(p, device, input_alignment(p));
-  int64_t bytes = workspace_of(p, device, false);
-  if (may_fuse(p, device)) bytes = std::max(bytes, workspace_of(p, device, true));
+  int64_t bytes = unfused_workspace(p, device, own_bias_heads(p));
+  if (may_fuse(p, device)) {
+    const KeyChoice fused(p, device, true, device.instantiation(p, false));
+    bytes = std::max(bytes, workspace_of(p, fused, own_bias_heads(p)));
+  }
   if (is_divided_by_members(p, *device.table, 1, false)) { // a device may have few SMs
     const fdm_problem member = member_of(p, 0);
     const PlanRoute plan = plan_route(member, device);
@@ -537,11 +549,11 @@ BackwardRoute key_mass_route(const fdm_problem &p, const DeviceFacts &device, co
     route.launches.add("fill");
     return route;
   }
-  route.head_dim = device.built->all.serving(p.head_dim);
   route.wants_bias_sums = route.wants_keys = true;
   route.inputs_aligned = route.dout_aligned = lies.inputs;
   route.general = !lies.inputs;
-  lay_out(p, KeyChoice(p, device, false), int32_t(group_size(p)), &route);
+  route.head_dim = device.instantiation(p, route.general);
+  lay_out(p, KeyChoice(p, device, false, route.head_dim), int32_t(group_size(p)), &route);
   route.too_large = int64_t(route.division.blocks) * route.division.heads + device.table->items > INT32_MAX;
   route.order = tile_order(p, *device.table);
   route.keys = key_kernel(p, device, route, false);
@@ -556,9 +568,7 @@ BackwardRoute key_mass_route(const fdm_problem &p, const DeviceFacts &device, co
 }
 
 int64_t key_mass_workspace(const fdm_problem &p, const DeviceFacts &device) {
-  BackwardRoute route{};
-  lay_out(p, KeyChoice(p, device, false), int32_t(group_size(p)), &route);
-  return route.workspace_bytes;
+  return unfused_workspace(p, device, int32_t(group_size(p)));
 }
 
 } // namespace fdm::cuda

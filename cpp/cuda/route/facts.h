@@ -21,10 +21,11 @@ struct HeadDimList {
   }
 };
 
-// What a pack was built for. Pair biases have kernels with mma.sync, and others (`pair_bias_sm90`) for sm_90.
+// What a pack was built for. Rare calls (`rare`) have fewer instantiations. Pair biases have kernels with mma.sync, and others
+// (`pair_bias_sm90`) for sm_90.
 struct BuiltFor {
   int tile_arch;
-  HeadDimList all, pair_bias, pair_bias_sm90, direct;
+  HeadDimList all, rare, pair_bias, pair_bias_sm90, direct;
 };
 
 // Facts about the device of the tensors.
@@ -34,6 +35,10 @@ struct DeviceFacts {
   int sms;
 
   bool has_wgmma() const { return built->tile_arch == 90; } // and clusters, and copies of boxes
+  // The head dimension of the instantiation that serves a problem. Rare calls have fewer of them.
+  int instantiation(const fdm_problem &p, bool is_rare) const {
+    return (is_rare ? built->rare : built->all).serving(p.head_dim);
+  }
 };
 
 // What depends on the device has room for as many SMs: more than any device has.

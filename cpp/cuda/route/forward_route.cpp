@@ -43,7 +43,7 @@ struct ForwardChoice {
 
   ForwardChoice(const fdm_problem &problem, const DeviceFacts &facts)
       : p(problem), device(facts), table(*facts.table),
-        tile(forward_tile(facts.built->tile_arch, facts.built->all.serving(problem.head_dim))) {
+        tile(forward_tile(facts.built->tile_arch, facts.instantiation(problem, false))) {
     const int64_t group = group_size(p), group_rows = p.queries * group;
     const bool share = heads_share_columns(p), shared_decode = share && group_rows <= kDecodeRows;
     // The general kernel takes a bias with a row for each query for rows of one head.
@@ -162,7 +162,7 @@ struct ForwardChoice {
   // The kernel of rows that are no decoding call's.
   ForwardKernel kernel(const Alignment &lies, int64_t splits) const {
     if (!lies.inputs || !lies.out || !lies.row_places || has_rows(p.bias)) return ForwardKernel::general;
-    const int head_dim = device.built->all.serving(p.head_dim);
+    const int head_dim = device.instantiation(p, false);
     if (device.has_wgmma()) {
       if (heads_per_tile > 1 || splits > 1) return ForwardKernel::usual;
       if (has_boxes(p) && lies.row_maps)
@@ -261,7 +261,6 @@ ForwardRoute forward_route(const fdm_problem &p, const DeviceFacts &device, cons
     choose_pair_bias_forward(&route, p, device, lies, splits);
   } else {
     const ForwardChoice choice(p, device);
-    route.head_dim = device.built->all.serving(p.head_dim);
     route.heads_per_tile = choice.heads_per_tile;
     route.tiles = int32_t(choice.tiles);
     route.splits = 1;
@@ -281,6 +280,7 @@ ForwardRoute forward_route(const fdm_problem &p, const DeviceFacts &device, cons
         route.merges_in_cluster = true;
       }
       route.kernel = choice.decode ? ForwardKernel::decode : choice.kernel(lies, route.splits);
+      route.head_dim = device.instantiation(p, route.kernel == ForwardKernel::general);
       // Other kernels than those with wgmma, which tensors that are not aligned get, leave the counter alone.
       if (choice.gives_out_tiles() && lies.inputs && lies.out && lies.row_places)
         route.tickets = parts.take_bytes(sizeof(uint32_t));
