@@ -107,12 +107,6 @@ ALLOWANCES = (
         "the producer has 56 registers, as at head dimension 128",
     ),
     Allowance(
-        "dkdv_kernel_sm90<*, 96, 128, 64, 3, 1, *>>",
-        "sm_90a",
-        292,
-        "with a softcap the slope of each score is one more register",
-    ),
-    Allowance(
         "dq_kernel_sm90<*>",
         "sm_90a",
         380,

@@ -78,6 +78,27 @@ def everyday(**changed: int) -> Spec:
 
 
 @pytest.mark.parametrize(
+    ("head_dim", "usual", "rare"), [(24, 32, 64), (96, 96, 128), (136, 192, 256)]
+)
+def test_larger_tiles_serve_rare_calls(
+    routes: Routes, head_dim: int, usual: int, rare: int
+) -> None:
+    """Rows that are not aligned, and on sm_90 a softcap in the backward pass."""
+
+    def served(arch: int, of: str, **changed: int) -> int:
+        spec = problem(4, 8, 8, head_dim, 1024, 1024, causal=1, **changed)
+        found: int = routes.route(arch, spec, of)["head_dim"]
+        return found
+
+    for arch in ARCHS:
+        for of in ("forward", "backward"):
+            assert served(arch, of) == usual
+            assert served(arch, of, odd=1) == rare
+        assert served(arch, "forward", softcap=1) == usual
+        assert served(arch, "backward", softcap=1) == (rare if arch == 90 else usual)
+
+
+@pytest.mark.parametrize(
     ("odd", "kernel"),
     [(0, "boxes"), (1, "general"), (2, "general"), (16, "persistent"), (64, "general")],
 )

@@ -49,10 +49,12 @@ cudaError_t launch_dkdv_kernels(const BackwardLaunch &work, cudaStream_t stream)
 }
 
 #if FDM_TILE_ARCH == 90
-// Calls launch with a Softcap.
-template <class Launch> cudaError_t launch_with_softcap(const BackwardParams &params, const Launch &launch) {
-  return params.p.softcap > 0 ? launch(std::integral_constant<Softcap, Softcap::applied>{})
-                              : launch(std::integral_constant<Softcap, Softcap::none>{});
+// Calls launch with a Softcap. A route takes a problem with one to the head dimensions of rare calls.
+template <int kHeadDim, class Launch>
+cudaError_t launch_with_softcap(const BackwardParams &params, const Launch &launch) {
+  if (params.p.softcap <= 0) return launch(std::integral_constant<Softcap, Softcap::none>{});
+  if constexpr (kServesRareCalls<kHeadDim>) return launch(std::integral_constant<Softcap, Softcap::applied>{});
+  return cudaErrorInvalidConfiguration;
 }
 
 inline FusedParams fused_params(const BackwardParams &params, int rows) {
@@ -64,21 +66,18 @@ inline FusedParams fused_params(const BackwardParams &params, int rows) {
 }
 
 template <class Element, int kHeadDim> cudaError_t launch_small(const BackwardLaunch &work, cudaStream_t stream) {
-  const BackwardParams &params = work.params;
-  return launch_with_softcap(params, [&](auto softcap) {
-    const auto launch_for = [&](auto cluster, Grid grid) {
-      using Config = SmallBlocksConfig<Element, kHeadDim, softcap, cluster>;
-      const FusedParams fused = fused_params(params, Config::kRows);
-      return launch_with_shared<SmallBlocksShared<Config>, small_blocks_kernel<Config>, Overlap::kernel_ahead>(
-          fused, grid, Config::kThreads, stream);
-    };
-    const KeyDivision &keys = work.route.division;
-    if (work.route.keys == KeyKernel::chained)
-      return launch_for(std::integral_constant<ClusterOf, ClusterOf::chain>{},
-                        Grid(keys.heads, keys.blocks, keys.blocks));
-    return launch_for(std::integral_constant<ClusterOf, ClusterOf::step_shares>{},
-                      Grid(keys.max_items, keys.shares, keys.shares));
-  });
+  const auto launch_for = [&](auto cluster, Grid grid) {
+    using Config = SmallBlocksConfig<Element, kHeadDim, cluster>;
+    const FusedParams fused = fused_params(work.params, Config::kRows);
+    return launch_with_shared<SmallBlocksShared<Config>, small_blocks_kernel<Config>, Overlap::kernel_ahead>(
+        fused, grid, Config::kThreads, stream);
+  };
+  const KeyDivision &keys = work.route.division;
+  if (work.route.keys == KeyKernel::chained)
+    return launch_for(std::integral_constant<ClusterOf, ClusterOf::chain>{},
+                      Grid(keys.heads, keys.blocks, keys.blocks));
+  return launch_for(std::integral_constant<ClusterOf, ClusterOf::step_shares>{},
+                    Grid(keys.max_items, keys.shares, keys.shares));
 }
 
 template <class Element, int kHeadDim> cudaError_t launch_fused(const BackwardLaunch &work, cudaStream_t stream) {
@@ -95,14 +94,14 @@ template <class Element, int kHeadDim> cudaError_t launch_fused(const BackwardLa
     if (work.route.keys == KeyKernel::row_bias)
       return launch_for(std::integral_constant<Softcap, Softcap::none>{},
                         std::integral_constant<QueryRows, QueryRows::bias>{});
-  return launch_with_softcap(
+  return launch_with_softcap<kHeadDim>(
       params, [&](auto softcap) { return launch_for(softcap, std::integral_constant<QueryRows, QueryRows::none>{}); });
 }
 
 // This kernel also serves calls that want one gradient alone. A kernel for that would not take half the time, and
 // would not be small.
 template <class Element, int kHeadDim> cudaError_t launch_dkdv_sm90(const BackwardParams &params, cudaStream_t stream) {
-  return launch_with_softcap(params, [&](auto softcap) {
+  return launch_with_softcap<kHeadDim>(params, [&](auto softcap) {
     constexpr DkdvTileSm90 tile = dkdv_tile_sm90(kHeadDim);
     using Config = KeyStationaryConfig<Element, kHeadDim, 128, tile.rows, tile.stages, softcap, QueryRows::mask>;
     static_assert(dkdv_tile(90, kHeadDim).keys == Config::kKeys && dkdv_tile(90, kHeadDim).rows == Config::kRows);
@@ -111,14 +110,12 @@ template <class Element, int kHeadDim> cudaError_t launch_dkdv_sm90(const Backwa
 }
 
 template <class Element, int kHeadDim> cudaError_t launch_key_mass(const BackwardParams &params, cudaStream_t stream) {
-  return launch_with_softcap(params, [&](auto softcap) {
-    constexpr DkdvTileSm90 tile = dkdv_tile_sm90(kHeadDim);
-    using Config = KeyStationaryConfig<Element, kHeadDim, 128, tile.rows, tile.stages, softcap, QueryRows::mask,
-                                       KeyProducts::scores>;
-    const FusedParams with_maps = fused_params(params, RowProducer<Config>::kOwnRows);
-    return launch_sm90<KeyStationaryShared<Config>, key_mass_kernel_sm90<Config>>(with_maps, params.keys.max_items,
-                                                                                  stream);
-  });
+  constexpr DkdvTileSm90 tile = dkdv_tile_sm90(kHeadDim);
+  using Config = KeyStationaryConfig<Element, kHeadDim, 128, tile.rows, tile.stages, Softcap::none, QueryRows::mask,
+                                     KeyProducts::scores>;
+  const FusedParams with_maps = fused_params(params, RowProducer<Config>::kOwnRows);
+  return launch_sm90<KeyStationaryShared<Config>, key_mass_kernel_sm90<Config>>(with_maps, params.keys.max_items,
+                                                                                stream);
 }
 #else
 template <class Element, int kHeadDim>

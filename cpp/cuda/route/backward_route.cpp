@@ -188,9 +188,10 @@ struct KeyChoice {
 
   // Chooses the kernel of small blocks where blocks of keys have few steps. It adds to dq three times as often as the other,
   // which is faster with more steps, and where it has hardly two blocks for a segment, unless one small block does (seen on an
-  // H100 and an H200). It knows no lists but those of segments, which have few steps at any length, and no schedule.
+  // H100 and an H200). It knows no lists but those of segments, which have few steps at any length, no schedule and no
+  // softcap.
   void choose_small_blocks() {
-    if (!device.has_wgmma() || keys.slot_dim > kSmallBlock.most_head_dim || is_varlen(p)) return;
+    if (!device.has_wgmma() || keys.slot_dim > kSmallBlock.most_head_dim || is_varlen(p) || p.softcap > 0) return;
     KeyDivision small = keys;
     small.small = true;
     small.block_keys = kSmallBlock.keys;
@@ -214,10 +215,15 @@ struct KeyChoice {
   }
 };
 
+// The head dimension of the kernels that compute a backward pass. On sm_90 those with a softcap are instantiations of their own.
+int backward_head_dim(const fdm_problem &p, const DeviceFacts &device, bool is_general) {
+  return device.instantiation(p, is_general || (device.has_wgmma() && p.softcap > 0));
+}
+
 // Whether one kernel may compute all gradients. Only a chain of blocks adds to dq in a fixed order.
 bool may_fuse(const fdm_problem &p, const DeviceFacts &device) {
-  return can_fuse(p, device) &&
-         (!(p.flags & FDM_DETERMINISTIC) || KeyChoice(p, device, true, device.instantiation(p, false)).keys.chained);
+  return can_fuse(p, device) && (!(p.flags & FDM_DETERMINISTIC) ||
+                                 KeyChoice(p, device, true, backward_head_dim(p, device, false)).keys.chained);
 }
 
 // Lays out the segments of so many rows, and the blocks of keys of all of them.
@@ -330,9 +336,8 @@ int64_t workspace_of(const fdm_problem &p, const KeyChoice &choice, int32_t bias
 // The same where each gradient has a kernel of its own. How all tensors lie is not known yet.
 int64_t unfused_workspace(const fdm_problem &p, const DeviceFacts &device, int32_t bias_heads) {
   int64_t most = 0;
-  for (bool is_general : {false, true})
-    most =
-        std::max(most, workspace_of(p, KeyChoice(p, device, false, device.instantiation(p, is_general)), bias_heads));
+  for (bool is_rare : {false, true})
+    most = std::max(most, workspace_of(p, KeyChoice(p, device, false, device.instantiation(p, is_rare)), bias_heads));
   return most;
 }
 
@@ -489,7 +494,7 @@ BackwardRoute backward_route(const fdm_problem &p, const DeviceFacts &device, co
   route.dout_aligned = lies.dout;
   route.general = has_rows(p.bias) || !lies.inputs || !lies.dout;
   const bool fused = lies.inputs && lies.dout && wanted.dq && route.wants_keys && may_fuse(p, device);
-  route.head_dim = device.instantiation(p, route.general && !fused);
+  route.head_dim = backward_head_dim(p, device, route.general && !fused);
   lay_out(p, KeyChoice(p, device, fused, route.head_dim), own_bias_heads(p), &route);
   KeyDivision &keys = route.division;
   route.too_large = int64_t(keys.blocks) * keys.heads + device.table->items > INT32_MAX;
@@ -528,7 +533,7 @@ int64_t backward_workspace(const fdm_problem &p, const DeviceFacts &device) {
   if (is_pair_bias(p, device)) return pair_bias_backward_workspace(p, device, input_alignment(p));
   int64_t bytes = unfused_workspace(p, device, own_bias_heads(p));
   if (may_fuse(p, device)) {
-    const KeyChoice fused(p, device, true, device.instantiation(p, false));
+    const KeyChoice fused(p, device, true, backward_head_dim(p, device, false));
     bytes = std::max(bytes, workspace_of(p, fused, own_bias_heads(p)));
   }
   if (is_divided_by_members(p, *device.table, 1, false)) { // a device may have few SMs

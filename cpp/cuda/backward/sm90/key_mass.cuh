@@ -21,7 +21,7 @@ template <class Config> struct MassConsumer : KeyConsumer<Config> {
     warpgroup_gemm_ss<Element, KeyTile, RowTile, kHeadDim>(scores[0], k_desc, Base::row_desc(shared.sQ[number]), false);
     ptx::warpgroup_commit_batch();
     const auto &rows = this->own_rows(number);
-    if constexpr (Config::kSoftcap) {
+    if (params.p.softcap > 0) {
       Scores nothing; // dP', from which P comes by a delta of -1
       clear(nothing);
       ptx::warpgroup_wait<0>();

@@ -19,12 +19,12 @@ namespace fdm::cuda {
 // What the blocks of threads of a cluster are: the key blocks of a chain, or those that share the steps of one key block.
 enum class ClusterOf { step_shares, chain };
 
-template <class ElementType, int kHeadDimension, Softcap kCap, ClusterOf kCluster> struct SmallBlocksConfig {
+template <class ElementType, int kHeadDimension, ClusterOf kCluster> struct SmallBlocksConfig {
   using Element = ElementType;
   static constexpr int kHeadDim = kHeadDimension, kKeys = kSmallBlock.keys, kRows = kSmallBlock.rows, kStages = 2;
   static constexpr int kWarps = 4, kThreads = 32 * kWarps;
-  static constexpr int kBlocks = kCap == Softcap::applied ? 2 : 3; // share an SM; a softcap takes more registers
-  static constexpr bool kSoftcap = kCap == Softcap::applied, kChained = kCluster == ClusterOf::chain;
+  static constexpr int kBlocks = 3; // share an SM
+  static constexpr bool kChained = kCluster == ClusterOf::chain;
   using KeyTile = SmemTile<kHeadDim, kKeys>;
   using RowTile = SmemTile<kHeadDim, kRows>;
   using ScoreTile = SmemTile<kRows, kKeys>; // a row for each key
@@ -259,30 +259,22 @@ template <class Config> struct SmallBlock {
     ptx::warpgroup_commit_batch();
     warpgroup_gemm_ss<Element, KeyTile, RowTile, kHeadDim>(gradients[0], v, dout, false);
     ptx::warpgroup_commit_batch();
-    if constexpr (Config::kSoftcap) {
-      ptx::warpgroup_wait<0>();
-      ptx::warpgroup_fence_operand(scores[0]);
-      ptx::warpgroup_fence_operand(gradients[0]);
-      sums.template make<true>(stage, careful, scores, gradients);
-    } else {
-      const bool test = sums.needs_test(step, careful);
-      ptx::warpgroup_wait<1>();
-      ptx::warpgroup_fence_operand(scores[0]);
-      const ScoreFactors factors = ScoreFactors::uncapped(params.p);
-      if (careful)
-        sums.template make_probabilities<PairTests::kept_and_cut>(stage, step.tile * kRows, step.buffer, scores,
-                                                                  factors);
-      else if (test)
-        sums.template make_probabilities<PairTests::kept>(stage, step.tile * kRows, step.buffer, scores, factors);
-      else
-        sums.template make_probabilities<PairTests::none>(stage, step.tile * kRows, step.buffer, scores, factors);
-      ptx::warpgroup_wait<0>();
-      ptx::warpgroup_fence_operand(gradients[0]);
-      if (test)
-        sums.template make_score_gradients<PairTests::kept>(stage, scores, gradients);
-      else
-        sums.template make_score_gradients<PairTests::none>(stage, scores, gradients);
-    }
+    const bool test = sums.needs_test(step, careful);
+    ptx::warpgroup_wait<1>();
+    ptx::warpgroup_fence_operand(scores[0]);
+    const ScoreFactors factors = ScoreFactors::uncapped(params.p);
+    if (careful)
+      sums.template make_probabilities<PairTests::kept_and_cut>(stage, step.tile * kRows, step.buffer, scores, factors);
+    else if (test)
+      sums.template make_probabilities<PairTests::kept>(stage, step.tile * kRows, step.buffer, scores, factors);
+    else
+      sums.template make_probabilities<PairTests::none>(stage, step.tile * kRows, step.buffer, scores, factors);
+    ptx::warpgroup_wait<0>();
+    ptx::warpgroup_fence_operand(gradients[0]);
+    if (test)
+      sums.template make_score_gradients<PairTests::kept>(stage, scores, gradients);
+    else
+      sums.template make_score_gradients<PairTests::none>(stage, scores, gradients);
     pack_left<Element>(p, scores[0]);
     pack_left<Element>(ds, gradients[0]);
     const uint32_t sdS = ptx::shared_address(shared.sdS);
