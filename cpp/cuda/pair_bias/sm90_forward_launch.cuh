@@ -34,18 +34,19 @@ cudaError_t launch_pair_bias_forward_sm90(const PairBiasForwardLaunch &launch, c
   };
   constexpr std::integral_constant<int, 1> kOne{};
   constexpr std::integral_constant<MaskRows, MaskRows::each_query> kMask{};
+  constexpr std::integral_constant<MaskRows, MaskRows::either> kAnyMask{};
   constexpr std::integral_constant<MaskRows, MaskRows::none> kNoMask{};
   constexpr std::integral_constant<TaskParts, TaskParts::rows> kRows{};
   constexpr std::integral_constant<TaskParts, TaskParts::heads> kHeads{};
   constexpr std::integral_constant<TaskParts, TaskParts::keys> kKeys{};
   const auto launch_for_bias = [&](auto bias_type) {
     if constexpr (has_room_for_mask(kHeadDim, decltype(bias_type)::value == BiasType::float32)) {
-      if (work.pairs && has_rows(p.mask)) return launch_for(kOne, bias_type, kMask, kHeads);
-      if (work.pairs) return launch_for(kOne, bias_type, kNoMask, kHeads);
-      if (work.halves && has_rows(p.mask)) return launch_for(kOne, bias_type, kMask, kKeys);
+      if (work.pairs) return launch_for(kOne, bias_type, kAnyMask, kHeads);
+      if (work.halves) return launch_for(kOne, bias_type, kAnyMask, kKeys);
       if (has_rows(p.mask)) return launch_for(kOne, bias_type, kMask, kRows);
+    } else if (work.halves) {
+      return launch_for(kOne, bias_type, kNoMask, kKeys);
     }
-    if (work.halves) return launch_for(kOne, bias_type, kNoMask, kKeys);
     constexpr int kSourceRoom = sm90_sources(kHeadDim);
     if constexpr (kSourceRoom > 1)
       if (work.slots == kSourceRoom)

@@ -170,9 +170,8 @@ template <class Config> struct PairBiasForwardProducerSm90 {
   __device__ void run() {
     load_queries();
     if constexpr (Config::kMasks)
-      run_masked();
-    else
-      run_unmasked();
+      if (Config::folds_mask(work.call.p)) return run_masked();
+    run_unmasked();
   }
 
 private:

@@ -15,8 +15,8 @@ namespace fdm::cuda {
 // windows, which have at most kWindow rows and keys (forward_windows.cuh).
 enum class TaskParts { rows, heads, keys, sources };
 
-// The rows of the mask.
-enum class MaskRows { none, each_query };
+// The rows of the mask: none, one for each query, or what a call tells.
+enum class MaskRows { none, each_query, either };
 
 // kSourceCount: a consumer goes through so many sources for each block of keys.
 template <class ElementType, int kHeadDimension, int kSourceCount, BiasType kBias, MaskRows kMaskRows, TaskParts kParts>
@@ -26,9 +26,12 @@ struct PairBiasForwardConfigSm90 {
   static constexpr bool kFloat32Bias = kBias == BiasType::float32;
   static constexpr int kBiasSize = kFloat32Bias ? 4 : 2;
   using Pair = TilePair<kHeadDim>;
-  static constexpr bool kMasks = kMaskRows == MaskRows::each_query, kPairs = kParts == TaskParts::heads,
-                        kHalves = kParts == TaskParts::keys;
+  static constexpr bool kMasks = kMaskRows != MaskRows::none; // there is room for one
+  static constexpr bool kPairs = kParts == TaskParts::heads, kHalves = kParts == TaskParts::keys;
   static constexpr bool kWindows = kParts == TaskParts::sources;
+  __device__ static bool folds_mask(const fdm_problem &p) {
+    return kMaskRows == MaskRows::each_query || (kMaskRows == MaskRows::either && has_rows(p.mask));
+  }
   static constexpr bool kHalfRows = kPairs || kHalves || kWindows; // each consumer warpgroup has all rows of a task
   static constexpr bool kHalfKeys = kHalves || kWindows;           // and its own half of a stage's keys
   static constexpr bool kShares = kMasks || kPairs || kHalves; // blocks of threads may have equal shares of the work
@@ -105,7 +108,7 @@ template <class Config> struct PairBiasForwardSharedSm90 {
   uint64_t bias_full[Config::kBiasStages], bias_empty[Config::kBiasStages];
 
   // All threads of the block call this, before they are synchronized.
-  __device__ void init() {
+  __device__ void init(const fdm_problem &p) {
     if constexpr (Config::kDropsByProduct) drops.init();
     if (threadIdx.x > 0) return;
     exact_tasks.init();
@@ -118,7 +121,7 @@ template <class Config> struct PairBiasForwardSharedSm90 {
       ptx::init_barrier(empty[stage], Roles::kConsumerThreads);
     }
     for (int stage = 0; stage < Config::kBiasStages; ++stage) {
-      ptx::init_barrier(bias_full[stage], (Config::kMasks ? 1 : 2) * Roles::kProducerThreads);
+      ptx::init_barrier(bias_full[stage], (Config::folds_mask(p) ? 1 : 2) * Roles::kProducerThreads);
       ptx::init_barrier(bias_empty[stage], Roles::kConsumerThreads);
     }
   }
