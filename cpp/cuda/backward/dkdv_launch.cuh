@@ -36,16 +36,15 @@ cudaError_t launch_dkdv_kernels(const BackwardLaunch &work, cudaStream_t stream)
         DkdvConfig<Element, kHeadDim, tile.keys, tile.rows, tile.warps, tile.blocks, gradients, kKind>>(work.params,
                                                                                                         stream);
   };
-  const KeyLaunches launches = work.route.key_launches;
-  if constexpr (tile.together)
-    if (launches == KeyLaunches::both) return launch(std::integral_constant<GradientSet, GradientSet::both>{});
-  if constexpr (!tile.together || kKind != TileKind::general) {
+  if constexpr (tile.together) {
+    return launch(std::integral_constant<GradientSet, GradientSet::both>{});
+  } else {
+    const KeyLaunches launches = work.route.key_launches;
     cudaError_t error = cudaSuccess;
     if (launches != KeyLaunches::values) error = launch(std::integral_constant<GradientSet, GradientSet::keys>{});
     if (error || launches == KeyLaunches::keys) return error;
     return launch(std::integral_constant<GradientSet, GradientSet::values>{});
   }
-  return cudaErrorInvalidConfiguration;
 }
 
 #if FDM_TILE_ARCH == 90

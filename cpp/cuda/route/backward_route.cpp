@@ -378,13 +378,12 @@ const char *name_of(KeyKernel kernel) {
   }
 }
 
-// Which gradients of keys are computed together. The general kernels are seldom used: with kernels for one gradient alone, they
-// would be a fifth of a pack.
+// Which gradients of keys are computed together. A kernel of both leaves out the products that only one of them needs where that is
+// not wanted.
 KeyLaunches key_launches(const BackwardRoute &route, int arch, const Wanted &wanted) {
   const bool keys = wanted.dk || route.wants_bias_sums;
   if (route.keys != KeyKernel::general && route.keys != KeyKernel::usual) return KeyLaunches::both;
-  if (dkdv_tile(arch, route.head_dim).together && (route.keys == KeyKernel::general || (keys && wanted.dv)))
-    return KeyLaunches::both;
+  if (dkdv_tile(arch, route.head_dim).together) return KeyLaunches::both;
   return !keys ? KeyLaunches::values : wanted.dv ? KeyLaunches::each : KeyLaunches::keys;
 }
 
