@@ -76,21 +76,13 @@ struct StatisticsWork {
   HeadRow first, row_step, unit_step;
 };
 
-// The elements of a row that a thread loads at once: eight, or one.
-template <RowAlignment, class Element> struct PartOf {
-  using Type = uint4;
-};
-template <class Element> struct PartOf<RowAlignment::none, Element> {
-  using Type = Element;
-};
-
 // Some rows of dO and O, of each of which kLanes threads have a part: eight elements of each row where rows are aligned,
 // else one, and what follows kLanes such parts later.
-template <class Work, int kLanes, class Element, RowAlignment kAlignment> struct StatisticsRows {
+template <class Work, int kLanes, RowAlignment kAlignment> struct StatisticsRows {
   using Params = typename Work::Params;
   static constexpr bool kAligned = kAlignment == RowAlignment::aligned;
   static constexpr int kRows = statistics_rows(kAligned), kStep = kAligned ? 8 : 1;
-  using Part = typename PartOf<kAlignment, Element>::Type;
+  using Part = std::conditional_t<kAligned, uint4, uint16_t>;
 
   HeadRow row[kRows];
   Part dout[kRows], out[kRows];
@@ -100,7 +92,7 @@ template <class Work, int kLanes, class Element, RowAlignment kAlignment> struct
 
   __device__ static Part load_part(const fdm_tensor &t, const HeadRow &row, int d) {
     const auto *start =
-        static_cast<const Element *>(t.data) + row.batch * t.stride[0] + row.i * t.stride[1] + row.head * t.stride[2];
+        static_cast<const uint16_t *>(t.data) + row.batch * t.stride[0] + row.i * t.stride[1] + row.head * t.stride[2];
     if constexpr (kAligned)
       return *reinterpret_cast<const Part *>(start + d);
     else
@@ -131,6 +123,10 @@ template <class Work, int kLanes, class Element, RowAlignment kAlignment> struct
     RowResult own{row[0], lse[0], 0.0f};
     // Loaded no sooner than here, since calls without out_low have better uses of registers, but of all rows together.
     const bool has_low = present(a.out_low);
+    const auto dot = [&](const Part &x, const Part &y, float sum) {
+      return Work::problem(params).q.dtype == FDM_FLOAT16 ? dot_of<__half>(x, y, sum)
+                                                          : dot_of<__nv_bfloat16>(x, y, sum);
+    };
     Part low[kRows];
     if (has_low) {
 #pragma unroll
@@ -156,7 +152,7 @@ template <class Work, int kLanes, class Element, RowAlignment kAlignment> struct
   }
 
 private:
-  __device__ static float dot(const Part &a, const Part &b, float sum) {
+  template <class Element> __device__ static float dot_of(const Part &a, const Part &b, float sum) {
     const auto *x = reinterpret_cast<const Element *>(&a), *y = reinterpret_cast<const Element *>(&b);
 #pragma unroll
     for (int i = 0; i < kStep; ++i) sum = fmaf(to_float(x[i]), to_float(y[i]), sum);
@@ -165,9 +161,9 @@ private:
 };
 
 // While a block of threads writes the statistics of a unit, the loads of its next one are under way.
-template <class Work, int kLanes, class Element, RowAlignment kAlignment>
+template <class Work, int kLanes, RowAlignment kAlignment>
 __device__ void make_statistics(const typename Work::Params &params, const StatisticsWork &work, int32_t block) {
-  using Rows = StatisticsRows<Work, kLanes, Element, kAlignment>;
+  using Rows = StatisticsRows<Work, kLanes, kAlignment>;
   constexpr int kThreads = kStatisticsThreads, kUnitRows = kThreads / kLanes * Rows::kRows;
   const fdm_problem &p = Work::problem(params);
   const auto sums = Work::query_sums(params);
@@ -187,21 +183,19 @@ __device__ void make_statistics(const typename Work::Params &params, const Stati
 }
 
 // The blocks of threads that Work::other_work leaves make the statistics.
-template <class Work, int kLanes, class Element, RowAlignment kAlignment>
+template <class Work, int kLanes, RowAlignment kAlignment>
 __global__ void __launch_bounds__(kStatisticsThreads, 2)
     prepare_backward(const __grid_constant__ typename Work::Params params, const typename Work::Division division) {
   ptx::start_dependents();
   const int64_t block = Work::other_work(params, division);
-  if (block >= 0) make_statistics<Work, kLanes, Element, kAlignment>(params, division.statistics, int32_t(block));
+  if (block >= 0) make_statistics<Work, kLanes, kAlignment>(params, division.statistics, int32_t(block));
 }
 
 template <class Work, int kLanes, RowAlignment kAlignment>
 cudaError_t launch_statistics(const typename Work::Params &params, const typename Work::Division &division,
                               int64_t others, cudaStream_t stream) {
-  const auto kernel = Work::problem(params).q.dtype == FDM_FLOAT16
-                          ? prepare_backward<Work, kLanes, __half, kAlignment>
-                          : prepare_backward<Work, kLanes, __nv_bfloat16, kAlignment>;
-  return launch(kernel, division.statistics.blocks + others, kStatisticsThreads, 0, stream, params, division);
+  return launch(prepare_backward<Work, kLanes, kAlignment>, division.statistics.blocks + others, kStatisticsThreads, 0,
+                stream, params, division);
 }
 // Of the elements of the batch from `first_batch` on, with `others` blocks of threads for other work.
 template <class Work>

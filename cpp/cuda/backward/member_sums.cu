@@ -20,10 +20,11 @@ struct MemberSum {
 };
 
 // A thread has eight neighbours of a row of a key/value head. A row of the grid has dk, another dv.
-template <class Element> __global__ void __launch_bounds__(kThreads) sum_members(const __grid_constant__ MemberSum work) {
+__global__ void __launch_bounds__(kThreads) sum_members(const __grid_constant__ MemberSum work) {
   const fdm_tensor &t = work.to[blockIdx.y];
   const int64_t first = 8 * (int64_t(blockIdx.x) * kThreads + threadIdx.x);
   if (first >= work.elements || !present(t)) return;
+  const AnyPacking packing{t.dtype == FDM_FLOAT16};
   float sums[8] = {};
   for (int32_t member = 0; member < work.members; ++member) {
     const uint4 eight = *reinterpret_cast<const uint4 *>(work.from[blockIdx.y] + member * work.elements + first);
@@ -31,7 +32,7 @@ template <class Element> __global__ void __launch_bounds__(kThreads) sum_members
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       float low, high;
-      ptx::unpack<Element>(pairs[i], low, high);
+      packing.unpack(pairs[i], low, high);
       sums[2 * i] += low;
       sums[2 * i + 1] += high;
     }
@@ -44,7 +45,7 @@ template <class Element> __global__ void __launch_bounds__(kThreads) sum_members
   const int32_t there = int32_t(min64(8, t.shape[3] - d));
   uint32_t pairs[4];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) pairs[i] = ptx::pack<Element>(sums[2 * i], sums[2 * i + 1]);
+  for (int i = 0; i < 4; ++i) pairs[i] = packing(sums[2 * i], sums[2 * i + 1]);
   if (there == 8 && t.stride[3] == 1 && reinterpret_cast<uintptr_t>(to) % 16 == 0) {
     *reinterpret_cast<uint4 *>(to) = {pairs[0], pairs[1], pairs[2], pairs[3]};
     return;
@@ -64,8 +65,7 @@ cudaError_t launch_member_sums(const fdm_problem &p, const fdm_backward_args &ar
                        member_elements(p),
                        member_pitch(p),
                        route.members};
-  const auto kernel = p.q.dtype == FDM_FLOAT16 ? sum_members<__half> : sum_members<__nv_bfloat16>;
-  return launch(kernel, Grid(route.member_sum_blocks, 2), kThreads, 0, stream, work);
+  return launch(sum_members, Grid(route.member_sum_blocks, 2), kThreads, 0, stream, work);
 }
 
 } // namespace fdm::cuda

@@ -25,9 +25,9 @@ __device__ int64_t sequence_of(const fdm_problem &p, int32_t tile_rows, int64_t 
   return first;
 }
 
-template <class Element> struct QueryBands {
+struct QueryBands {
   using Params = BackwardParams;
-  static constexpr int kTogether = 4;
+  static constexpr int kTogether = 4, kBlocks = 5;
 
   const BackwardParams &params;
   const float *sums;
@@ -58,7 +58,7 @@ template <class Element> struct QueryBands {
     for (int n = 0; n < kTogether; ++n) load_tile(sums + (first + n) * 128, x[n]);
   }
   __device__ void store(int first, const float (&x)[kTogether][4]) const {
-    rows.store<Element>(params.a.dq, params.p.scale, first, x);
+    rows.store(params.a.dq, params.p.scale, first, x);
   }
   __device__ void end(bool) const {}
 };
@@ -69,9 +69,9 @@ FDM_INLINE int64_t bands_of_keys(const BackwardParams &params) {
 
 // Sums of 16 keys of a head. A row of the grid has those of dk, another those of dv. How many there are is known on the device
 // only.
-template <class Element> struct KeyBands {
+struct KeyBands {
   using Params = BackwardParams;
-  static constexpr int kTogether = 4;
+  static constexpr int kTogether = 4, kBlocks = 4;
 
   const BackwardParams &params;
   const float *sums[2];
@@ -125,25 +125,21 @@ template <class Element> struct KeyBands {
       }
   }
   __device__ void store(int first, const float (&x)[kTogether][4]) const {
-    rows.store<Element>(gradient(), of_values() ? 1.0f : params.p.scale, first, x);
+    rows.store(gradient(), of_values() ? 1.0f : params.p.scale, first, x);
   }
   __device__ void end(bool) const {}
 };
 
-template <template <class> class Bands>
-cudaError_t launch_rounding(const BackwardParams &params, Grid grid, cudaStream_t stream) {
-  const auto kernel = params.p.q.dtype == FDM_FLOAT16 ? round_sums<Bands<__half>> : round_sums<Bands<__nv_bfloat16>>;
-  return launch<Overlap::kernel_ahead>(kernel, grid, kRoundingThreads, 0, stream, params);
-}
-
 } // namespace
 
 cudaError_t launch_query_sums(const BackwardLaunch &work, cudaStream_t stream) {
-  return launch_rounding<QueryBands>(work.params, work.route.query_sum_blocks, stream);
+  return launch<Overlap::kernel_ahead>(round_sums<QueryBands>, work.route.query_sum_blocks, kRoundingThreads, 0, stream,
+                                       work.params);
 }
 
 cudaError_t launch_key_segment_sums(const BackwardLaunch &work, cudaStream_t stream) {
-  return launch_rounding<KeyBands>(work.params, {work.route.segment_sum_blocks, 2}, stream);
+  return launch<Overlap::kernel_ahead>(round_sums<KeyBands>, {work.route.segment_sum_blocks, 2}, kRoundingThreads, 0,
+                                       stream, work.params);
 }
 
 } // namespace fdm::cuda

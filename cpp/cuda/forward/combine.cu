@@ -123,9 +123,7 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
           pack(merged[0] * inverse, merged[1] * inverse), pack(merged[2] * inverse, merged[3] * inverse)};
     };
     const bool is_half = out.dtype == FDM_FLOAT16;
-    store(out, [&](float low, float high) {
-      return is_half ? ptx::pack<__half>(low, high) : ptx::pack<__nv_bfloat16>(low, high);
-    });
+    store(out, AnyPacking{is_half});
     if (present(params.a.out_low))
       store(params.a.out_low, [&](float low, float high) {
         return is_half ? pack_left<__half>(low, high) : pack_left<__nv_bfloat16>(low, high);

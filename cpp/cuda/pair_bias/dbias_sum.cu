@@ -7,7 +7,7 @@ namespace fdm::cuda {
 namespace {
 
 // An item is the boundary before a block, if it is the first one inside of a tile: pairs of neighbours of the tile.
-template <class Element> struct DividedTiles {
+struct DividedTiles {
   using Params = PairBiasBackward;
   using Value = float2;
 
@@ -44,17 +44,15 @@ template <class Element> struct DividedTiles {
   __device__ int index(int i) const { return row(i) < rows ? pair_index(work.dbias, row(i), key(i)) : -1; }
   __device__ void store(int i, const float2 &sum) const {
     const fdm_tensor &t = work.a.dbias;
-    store_pair<Element>(t, work.dbias_pairs, offset + row(i) * t.stride[2] + key(i) * t.stride[3], sum.x, sum.y,
-                        keys - key(i));
+    store_pair<uint16_t>(t, work.dbias_pairs, offset + row(i) * t.stride[2] + key(i) * t.stride[3], sum.x, sum.y,
+                         keys - key(i), AnyPacking{t.dtype == FDM_FLOAT16});
   }
 };
 
 } // namespace
 
 cudaError_t launch_pair_bias_dbias_sum(const PairBiasBackward &work, const PartSumGrid &grid, cudaStream_t stream) {
-  const auto kernel =
-      work.call.p.q.dtype == FDM_FLOAT16 ? sum_parts<DividedTiles<__half>> : sum_parts<DividedTiles<__nv_bfloat16>>;
-  return launch(kernel, {grid.columns, grid.divisions}, kPartsThreads, 0, stream, work);
+  return launch(sum_parts<DividedTiles>, {grid.columns, grid.divisions}, kPartsThreads, 0, stream, work);
 }
 
 } // namespace fdm::cuda

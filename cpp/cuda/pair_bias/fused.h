@@ -8,7 +8,10 @@
 namespace fdm::cuda {
 
 template <class Function> cudaError_t with_sm90_types(const fdm_problem &p, const Function &function) {
-  return with_types<kMaxPairBiasSm90HeadDim>(p, p.head_dim, PairBiasSm90HeadDims{}, function);
+  if constexpr (FDM_TILE_ARCH != 90)
+    return cudaErrorInvalidConfiguration; // routes of other architectures have none
+  else
+    return with_types<kMaxPairBiasSm90HeadDim>(p, p.head_dim, PairBiasSm90HeadDims{}, function);
 }
 
 // All gradients, unless non-finite values are found. `memory` is cleared: for a launch's deltas, if these are not kept, and for

@@ -14,10 +14,11 @@ constexpr int dbias_bands(int column_tiles) { return kTileQuadsSm90 / (column_ti
 
 // A row of the grid has a gradient: dq, dk, dv, and dbias where its sums are complete. Tells of sums that are not finite
 // (pair_bias.h).
-template <class Element, int kHeadDim> struct FusedBands {
+template <int kHeadDim> struct FusedBands {
   using Params = PairBiasBackward;
   using Band = SumBand<kHeadDim>;
   static constexpr int kTogether = Band::kTiles; // rows are written where their sums lie
+  static constexpr int kBlocks = kTogether <= 8 ? 3 : 2;
 
   const PairBiasBackward &work;
   BandRows rows;
@@ -82,10 +83,11 @@ template <class Element, int kHeadDim> struct FusedBands {
     for (int n = 0; n < kTogether; ++n) reinterpret_cast<float4 &>(x[n]) = dbias_quad(n);
   }
   __device__ void store(int first, const float (&x)[kTogether][4]) const {
-    if (!of_dbias()) return rows.store<Element>(gradient(), blockIdx.y == 2 ? 1.0f : work.call.p.scale, first, x);
+    if (!of_dbias()) return rows.store(gradient(), blockIdx.y == 2 ? 1.0f : work.call.p.scale, first, x);
 #pragma unroll
     for (int n = 0; n < kTogether; ++n) {
-      store_quad<Element>(work, tile, first_quad + n * 32, reinterpret_cast<const float4 &>(x[n]));
+      store_quad<uint16_t>(work, tile, first_quad + n * 32, reinterpret_cast<const float4 &>(x[n]),
+                           AnyPacking{work.a.dbias.dtype == FDM_FLOAT16});
       if (work.fused.clears) dbias_quad(n) = {};
     }
   }
@@ -106,8 +108,8 @@ cudaError_t launch_fused_sums(const PairBiasBackward &work, bool with_dbias, cud
   const FusedWork &division = work.fused;
   const int64_t bands = division.batches * max64(p.heads * bands_of(division.dq),
                                                  p.kv_heads * max64(bands_of(division.dk), bands_of(division.dv)));
-  return with_sm90_types(p, [&](auto element, auto dim) {
-    using Bands = FusedBands<typename decltype(element)::Type, decltype(dim)::value>;
+  return with_sm90_types(p, [&](auto, auto dim) {
+    using Bands = FusedBands<decltype(dim)::value>;
     const int64_t all = with_dbias ? max64(bands, division.tiles() * dbias_bands(Bands::kTogether)) : bands;
     return launch<Overlap::kernel_ahead>(round_sums<Bands>, {rounding_blocks(all), with_dbias ? 4 : 3},
                                          kRoundingThreads, 0, stream, work);

@@ -18,9 +18,9 @@ __device__ __forceinline__ int64_t tile_number(const FusedWork &division, const 
 
 // Stores the accumulators of a thread in 16 rows and 8 keys. `index` counts such quads of numbers in a tile: 16 bands of
 // rows hold 16 tiles of keys, and these 32 lanes.
-template <class Element>
+template <class Element, class Pack = Packing<Element>>
 __device__ __forceinline__ void store_quad(const PairBiasBackward &work, const FusedDbiasTile &tile, int index,
-                                           const float4 &x) {
+                                           const float4 &x, const Pack &pack = {}) {
   const fdm_tensor &t = work.a.dbias;
   const int lane = index % 32, number = index / 32;
   const int64_t key = int64_t(tile.key_tile) * kPairBiasTileSm90 + number % (kPairBiasTileSm90 / 8) * 8 + lane % 4 * 2;
@@ -28,9 +28,10 @@ __device__ __forceinline__ void store_quad(const PairBiasBackward &work, const F
   const int64_t first =
       tile.plane / t.shape[1] * t.stride[0] + tile.plane % t.shape[1] * t.stride[1] + key * t.stride[3];
   const int64_t left = work.call.p.keys - key;
-  if (row < work.call.p.queries) store_pair<Element>(t, work.dbias_pairs, first + row * t.stride[2], x.x, x.y, left);
+  if (row < work.call.p.queries)
+    store_pair<Element>(t, work.dbias_pairs, first + row * t.stride[2], x.x, x.y, left, pack);
   if (row + 8 < work.call.p.queries)
-    store_pair<Element>(t, work.dbias_pairs, first + (row + 8) * t.stride[2], x.z, x.w, left);
+    store_pair<Element>(t, work.dbias_pairs, first + (row + 8) * t.stride[2], x.z, x.w, left, pack);
 }
 
 } // namespace fdm::cuda

@@ -72,15 +72,15 @@ __device__ __forceinline__ void drop_pairs(float (&exponents)[kLeftTiles][kRight
 }
 
 // Stores two neighbours of a row of dbias, or as many as are `left`.
-template <class Element>
+template <class Element, class Pack = Packing<Element>>
 __device__ __forceinline__ void store_pair(const fdm_tensor &t, bool pairs, int64_t offset, float low, float high,
-                                           int64_t left) {
+                                           int64_t left, const Pack &pack = {}) {
   if (left <= 0) return;
   if (pairs && left >= 2) {
     if (t.dtype == FDM_FLOAT32)
       *reinterpret_cast<float2 *>(static_cast<float *>(t.data) + offset) = {low, high};
     else
-      *reinterpret_cast<uint32_t *>(static_cast<Element *>(t.data) + offset) = ptx::pack<Element>(low, high);
+      *reinterpret_cast<uint32_t *>(static_cast<Element *>(t.data) + offset) = pack(low, high);
     return;
   }
   store_element(t, offset, low);

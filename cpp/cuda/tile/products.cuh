@@ -212,14 +212,30 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&words)[4]) {
   }
 }
 
+// Rounds two floats and packs them, as ptx::pack does: for an Element, or for a dtype that is known at run time.
+template <class Element> struct Packing {
+  __device__ __forceinline__ uint32_t operator()(float low, float high) const { return ptx::pack<Element>(low, high); }
+};
+struct AnyPacking {
+  bool is_half;
+
+  __device__ __forceinline__ uint32_t operator()(float low, float high) const {
+    return is_half ? ptx::pack<__half>(low, high) : ptx::pack<__nv_bfloat16>(low, high);
+  }
+  __device__ __forceinline__ void unpack(uint32_t pair, float &low, float &high) const {
+    is_half ? ptx::unpack<__half>(pair, low, high) : ptx::unpack<__nv_bfloat16>(pair, low, high);
+  }
+};
+
 // Writes this thread's part of a row of accumulators, times a factor, if the row exists; zeros of a blank row. All
 // lanes of the warp call this together. `row` may point anywhere if the row does not exist.
-template <class Element, int kDimTiles>
+template <class Element, int kDimTiles, class Pack = Packing<Element>>
 __device__ __forceinline__ void write_row(Element *row, int64_t stride, int head_dim, const float (&sums)[kDimTiles][4],
-                                          int half, float factor, bool exists, bool blank = false) {
+                                          int half, float factor, bool exists, bool blank = false,
+                                          const Pack &pack = {}) {
   static_assert(kDimTiles % 4 == 0);
   const auto pair = [&](int d) {
-    const uint32_t both = ptx::pack<Element>(sums[d][2 * half] * factor, sums[d][2 * half + 1] * factor);
+    const uint32_t both = pack(sums[d][2 * half] * factor, sums[d][2 * half + 1] * factor);
     return blank ? 0u : both;
   };
   const bool pairs = stride == 1 && reinterpret_cast<uintptr_t>(row) % 4 == 0;

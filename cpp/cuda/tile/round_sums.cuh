@@ -3,6 +3,7 @@
 // tiles of 8 columns (ptx/matrix.cuh). A `Bands` tells where sums lie:
 //   Params                      the kernel's parameters
 //   kTogether                   tiles that are loaded before any of them is written
+//   kBlocks                     blocks of threads for which an SM must have registers
 //   Bands(params, n)            band n, of which a warp asks once. It waits for the kernel ahead if it reads what kernels wrote
 //   tiles()                     how many tiles it has: 0 if there is no such band
 //   load(first tile, sums), store(first tile, sums)
@@ -25,20 +26,20 @@ struct BandRows {
     for (int half = 0; half < 2; ++half) offset[half] = row_offset(accumulator_row(half));
   }
 
-  template <class Element, int kTiles>
+  template <int kTiles>
   __device__ __forceinline__ void store(const fdm_tensor &t, float scale, int first,
                                         const float (&sums)[kTiles][4]) const {
     const int column = 8 * first, head_dim = int(t.shape[3]);
     if (column >= head_dim) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      write_row(static_cast<Element *>(t.data) + offset[half] + column * t.stride[3], t.stride[3], head_dim - column,
-                sums, half, scale, offset[half] >= 0);
+      write_row(static_cast<uint16_t *>(t.data) + offset[half] + column * t.stride[3], t.stride[3], head_dim - column,
+                sums, half, scale, offset[half] >= 0, false, AnyPacking{t.dtype == FDM_FLOAT16});
   }
 };
 
 template <class Bands>
-__global__ void __launch_bounds__(kRoundingThreads, Bands::kTogether <= 8 ? 3 : 2)
+__global__ void __launch_bounds__(kRoundingThreads, Bands::kBlocks)
     round_sums(const __grid_constant__ typename Bands::Params params) {
   constexpr int kTogether = Bands::kTogether;
   ptx::start_dependents();
