@@ -96,8 +96,10 @@ template <class Element, int kHeadDim> cudaError_t launch_forward(const ForwardL
   case ForwardKernel::general:
     if constexpr (kServesRareCalls<kHeadDim>) return launch_general<Element, kHeadDim>(work, stream);
     break;
-  case ForwardKernel::usual:
-    return launch_usual<Element, kHeadDim>(work, stream);
+  case ForwardKernel::usual: // rare beside the kernels with wgmma
+    if constexpr (FDM_TILE_ARCH != 90 || kServesRareCalls<kHeadDim>)
+      return launch_usual<Element, kHeadDim>(work, stream);
+    break;
 #if FDM_TILE_ARCH == 90
   case ForwardKernel::persistent:
     return launch_persistent<Element, kHeadDim>(work, stream);

@@ -193,7 +193,7 @@ void size_tiles(ForwardRoute *route, const ForwardChoice &choice) {
   case ForwardKernel::general:
     return of(general_forward_tile(arch, head_dim));
   case ForwardKernel::usual:
-    return of(choice.tile);
+    return of(forward_tile(arch, head_dim));
   case ForwardKernel::crowded:
     return of(crowded_forward_tile(arch, head_dim));
   case ForwardKernel::persistent:
@@ -280,7 +280,9 @@ ForwardRoute forward_route(const fdm_problem &p, const DeviceFacts &device, cons
         route.merges_in_cluster = true;
       }
       route.kernel = choice.decode ? ForwardKernel::decode : choice.kernel(lies, route.splits);
-      route.head_dim = device.instantiation(p, route.kernel == ForwardKernel::general);
+      const bool is_rare =
+          route.kernel == ForwardKernel::general || (device.has_wgmma() && route.kernel == ForwardKernel::usual);
+      route.head_dim = device.instantiation(p, is_rare);
       // Other kernels than those with wgmma, which tensors that are not aligned get, leave the counter alone.
       if (choice.gives_out_tiles() && lies.inputs && lies.out && lies.row_places)
         route.tickets = parts.take_bytes(sizeof(uint32_t));
