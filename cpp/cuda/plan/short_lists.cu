@@ -38,15 +38,14 @@ template <int kKeys> struct KeptIntervals {
 template <int kThreads, int kItems> struct Selecting {
   // With more keys the steps that each makes for every chunk take longer.
   static constexpr bool kInChunks = kItems == 2 && kThreads <= 512;
-  template <int kDtype>
-  using Chunks = ChunkExits<std::conditional_t<kDtype == FDM_FLOAT32, uint64_t, uint32_t>, kThreads>;
+  template <int kBits> using Chunks = ChunkExits<std::conditional_t<kBits == 32, uint64_t, uint32_t>, kThreads>;
 
   union ChunksShared {
-    typename Chunks<FDM_FLOAT32>::Shared float32;
-    typename Chunks<FDM_FLOAT16>::Shared narrow;
+    typename Chunks<32>::Shared float32;
+    typename Chunks<16>::Shared narrow;
 
-    template <int kDtype> __device__ auto &of() {
-      if constexpr (kDtype == FDM_FLOAT32)
+    template <int kBits> __device__ auto &of() {
+      if constexpr (kBits == 32)
         return float32;
       else
         return narrow;
@@ -75,10 +74,10 @@ __device__ ListWork selected_list(const fdm_selection &s, uint32_t number) {
 }
 
 // usable[i] becomes whether key i * kThreads + t may be kept at all. The first keys are not ranked.
-template <int kDtype, int kThreads, int kItems>
+template <int kBits, int kThreads, int kItems>
 __device__ const int32_t *find_exits(typename Selecting<kThreads, kItems>::Shared &shared, const fdm_selection &s,
                                      const SelectionRow &row, int32_t first_ranked, bool (&usable)[kItems]) {
-  Candidates<kDtype> source(s, row, 0);
+  Candidates<kBits> source(s, row, 0);
   if (s.keep_last > 0 || s.keep_first > 0) {
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
@@ -89,15 +88,15 @@ __device__ const int32_t *find_exits(typename Selecting<kThreads, kItems>::Share
   source.first_ranked = first_ranked;
   const auto value_of = [&](int32_t j) { return j < row.k_count ? source(j) : 0; };
   if constexpr (Selecting<kThreads, kItems>::kInChunks) {
-    auto &exits = shared.template of<kDtype>();
-    Selecting<kThreads, kItems>::template Chunks<kDtype>::find(exits, s.window, value_of);
+    auto &exits = shared.template of<kBits>();
+    Selecting<kThreads, kItems>::template Chunks<kBits>::find(exits, s.window, value_of);
     return exits.exit;
   } else {
     uint32_t value[kItems];
 #pragma unroll
     for (int i = 0; i < kItems; ++i) value[i] = value_of(i * kThreads + static_cast<int32_t>(threadIdx.x));
     WindowExits<kThreads, kItems> exits;
-    exits.sort(shared.sorting, value, 32 - OrderedBias<kDtype>::kBits);
+    exits.sort(shared.sorting, value, 32 - kBits);
     exits.divide(shared.dividing);
 #pragma unroll
     for (int i = 0; i < kItems; ++i)
@@ -124,11 +123,9 @@ __device__ void select_rows(ShortShared<kThreads, kItems> &shared, const fdm_sel
   for (int i = 0; i < kItems; ++i) usable[i] = true;
   const int32_t *exits;
   if (s.bias.dtype == FDM_FLOAT32)
-    exits = find_exits<FDM_FLOAT32, kThreads, kItems>(shared.selecting, s, row, first_ranked, usable);
-  else if (s.bias.dtype == FDM_FLOAT16)
-    exits = find_exits<FDM_FLOAT16, kThreads, kItems>(shared.selecting, s, row, first_ranked, usable);
+    exits = find_exits<32, kThreads, kItems>(shared.selecting, s, row, first_ranked, usable);
   else
-    exits = find_exits<FDM_BFLOAT16, kThreads, kItems>(shared.selecting, s, row, first_ranked, usable);
+    exits = find_exits<16, kThreads, kItems>(shared.selecting, s, row, first_ranked, usable);
   __syncthreads();
 
   const int64_t start_stride = s.start.stride[3], end_stride = s.end.stride[3];

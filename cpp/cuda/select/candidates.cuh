@@ -36,45 +36,38 @@ template <class T> struct KeyRow {
   __device__ T load(int32_t j) const { return __ldg(base + j * stride); }
 };
 
-// Biases become unsigned integers of the same order, and 0 where they are never selected: NaN and -inf. With 16-bit
-// dtypes the lower half is 0, which saves the selection a pass.
-template <int kDtype> struct OrderedBias {
-  using Storage = uint16_t;
-  static constexpr int kBits = 16;
-  static constexpr uint32_t kInfinity = kDtype == FDM_BFLOAT16 ? 0x7f80 : 0x7c00, kSign = 0x8000, kMagnitude = 0x7fff;
-};
-template <> struct OrderedBias<FDM_FLOAT32> {
-  using Storage = uint32_t;
-  static constexpr int kBits = 32;
-  static constexpr uint32_t kInfinity = 0x7f800000u, kSign = 0x80000000u, kMagnitude = 0x7fffffffu;
-};
-
-template <int kDtype> __device__ __forceinline__ uint32_t ordered_bias(uint32_t bits) {
-  using Order = OrderedBias<kDtype>;
-  const uint32_t magnitude = bits & Order::kMagnitude;
-  const bool negative = (bits & Order::kSign) != 0;
-  if (magnitude > Order::kInfinity || (negative && magnitude == Order::kInfinity)) return 0;
-  const uint32_t ordered = negative ? Order::kSign - magnitude : Order::kSign + magnitude; // -0 as +0
-  return ordered << (32 - Order::kBits);
+// Biases of so many bits become unsigned integers of the same order, and 0 where they are never selected: NaN and -inf. With 16
+// bits the lower half is 0, which saves the selection a pass. float16 and bfloat16 differ in what their infinity is.
+template <int kBits> __device__ __forceinline__ uint32_t ordered_bias(uint32_t bits, uint32_t infinity) {
+  constexpr uint32_t kSign = 1u << (kBits - 1);
+  const uint32_t magnitude = bits & (kSign - 1);
+  const bool negative = (bits & kSign) != 0;
+  if (magnitude > infinity || (negative && magnitude == infinity)) return 0;
+  const uint32_t ordered = negative ? kSign - magnitude : kSign + magnitude; // -0 as +0
+  return ordered << (32 - kBits);
 }
 
-template <int kDtype> struct Candidates {
-  static constexpr int kBits = OrderedBias<kDtype>::kBits;
-  KeyRow<typename OrderedBias<kDtype>::Storage> bias;
+template <int kBiasBits> struct Candidates {
+  static constexpr int kBits = kBiasBits;
+  KeyRow<std::conditional_t<kBits == 32, uint32_t, uint16_t>> bias;
   KeyRow<uint8_t> mask;
   bool masked;
+  uint32_t infinity;
   // The keys that are ranked; others are kept for where they stand.
   int32_t first_ranked = 0;
   uint32_t ranked_count = INT32_MAX;
 
   __device__ Candidates(const fdm_selection &s, const SelectionRow &r, int64_t i)
-      : bias(s, s.bias, r, i), mask(s, s.mask, r, i), masked(present(s.mask)) {}
+      : bias(s, s.bias, r, i), mask(s, s.mask, r, i), masked(present(s.mask)),
+        infinity(kBits == 32                    ? 0x7f800000u
+                 : s.bias.dtype == FDM_BFLOAT16 ? 0x7f80
+                                                : 0x7c00) {}
 
   // Returns 0 for a key that the mask or the bias excludes.
   __device__ uint32_t value(int32_t j) const {
     const uint32_t bits = bias.load(j);
     if (masked && !mask.load(j)) return 0;
-    return ordered_bias<kDtype>(bits);
+    return ordered_bias<kBits>(bits, infinity);
   }
   __device__ bool ranks(int32_t j) const { return static_cast<uint32_t>(j - first_ranked) < ranked_count; }
   // The same, and 0 for a key that is not ranked.
@@ -102,16 +95,10 @@ struct Window {
 __device__ __forceinline__ Window open_window(int32_t size) { return {0, -1, size}; }
 __device__ __forceinline__ Window closed_window() { return {~0u, -1, 0}; }
 
-// Calls function with the dtype of a bias as a compile-time constant.
-template <class Function> auto with_bias_dtype(int32_t dtype, const Function &function) {
-  switch (dtype) {
-  case FDM_FLOAT16:
-    return function(std::integral_constant<int, FDM_FLOAT16>{});
-  case FDM_BFLOAT16:
-    return function(std::integral_constant<int, FDM_BFLOAT16>{});
-  default:
-    return function(std::integral_constant<int, FDM_FLOAT32>{});
-  }
+// Calls function with the bits of a bias as a compile-time constant.
+template <class Function> auto with_bias_bits(const fdm_selection &s, const Function &function) {
+  if (s.bias.dtype == FDM_FLOAT32) return function(std::integral_constant<int, 32>{});
+  return function(std::integral_constant<int, 16>{});
 }
 
 } // namespace fdm::cuda

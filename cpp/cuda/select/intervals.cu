@@ -90,7 +90,7 @@ struct IntervalWork {
   }
 };
 
-template <int kDtype>
+template <int kBits>
 __global__ void __launch_bounds__(kThreads, 2)
     find_windows(const __grid_constant__ fdm_selection s, const __grid_constant__ SelectionChunks chunks,
                  ChunkResults results) {
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   ptx::start_dependents();
   const IntervalWork work(s, chunks, results);
   if (work.absent()) return;
-  Candidates<kDtype> source(s, work.row, 0);
+  Candidates<kBits> source(s, work.row, 0);
   if (work.chunk_seen) {
     const uint32_t before = Select::count_seen(shared, source.mask, work.begin);
     write_seen(work.chunk_seen, static_cast<int32_t>(chunks.keys / 32), ranks, source.mask, work.begin, work.end,
@@ -130,8 +130,8 @@ struct ChunkChanges {
 
 // Puts the keys of the chunk that the window before does not exclude into changes.arrivals, and returns their number.
 // Writes the intervals of keys that never arrive or never leave. `values` are those of the keys of own_key().
-template <int kDtype>
-__device__ int find_arrivals(ChunkChanges &changes, const IntervalWork &work, const Candidates<kDtype> &source,
+template <int kBits>
+__device__ int find_arrivals(ChunkChanges &changes, const IntervalWork &work, const Candidates<kBits> &source,
                              const uint32_t (&values)[kChunkItems], const Window &before, const Window &last) {
   uint64_t order[kChunkItems];
   bool arrives[kChunkItems];
@@ -160,8 +160,8 @@ __device__ int find_arrivals(ChunkChanges &changes, const IntervalWork &work, co
 
 // Finds the keys before the chunk that the window before holds and the window after does not. They are no more than the
 // arrivals, unless the bounds of sequences are wrong: then some windows may never have been found.
-template <int kDtype>
-__device__ void find_leavers(ChunkChanges &changes, const IntervalWork &work, const Candidates<kDtype> &source,
+template <int kBits>
+__device__ void find_leavers(ChunkChanges &changes, const IntervalWork &work, const Candidates<kBits> &source,
                              const Window &before, const Window &after) {
   constexpr int kBatch = 8;
   for (int32_t first = threadIdx.x; first < work.begin; first += kBatch * kThreads) {
@@ -201,13 +201,13 @@ __device__ int32_t driven_out_by(const ChunkChanges &changes, int leavers, int a
   return key_of(changes.arrivals[min(n, kChunkRoom - 1)]);
 }
 
-template <int kDtype>
+template <int kBits>
 __global__ void __launch_bounds__(kThreads, 2)
     write_intervals(const __grid_constant__ fdm_selection s, const __grid_constant__ SelectionChunks chunks,
                     ChunkResults results) {
   __shared__ ChunkChanges changes;
   const IntervalWork work(s, chunks, results);
-  Candidates<kDtype> source(s, work.row, 0);
+  Candidates<kBits> source(s, work.row, 0);
   const bool absent = work.absent();
   const int64_t last_chunk = ceil_div(work.row.k_count, chunks.keys) - 1;
   uint32_t values[kChunkItems];
@@ -256,12 +256,11 @@ cudaError_t select_intervals(const fdm_selection &s, const SelectionRoute &route
   ChunkResults results{static_cast<Window *>(workspace), nullptr};
   if (counts_seen_keys(s))
     results.seen = reinterpret_cast<SeenWord *>(static_cast<char *>(workspace) + window_bytes(route.blocks));
-  return with_bias_dtype(s.bias.dtype, [&](auto dtype) {
-    constexpr int kDtype = decltype(dtype)::value;
-    const cudaError_t error = launch(find_windows<kDtype>, route.blocks, kThreads, 0, stream, s, chunks, results);
+  return with_bias_bits(s, [&](auto bits) {
+    constexpr int kBits = decltype(bits)::value;
+    const cudaError_t error = launch(find_windows<kBits>, route.blocks, kThreads, 0, stream, s, chunks, results);
     if (error) return error;
-    return launch<Overlap::kernel_ahead>(write_intervals<kDtype>, route.blocks, kThreads, 0, stream, s, chunks,
-                                         results);
+    return launch<Overlap::kernel_ahead>(write_intervals<kBits>, route.blocks, kThreads, 0, stream, s, chunks, results);
   });
 }
 

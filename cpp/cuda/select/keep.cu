@@ -9,7 +9,7 @@ namespace {
 
 constexpr int kThreads = 512;
 
-template <int kDtype>
+template <int kBits>
 __global__ void __launch_bounds__(kThreads, 2)
     select_keep_rows(const __grid_constant__ fdm_selection s, uint32_t rows) {
   __shared__ typename RadixSelect<kThreads>::Shared shared;
@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int64_t query = per_row ? i : max64(0, r.q_count - 1);
   const int64_t limit = (s.flags & FDM_CAUSAL) ? query + r.causal_off + 1 : r.k_count;
   const auto visible = static_cast<int32_t>(max64(0, min64(r.k_count, limit)));
-  Candidates<kDtype> source(s, r, query);
+  Candidates<kBits> source(s, r, query);
   if (s.keep_last > 0 || s.keep_first > 0) {
     const bool masked = source.masked;
     const int64_t seen = masked ? RadixSelect<kThreads>::count_seen(shared, source.mask, visible) : visible;
@@ -49,8 +49,8 @@ __global__ void __launch_bounds__(kThreads, 2)
 } // namespace
 
 cudaError_t select_keep(const fdm_selection &s, const SelectionRoute &route, cudaStream_t stream) {
-  return with_bias_dtype(s.bias.dtype, [&](auto dtype) {
-    return launch(select_keep_rows<decltype(dtype)::value>, route.blocks, kThreads, 0, stream, s,
+  return with_bias_bits(s, [&](auto bits) {
+    return launch(select_keep_rows<decltype(bits)::value>, route.blocks, kThreads, 0, stream, s,
                   uint32_t(kept_rows(s)));
   });
 }
