@@ -136,7 +136,6 @@ ALLOWANCES = (
         100,
         "V, and 128 columns of dK and dV, leave 63 registers for scores or a part of dQ",
     ),
-    Allowance("prepare_backward<*>", "*", 104, "two blocks of 512 threads have 64 registers"),
     Allowance(
         "dbias_kernel<DbiasConfig<*>>",
         "sm_80",

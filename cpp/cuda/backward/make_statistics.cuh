@@ -121,24 +121,16 @@ template <class Work, int kLanes, RowAlignment kAlignment> struct StatisticsRows
     const fdm_backward_args &a = Work::args(params);
     const int64_t head_dim = Work::problem(params).head_dim;
     RowResult own{row[0], lse[0], 0.0f};
-    // Loaded no sooner than here, since calls without out_low have better uses of registers, but of all rows together.
-    const bool has_low = present(a.out_low);
+    const bool has_low = present(a.out_low); // loaded no sooner, since calls without it have better uses of registers
     const auto dot = [&](const Part &x, const Part &y, float sum) {
       return Work::problem(params).q.dtype == FDM_FLOAT16 ? dot_of<__half>(x, y, sum)
                                                           : dot_of<__nv_bfloat16>(x, y, sum);
     };
-    Part low[kRows];
-    if (has_low) {
-#pragma unroll
-      for (int n = 0; n < kRows; ++n) {
-        const bool read = row[n].batch < Work::past_batch(params) && lane() * kStep < head_dim;
-        low[n] = read ? load_part(a.out_low, row[n], lane() * kStep) : Part{};
-      }
-    }
 #pragma unroll
     for (int n = 0; n < kRows; ++n) {
       float sum = dot(dout[n], out[n], 0.0f);
-      if (has_low) sum = dot(dout[n], low[n], sum);
+      if (has_low && row[n].batch < Work::past_batch(params) && lane() * kStep < head_dim)
+        sum = dot(dout[n], load_part(a.out_low, row[n], lane() * kStep), sum);
       for (int d = (lane() + kLanes) * kStep; d < head_dim; d += kLanes * kStep)
         if (row[n].batch < Work::past_batch(params)) {
           const Part other = load_part(a.dout, row[n], d);
