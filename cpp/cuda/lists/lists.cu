@@ -23,7 +23,7 @@ cudaError_t run_list_forward(const fdm_problem &p, const fdm_forward_args &args,
   const ListRoute route = list_forward_route(p, device);
   ListParams params = make_params(p, route, forward_alignment(p, args));
   params.forward = args;
-  return with_kernel_types(p, p.head_dim, [&](auto element, auto dim) {
+  return with_kernel_types(p, route.head_dim, [&](auto element, auto dim) {
     using Element = typename decltype(element)::Type;
     return launch_list_forward<Element, decltype(dim)::value>({route, params},
                                                               static_cast<cudaStream_t>(p.context.stream));
@@ -47,7 +47,7 @@ cudaError_t run_list_backward(const fdm_problem &p, const fdm_backward_args &arg
                  sums(route.index_sums, args.dindex_bias), sums(route.sink_sums, args.dsink)};
   const ListBackwardLaunch work{route, params};
   if (cudaError_t error = cudaMemsetAsync(workspace, 0, size_t(route.workspace_bytes), stream)) return error;
-  const cudaError_t error = with_kernel_types(p, p.head_dim, [&](auto element, auto dim) {
+  const cudaError_t error = with_kernel_types(p, route.head_dim, [&](auto element, auto dim) {
     return launch_list_backward<typename decltype(element)::Type, decltype(dim)::value>(work, stream);
   });
   return error ? error : launch_list_rounding(work, stream);

@@ -11,9 +11,9 @@ namespace fdm::cuda {
 namespace {
 
 // 16 rows of the sums: of each key those of all KV heads. A row of the grid has those of dk, another those of dv.
-template <class Element> struct ListBands {
+struct ListBands {
   using Params = ListBackwardParams;
-  static constexpr int kTogether = 4;
+  static constexpr int kTogether = 4, kBlocks = 4;
 
   const ListBackwardParams &params;
   const float *sums[2];
@@ -57,7 +57,7 @@ template <class Element> struct ListBands {
       }
   }
   __device__ void store(int first, const float (&x)[kTogether][4]) const {
-    rows.store<Element>(gradient(), of_values() ? 1.0f : params.p.scale, first, x);
+    rows.store(gradient(), of_values() ? 1.0f : params.p.scale, first, x);
   }
   __device__ void end(bool) const {}
 };
@@ -88,10 +88,8 @@ cudaError_t launch_list_rounding(const ListBackwardLaunch &work, cudaStream_t st
   const ListBackwardParams &params = work.params;
   const fdm_backward_args &a = params.backward;
   if (params.sums.key || params.sums.value) {
-    const auto kernel =
-        params.p.q.dtype == FDM_FLOAT16 ? round_sums<ListBands<__half>> : round_sums<ListBands<__nv_bfloat16>>;
     const Grid grid(work.route.key_rounding_blocks, 2);
-    if (cudaError_t error = launch<Overlap::none>(kernel, grid, kRoundingThreads, 0, stream, params)) return error;
+    if (cudaError_t error = launch(round_sums<ListBands>, grid, kRoundingThreads, 0, stream, params)) return error;
   }
   ListRounding rounding{};
   int count = 0;
