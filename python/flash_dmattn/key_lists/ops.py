@@ -46,7 +46,7 @@ _TENSOR_COUNT = KEY_LISTS.tensor_count
 
 def attention(inputs: KeyListInputs, backend: str) -> tuple[Tensor, Tensor]:
     """Return out and lse, differentiable."""
-    if uses_triton(inputs, backend) and has_other_width(inputs):
+    if _has_kernels(inputs, backend) and has_other_width(inputs):
         out, lse = attention(in_one_width(inputs), backend)
         return of_width(out, inputs.value.shape[-1]), lse
     stop_if_recorded(inputs, backend)
@@ -78,6 +78,10 @@ def uses_triton(inputs: KeyListInputs, backend: str) -> bool:
     """Say whether kernels compute a call; their sums over rows are in any order."""
     wide = max(inputs.query.shape[-1], inputs.value.shape[-1]) > MOST_HEAD_DIM
     return backend == "triton" and not inputs.deterministic and not wide
+
+
+def _has_kernels(inputs: KeyListInputs, backend: str) -> bool:
+    return uses_triton(inputs, backend) or serving_pack(inputs, backend) is not None
 
 
 def serving_pack(inputs: KeyListInputs, backend: str) -> PackBackend | None:
