@@ -3,7 +3,7 @@ include_guard(GLOBAL)
 include(Platform)
 
 # fdm_add_core(SOURCES <file>...)
-#   Builds the Python module `_core`. With FLASH_DMATTN_NANOBIND=split the module holds only our code and is bound to
+#   Builds the Python module `_core`. With FLASH_DMATTN_NANOBIND=shared the module holds only our code and is bound to
 #   Python's stable ABI, so one file serves every Python from the floor in pyproject.toml; nanobind's own half comes from
 #   the distribution nanobind-backend. Both halves share objects of libstdc++, which is why, unlike in the packs, it is
 #   linked dynamically here. With "linked" the module holds both halves, links libstdc++ statically, and is for the
@@ -16,7 +16,7 @@ function(fdm_add_core)
     list(APPEND components Development.SABIModule)
   endif()
   find_package(Python 3.10 REQUIRED COMPONENTS ${components})
-  if(FLASH_DMATTN_NANOBIND STREQUAL "split")
+  if(FLASH_DMATTN_NANOBIND STREQUAL "shared")
     set(oldest_nanobind 3.1)
     set(backend BACKEND_MODULE nanobind_backend)
   else()

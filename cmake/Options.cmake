@@ -25,10 +25,10 @@ include_guard(GLOBAL)
 #   FLASH_DMATTN_CUDART  static: packs contain the CUDA runtime; shared: for distributions in which libcudart is a
 #                        separate package.
 #   FLASH_DMATTN_CORE    OFF builds the packs only, without Python.
-#   FLASH_DMATTN_NANOBIND  split: `_core` serves every Python from the floor on, and needs the distribution
-#                        nanobind-backend (nanobind 3.1 builds it); linked: it needs no other distribution (nanobind
-#                        2.13 builds it, too), and serves the Python that builds it. Give pip
-#                        "--config-settings=wheel.py-api=" with it.
+#   FLASH_DMATTN_NANOBIND  linked: `_core` needs no other distribution, and serves the Python that builds it; shared: it
+#                        serves every Python from the floor on, as in the wheels of a release, and needs the distribution
+#                        nanobind-backend, and nanobind 3.1 to build it. pip takes it from
+#                        the environment's FDM_NANOBIND, with which it also names the wheel and its requirement.
 #   FLASH_DMATTN_CPU     OFF builds no cpu pack.
 #   FLASH_DMATTN_PREBUILT_PACKS  folders with packs that were built before and their manifest.json, separated by ";".
 #                        Relative paths start at the source folder. The packs are installed unchanged.
@@ -44,13 +44,13 @@ macro(fdm_declare_options)
   option(FLASH_DMATTN_SANITIZE "For tests: the cpu pack checks its own accesses and arithmetic" OFF)
   set(FLASH_DMATTN_CUDART "static" CACHE STRING "How CUDA packs link the CUDA runtime: static or shared")
   option(FLASH_DMATTN_CORE "Build the Python module" ON)
-  set(FLASH_DMATTN_NANOBIND "split" CACHE STRING "Where nanobind's half of the Python module is: split or linked")
+  set(FLASH_DMATTN_NANOBIND "linked" CACHE STRING "Where nanobind's half of the Python module is: linked or shared")
   option(FLASH_DMATTN_CPU "Build the cpu pack" ON)
   set(FLASH_DMATTN_PREBUILT_PACKS "" CACHE STRING "Folders of packs that were built before")
   set(FLASH_DMATTN_COMMIT "" CACHE STRING "Commit of the sources, 40 hexadecimal digits, then -dirty if changed")
   fdm_check_choice(FLASH_DMATTN_CUDA AUTO ON OFF)
   fdm_check_choice(FLASH_DMATTN_CUDART static shared)
-  fdm_check_choice(FLASH_DMATTN_NANOBIND split linked)
+  fdm_check_choice(FLASH_DMATTN_NANOBIND linked shared)
   if(NOT FLASH_DMATTN_COMMIT MATCHES "^([0-9a-f]+(-dirty)?)?$")
     message(FATAL_ERROR "FLASH_DMATTN_COMMIT is \"${FLASH_DMATTN_COMMIT}\", which is no commit")
   endif()

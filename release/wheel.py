@@ -52,7 +52,8 @@ def run(options: argparse.Namespace) -> None:
         wheels = Path(scratch) / "wheels"
         command = [sys.executable, "-m", "pip", "wheel", "--no-deps"]
         command += ["--no-build-isolation"] if options.no_isolation else []
-        variables = native_variables(sys.platform) if options.profile == "native" else {}
+        variables = {"FDM_NANOBIND": "shared"}
+        variables |= native_variables(sys.platform) if options.profile == "native" else {}
         call([*command, "--wheel-dir", wheels, *settings, ROOT], variables=variables)
         (wheel,) = wheels.glob("*.whl")
         add_bill(wheel)

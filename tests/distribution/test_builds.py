@@ -209,6 +209,46 @@ def test_configuring_needs_no_network(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+# --- what a wheel requires
+
+
+@pytest.mark.parametrize(
+    ("variables", "required", "tag"),
+    [
+        ({}, [], f"cp3{sys.version_info.minor}-cp3{sys.version_info.minor}"),
+        ({"FDM_NANOBIND": "shared"}, ["nanobind-backend>=1.0"], "cp310-abi3"),
+    ],
+)
+def test_what_a_wheel_requires(
+    variables: dict[str, str], required: list[str], tag: str, tmp_path: Path
+) -> None:
+    """A build from source needs nothing beside it: nanobind-backend is not to be had everywhere."""
+    script = "import sys; from scikit_build_core import build as b; " + (
+        "print(b.prepare_metadata_for_build_wheel(sys.argv[1]))"
+    )
+    environment = {key: text for key, text in os.environ.items() if key != "FDM_NANOBIND"}
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)],
+        cwd=ROOT,
+        env=environment | variables,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "deprecated" not in done.stdout + done.stderr
+    folder = tmp_path / done.stdout.splitlines()[-1]
+    found = re.findall(r"^Requires-Dist: (.*)$", (folder / "METADATA").read_text(), re.MULTILINE)
+    assert [text for text in found if "extra ==" not in text] == required
+    assert f"Tag: {tag}-" in (folder / "WHEEL").read_text()
+
+
+def test_wheels_of_a_release_share_what_all_pythons_have() -> None:
+    assert '{"FDM_NANOBIND": "shared"}' in (ROOT / "release" / "wheel.py").read_text()
+    assert "FDM_NANOBIND=shared scripts/timed" in (ROOT / "scripts" / "test").read_text()
+    subset = (ROOT / "release" / "cibuildwheel.toml").read_text()
+    assert 'environment = { FDM_NANOBIND = "shared" }' in subset
+
+
 # --- equal sources give equal files
 
 

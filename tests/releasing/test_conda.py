@@ -26,22 +26,11 @@ def test_recipe_and_project_say_the_same() -> None:
     (declared,) = re.findall(r'"scikit-build-core>=([\d.]+)"', project.partition("[project]")[0])
     assert f"- scikit-build-core >={declared}\n" in RECIPE
     core = (ROOT / "cmake" / "Core.cmake").read_text()
-    (split, linked) = re.findall(r"set\(oldest_nanobind ([\d.]+)\)", core)
-    assert f'"nanobind>={split}"' in project
+    (_, linked) = re.findall(r"set\(oldest_nanobind ([\d.]+)\)", core)
+    assert f'"nanobind>={linked}"' in project
     assert f"- nanobind >={linked}\n" in RECIPE
     assert f'version: "{VERSION}"\n' in RECIPE
     assert f'torch_min: "{TARGETS["torch"]["min"]}"\n' in RECIPE
-
-
-def test_the_linked_module_asks_for_no_backend() -> None:
-    """The build script takes the requirement out of the metadata: it must find it there."""
-    script = (ROOT / "conda" / "build_python.sh").read_text()
-    (pattern,) = re.findall(r"sed -i '/(.*)/d' pyproject.toml", script)
-    project = (ROOT / "pyproject.toml").read_text()
-    assert re.findall(f"{pattern}.*", project, re.MULTILINE) == [
-        'dependencies = ["nanobind-backend>=1.0"]'
-    ]
-    assert "FLASH_DMATTN_NANOBIND=linked" in script
 
 
 def test_required_archs_are_looked_for_in_the_package() -> None:

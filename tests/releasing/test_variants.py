@@ -208,9 +208,8 @@ def test_the_report_lists_what_is_installed(
 def report_of(site: Path) -> dict[str, Any]:
     """Return the report of what is installed in a folder, and of nothing else of this project."""
     backend = importlib.util.find_spec("nanobind_backend")
-    assert backend is not None
-    assert backend.origin is not None
-    shutil.copytree(Path(backend.origin).parent, site / "nanobind_backend", dirs_exist_ok=True)
+    if backend is not None and backend.origin is not None:  # a linked module needs none
+        shutil.copytree(Path(backend.origin).parent, site / "nanobind_backend", dirs_exist_ok=True)
     # -S, so that no .pth file can put the package under test before what was installed.
     code = (
         f"import runpy, sys; sys.path.insert(0, {str(site)!r})\n"
