@@ -3,16 +3,17 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from release import targets
+from release import checklist, targets
 from release.programs import call, output
 from release.project import ROOT, ReleaseError, pyproject_value
-from release.tag import NAMING, changes
+from release.tag import changes
 
 ORIGIN = "https://github.com/rehearsal/flash-dmattn.git"  # only act reads it, for the name
 IDENTITY = ("-c", "user.name=rehearsal", "-c", "user.email=rehearsal@example.org")
@@ -32,9 +33,8 @@ def make_repository(folder: Path, change: Callable[[Path], None] = lambda folder
     git(folder, "remote", "set-url", "origin", ORIGIN)
     version = pyproject_value("version")
     date_changelog(folder / "CHANGELOG.md", version)
-    for name in NAMING:
-        path = folder / name
-        path.write_text(path.read_text().replace("OWNER", "rehearsal"))
+    checklist.name_owner("rehearsal", folder)
+    decide(folder / checklist.DECISIONS)
     lower_floor(folder / "cmake" / "targets.json")
     change(folder)
     call([sys.executable, "-m", "release", "tables", "--write"], cwd=folder)
@@ -53,6 +53,12 @@ def date_changelog(path: Path, version: str) -> None:
     """Give the version its date, which comes last before a release."""
     heading, _ = changes(version, path.parent)
     path.write_text(path.read_text().replace(heading, f"## {version} (2030-01-31)", 1))
+
+
+def decide(path: Path) -> None:
+    """Write that everything is decided that somebody has to."""
+    decided = dict.fromkeys(json.loads(path.read_text()), "the rehearsal, 2030-01-31")
+    path.write_text(json.dumps(decided, indent=2) + "\n")
 
 
 def lower_floor(table: Path) -> None:

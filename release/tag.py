@@ -2,8 +2,8 @@
 """Whether a tag can become a release.
 
 That is: the version of the tree and of its recipe for conda, what CHANGELOG.md says of it, whether
-the repository's owner is named where OWNER stands for them, and whether there are machines that
-test it on GPUs. A pre-release may do without these.
+there are machines that test it on GPUs, and what a person decides or fills in, which is printed as
+a list. A pre-release may do without the machines, and without what concerns final releases alone.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 from pathlib import Path
 
-from release import targets
+from release import checklist, targets
 from release.project import ROOT, ReleaseError, pyproject_value
 
 RECIPE = "conda/recipe.yaml"
-# Files that name the repository, in which OWNER is a placeholder.
-NAMING = ("pyproject.toml", ".github/CODEOWNERS")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,13 +25,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpu-runners", help="the repository's variable GPU_RUNNERS, empty where it has none"
     )
+    parser.add_argument("--owner", help="of the repository; written where OWNER stands for them")
 
 
 def run(options: argparse.Namespace) -> None:
     """Print `version=...` and `pre_release=true|false`, the form of a workflow's outputs.
 
     With the variable of GPU runners also `gpu=true|false`: whether the release is tested on them.
+    What a person decides or fills in is printed as errors are.
     """
+    if options.owner:
+        checklist.name_owner(options.owner)
+    print("\n".join(map(str, checklist.items(runners=options.gpu_runners))), file=sys.stderr)
     version = check_tag(options.tag)
     outputs = {"version": version, "pre_release": str(is_pre_release(version)).lower()}
     if options.gpu_runners is not None:
@@ -87,12 +91,12 @@ def check_tag(tag: str, root: Path = ROOT, *, dated: bool = True) -> str:
     Args:
         tag: such as v2.0.0.
         root: of the source tree.
-        dated: the changelog must give the version a date, and the owner must be named; a
-            rehearsal comes before that.
+        dated: the changelog must give the version a date, and what a person decides or fills in
+            must be done; a rehearsal comes before that.
 
     Raises:
         ReleaseError: the tag is not the declared version, the recipe has another, the changelog
-            lacks it, or the owner is not named.
+            lacks it, or something is open that this release needs.
     """
     version = pyproject_value("version", root)
     if tag != f"v{version}":
@@ -112,11 +116,11 @@ def check_tag(tag: str, root: Path = ROOT, *, dated: bool = True) -> str:
             f'CHANGELOG.md says "{heading}"; a release has its date there: '
             f'"## {version} (2030-01-31)"'
         )
-    unnamed = [name for name in NAMING if dated and "OWNER" in (root / name).read_text()]
-    if unnamed:
-        raise ReleaseError(
-            f"{' and '.join(unnamed)} name OWNER where the repository's owner has to stand"
-        )
+    needed = [item for item in checklist.items(root) if item.early or not is_pre_release(version)]
+    unfinished = [item for item in needed if dated and not item.state]
+    if unfinished:
+        told = "\n".join(map(str, unfinished))
+        raise ReleaseError(f"{version} waits for what a person has to do:\n{told}")
     return version
 
 

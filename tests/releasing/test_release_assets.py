@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import subprocess
 import zipfile
@@ -14,11 +15,11 @@ from typing import Any
 import pytest
 from release_files import CORE, CPU, CU12, CU13, make_sdist, make_wheel
 
-from release import tag
+from release import checklist, matrix, tag, targets
 from release.__main__ import main
 from release.assets import release_notes
 from release.distributions import core_metadata, sha256
-from release.project import ReleaseError, pyproject_value
+from release.project import ROOT, ReleaseError, pyproject_value
 from release.records import GpuRecord, check_installed, record_of
 from release.sbom import bill_of_materials
 from release.tag import changes, check_tag, has_gpu_tests, is_pre_release
@@ -202,7 +203,19 @@ def tree(tmp_path: Path) -> Path:
     (tmp_path / "conda" / "recipe.yaml").write_text('context:\n  version: "2.0.0"\n')
     (tmp_path / ".github").mkdir()
     (tmp_path / ".github" / "CODEOWNERS").write_text("* @somebody\n")
+    images = matrix.images_of(matrix.jobs(targets.load()))
+    (tmp_path / ".github" / "images.json").write_text(json.dumps(dict.fromkeys(images, "sha256:")))
+    decided = json.loads((ROOT / checklist.DECISIONS).read_text())
+    told = dict.fromkeys(decided, "somebody, 2030-01-31")
+    (tmp_path / checklist.DECISIONS).write_text(json.dumps(told))
+    (tmp_path / "README.md").write_text("# A project\n")
     return tmp_path
+
+
+def change(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
 
 
 def test_tag_of_the_declared_version(tree: Path) -> None:
@@ -235,8 +248,63 @@ def test_a_recipe_of_another_version_is_refused(tree: Path) -> None:
 
 def test_an_owner_who_is_not_named_is_found(tree: Path) -> None:
     (tree / ".github" / "CODEOWNERS").write_text("* @OWNER/maintainers\n")
-    with pytest.raises(ReleaseError, match=r"^\.github/CODEOWNERS name OWNER where"):
+    with pytest.raises(ReleaseError, match=r"OWNER is replaced in \.github/CODEOWNERS: release"):
         check_tag("v2.0.0", tree)
+    checklist.name_owner("jane", tree)
+    assert (tree / ".github" / "CODEOWNERS").read_text() == "* @jane/maintainers\n"
+    assert check_tag("v2.0.0", tree) == "2.0.0"
+
+
+# What is undone, in which file by which change, and whether a pre-release waits for it.
+OPEN = [
+    ("owner", "pyproject.toml", "[project]", "# OWNER\n[project]", True),
+    ("digests", ".github/images.json", "cuda13_1", "cuda13_0", False),
+    ("pages-say-so", "README.md", "# A", "There is no release of version 2 yet.\n# A", False),
+    *(
+        (name, checklist.DECISIONS, f'"{name}": "somebody, 2030-01-31"', f'"{name}": " "', early)
+        for name, early in {
+            "pypi-name": False,
+            "pypi-publisher": False,
+            "environments": True,
+            "pages": True,
+            "rules": True,
+            "security-reports": False,
+            "conda-feedstock": False,
+        }.items()
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "file", "old", "new", "early"), OPEN, ids=[o[0] for o in OPEN])
+def test_a_release_waits_for_what_a_person_decides(
+    name: str, file: str, old: str, new: str, early: bool, tree: Path
+) -> None:
+    change(tree / file, old, new)
+    assert [item.name for item in checklist.items(tree) if not item.state] == [name]
+    with pytest.raises(ReleaseError, match=rf"2\.0\.0 waits for .*\n  {name} +OPEN, for "):
+        check_tag("v2.0.0", tree)
+    for place in ("pyproject.toml", "conda/recipe.yaml", "CHANGELOG.md"):
+        change(tree / place, "2.0.0", "2.0.0rc1")
+    if early:
+        with pytest.raises(ReleaseError, match=rf"  {name} +OPEN, for every release: "):
+            check_tag("v2.0.0rc1", tree)
+    else:
+        assert check_tag("v2.0.0rc1", tree) == "2.0.0rc1"
+
+
+def test_everything_that_a_person_decides_is_one_list(
+    tree: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It names each file with a placeholder, and is printed beside the outputs of a workflow."""
+    decided = set(json.loads((ROOT / checklist.DECISIONS).read_text()))
+    listed = [item.name for item in checklist.items(ROOT, runners="")]
+    assert sorted(listed) == sorted({"gpu-runners", *(row[0] for row in OPEN)})
+    assert decided <= set(listed)
+    assert main(["tag", "v0", "--gpu-runners", ""]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    for name in listed:
+        assert re.search(rf"^  {name} +(done|OPEN)", printed.err, re.MULTILINE)
 
 
 def test_this_tree_could_be_released_but_for_the_date_and_the_owner() -> None:
