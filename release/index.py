@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=sys.stdin,
         help="the releases as GitHub gives them, or a list of such pages; else standard input",
     )
-    parser.add_argument("--output", type=Path, required=True, help="an empty or absent folder")
+    parser.add_argument("--output", type=Path, required=True, help="a folder without an index")
     parser.add_argument("--yanked", type=Path, help="JSON: reasons by version")
 
 
@@ -159,9 +159,9 @@ def metadata_of(
 
 
 def write_index(files: Sequence[File], folder: Path) -> None:
-    """Write the whole index into an empty or absent folder; pages are below `simple/`."""
-    if folder.exists() and any(folder.iterdir()):
-        raise ReleaseError(f"{folder} is not empty; an index is made anew, never added to")
+    """Write the whole index into a folder that may be a site; its pages are below `simple/`."""
+    if (folder / "simple").exists():
+        raise ReleaseError(f"{folder} has an index; it is made anew, never added to")
     projects = sorted({file.project for file in files})
     links = [f'<a href="{project}/">{project}</a><br>' for project in projects]
     listing = {"meta": meta(), "projects": [{"name": project} for project in projects]}

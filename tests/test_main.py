@@ -281,8 +281,8 @@ def test_without_torch_and_numpy_the_selftest_says_what_it_needs(monkeypatch):
     outcome = selftest.run([("cpu", 0), ("cuda", 0)], None)
     assert not outcome.passed
     assert outcome.untested == (
-        "cpu: needs PyTorch or NumPy: python -m pip install 'flash-dmattn[torch]'",
-        "cuda:0: needs PyTorch: python -m pip install 'flash-dmattn[torch]'",
+        "cpu: needs PyTorch or NumPy: python -m pip install torch",
+        "cuda:0: needs PyTorch: python -m pip install torch",
     )
 
 

@@ -63,6 +63,5 @@ def _require_torch(name: str) -> None:
         if error.name != "torch":
             raise
         raise ImportError(
-            f"flash_dmattn.{name} needs PyTorch, which is not installed: pip install "
-            "'flash-dmattn[torch]'"
+            f"flash_dmattn.{name} needs PyTorch, which is not installed: pip install torch"
         ) from error

@@ -181,7 +181,8 @@ def test_a_distribution_of_another_version_is_refused(environment):
     assert report["exit_code"] == 1
     (candidate,) = report["devices"][0]["candidates"]
     assert candidate["reason"] == f"it is of version 0.1, flash_dmattn is {VERSION}"
-    assert report["devices"][0]["remedy"].endswith(f" flash-dmattn-site=={VERSION}")
+    fix = f"install flash-dmattn-site=={VERSION} from where it came"
+    assert report["devices"][0]["remedy"] == fix
 
 
 def test_a_damaged_distribution_gives_way_to_the_next(environment, tmp_path):

@@ -15,6 +15,7 @@ import machine_scenarios
 import pytest
 import report_scenarios
 
+import flash_dmattn
 from flash_dmattn.loader import (
     candidates,
     elf,
@@ -28,6 +29,7 @@ from flash_dmattn.loader import (
     targets,
     verify,
 )
+from release.project import pyproject_value
 
 STORED = Path(__file__).parent / "messages"
 MODULES = (machine_scenarios, file_scenarios, report_scenarios)
@@ -37,6 +39,8 @@ SCENARIOS = {name: text for module in MODULES for name, text in module.SCENARIOS
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_text(installation, name):
     text = SCENARIOS[name](installation).replace(str(installation.root.parent), "<folder>") + "\n"
+    text = text.replace(pyproject_value("Documentation"), "<pages>/")
+    text = text.replace(pyproject_value("Source"), "<repository>")
     path = STORED / f"{name}.txt"
     if os.environ.get("FDM_WRITE_MESSAGES") == "1":
         path.write_text(text)
@@ -79,13 +83,30 @@ def test_every_text_of_the_core_has_a_stored_example():
     "command",
     [
         remedies.build_for("sm90", "2.0"),
+        remedies.build_for("sm90", None),
         remedies.install_wheel("2.0"),
         remedies.reinstall("2.0"),
+        remedies.reinstall("2.0", "flash-dmattn-cu13"),
+        remedies.reinstall(None),
         remedies.INSTALL_BACKEND,
     ],
 )
 def test_every_command_that_is_offered_is_one_of_pip(command):
     assert command.startswith("python -m pip install ")
+    if " flash-dmattn" in command:
+        assert f"--index-url {pyproject_value('Documentation')}simple/ " in command
+
+
+def test_nobody_is_told_to_take_the_name_from_the_public_index():
+    """There another project has had it: a command names the project's index, or a file."""
+    sources = [path for folder in flash_dmattn.__path__ for path in Path(folder).rglob("*.py")]
+    assert Path(remedies.__file__) in sources
+    command = re.compile(r"pip install [^\n]*flash[-_]dmattn")
+    assert [str(path) for path in sources if command.search(path.read_text())] == []
+    assert command.search("pip install 'flash-dmattn[torch]'")
+    for text in stored_texts().splitlines():
+        if found := command.search(text):
+            assert "--index-url <pages>/simple/ " in found[0] or "/releases/download/" in found[0]
 
 
 @pytest.mark.parametrize(

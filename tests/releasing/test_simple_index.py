@@ -7,6 +7,7 @@ import html.parser
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 import urllib.request
@@ -20,7 +21,7 @@ from release.__main__ import main
 from release.distributions import core_metadata, project_and_version, sha256
 from release.index import download, files_of, flattened, write_index
 from release.loopback import JSON_TYPE, local_release, serving
-from release.project import ReleaseError
+from release.project import ROOT, ReleaseError
 
 PROJECT = "flash-dmattn"
 
@@ -123,8 +124,9 @@ def test_yanked_versions_say_why(tmp_path: Path) -> None:
 
 def test_an_index_is_never_added_to(tmp_path: Path) -> None:
     (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "old.html").touch()
-    with pytest.raises(ReleaseError, match="is not empty; an index is made anew"):
+    (tmp_path / "site" / "index.html").touch()  # the documentation, below which it lies
+    write_index([], tmp_path / "site")
+    with pytest.raises(ReleaseError, match="has an index; it is made anew"):
         write_index([], tmp_path / "site")
 
 
@@ -218,6 +220,35 @@ def test_pip_installs_from_it(tmp_path: Path) -> None:
     pip_version = tuple(int(part) for part in importlib.metadata.version("pip").split(".")[:2])
     if pip_version >= (23, 2):  # the first that knows the name of PEP 714
         assert f"/files/{wheel.name}.metadata" in server.requests
+
+
+def commands_of_the_page(tool: str) -> list[str]:
+    """Return the words of the line by which the page tells a tool to install the project."""
+    page = (ROOT / "docs" / "install.md").read_text()
+    (line,) = re.findall(rf"^({tool} .*https://.* {PROJECT})$", page, re.MULTILINE)
+    return str(line).split()
+
+
+@pytest.mark.parametrize("tool", ["pip", "uv"])
+def test_the_lines_of_the_page_install_from_it(tool: str, tmp_path: Path) -> None:
+    """Also where there are pre-releases only, and never from another index."""
+    wheel = make_wheel(tmp_path / "served/files", "2.0.0a1", machine="")
+    (index,) = {word for word in commands_of_the_page(tool) if word.endswith("/simple/")}
+    with serving(tmp_path / "served") as server:
+        release = local_release(tmp_path / "served/files", "v2.0.0a1", f"{server.url}/files")
+        write_index(files_of([release], PROJECT, no_fetch), tmp_path / "served")
+        words = [f"{server.url}/simple/" if w == index else w for w in commands_of_the_page(tool)]
+        environment = {**pip_environment(), "UV_NO_CONFIG": "1", "UV_NO_CACHE": "1"}
+        done = subprocess.run(
+            [sys.executable, "-m", *words, "--target", str(tmp_path / "t")],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+    assert "2.0.0a1" in (tmp_path / "t/flash_dmattn/__init__.py").read_text()
+    assert f"/files/{wheel.name}" in server.requests
 
 
 def test_server_speaks_json_to_those_who_ask(tmp_path: Path) -> None:

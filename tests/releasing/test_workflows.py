@@ -121,6 +121,20 @@ def test_the_index_is_made_on_the_default_branch() -> None:
     assert 'gh workflow run index.yml --ref "$BRANCH"' in release
 
 
+def test_the_index_lies_below_the_documentation() -> None:
+    """So that the address in the metadata resolves, and the loader finds the index below it."""
+    index = (ROOT / ".github/workflows/index.yml").read_text()
+    site, packages = index.index("scripts/docs --site-dir site"), index.index("--output site")
+    assert site < packages < index.index("path: site\n")
+    (pages,) = re.findall(
+        r'^Documentation = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE
+    )
+    installing = (ROOT / "docs" / "install.md").read_text()
+    assert set(re.findall(r"https://\w+\.github\.io/\S+/simple/", installing)) == {
+        f"{pages}simple/"
+    }
+
+
 def test_what_owns_the_release_has_owners() -> None:
     """Every folder that a release is made by, and each exists."""
     lines = (ROOT / ".github" / "CODEOWNERS").read_text().splitlines()
@@ -223,8 +237,14 @@ def test_ci_has_the_oldest_and_the_newest_python() -> None:
     ci = (ROOT / ".github/workflows/ci.yml").read_text()
     oldest, newest = TARGETS["pythons"][0], TARGETS["pythons"][-1]
     assert f'python: ["{oldest}", "{newest}"]' in ci
+
+
+def test_the_declared_floors_are_tested_together() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    floors = [re.findall(rf'"{name}>=([\d.]+)"', project) for name in ("torch", "transformers")]
+    (torch,), (transformers,) = floors
     nightly = (ROOT / ".github/workflows/nightly.yml").read_text()
-    assert f"torch=={TARGETS['torch']['min']}.*" in nightly
+    assert f" torch: torch=={torch}.* transformers=={transformers}.* --extra-index-url" in nightly
 
 
 def test_locked_tools_are_those_that_the_project_pins() -> None:

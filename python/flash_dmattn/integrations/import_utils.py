@@ -32,7 +32,7 @@ def require_transformers() -> None:
         return
     raise ImportError(
         f"flash_dmattn.integrations needs transformers >= {_declared_floor()}: "
-        "pip install 'flash-dmattn[transformers]'"
+        f"pip install 'transformers>={_declared_floor()}'"
     )
 
 

@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
 
 from .facts import OWN_DISTRIBUTION
 
@@ -29,20 +33,54 @@ TRY = set_to("FLASH_DMATTN_UNTRIED", "1")
 TRITON = set_to("FLASH_DMATTN_BACKEND", "triton") + "  # or reference"
 PORTABLE = set_to("FLASH_DMATTN_BACKEND", "triton") + "  # or flex, or reference"
 SHOW_GPUS = "nvidia-smi; echo $CUDA_VISIBLE_DEVICES"
-# Builds on the machine, with its toolkit and its libc.
-_BUILD = f"--no-binary {OWN_DISTRIBUTION}"
+_REINSTALL = "python -m pip install --force-reinstall --no-deps"
+# What is installed by nobody is used from the checkout.
+_CHECKOUT = Path(__file__).parents[3]
+_SOURCES = str(_CHECKOUT) if (_CHECKOUT / "pyproject.toml").is_file() else "CHECKOUT"
+
+
+@functools.cache
+def _addresses() -> Mapping[str, str]:
+    """Return the project's addresses by their names, from its metadata; nothing without that."""
+    try:
+        lines = metadata.metadata(OWN_DISTRIBUTION).get_all("Project-URL") or []
+    except metadata.PackageNotFoundError:
+        return {}
+    return dict(line.split(", ", 1) for line in lines)
+
+
+def index() -> str:
+    """Return the address of the project's own package index; "" where no metadata tells it."""
+    pages = _addresses().get("Documentation", "")
+    return f"{pages}simple/" if pages else ""
 
 
 def reinstall(version: str | None, distribution: str = OWN_DISTRIBUTION, *options: str) -> str:
-    """Return the command that installs a distribution again, of the version that fits."""
-    requirement = distribution if version is None else f"{distribution}=={version}"
-    return " ".join(["python -m pip install --force-reinstall --no-deps", *options, requirement])
+    """Return the command that installs a distribution again, of the version that fits.
+
+    It names the project's own index: another project has had the name on the public one.
+    """
+    if distribution != OWN_DISTRIBUTION and not distribution.startswith(f"{OWN_DISTRIBUTION}-cu"):
+        return f"install {distribution}=={version} from where it came"
+    if version is None or not index():
+        return f"{_REINSTALL} {_SOURCES}"
+    return " ".join([_REINSTALL, "--index-url", index(), *options, f"{distribution}=={version}"])
+
+
+def build(version: str | None, *options: str) -> str:
+    """Return the command that builds on the machine, with its toolkit and its libc, from the
+    sources of a version.
+    """
+    sources = _addresses().get("Source")
+    if version is None or sources is None:
+        return " ".join([_REINSTALL, *options, _SOURCES])
+    file = f"{OWN_DISTRIBUTION.replace('-', '_')}-{version}.tar.gz"
+    return " ".join([_REINSTALL, *options, f"{sources}/releases/download/v{version}/{file}"])
 
 
 def build_for(arch: str, version: str | None) -> str:
     """Return the command that builds the pack of an arch, such as ``sm90``, on the machine."""
-    setting = f"--config-settings=cmake.define.FLASH_DMATTN_ARCHS={arch}"
-    return reinstall(version, OWN_DISTRIBUTION, _BUILD, setting)
+    return build(version, f"--config-settings=cmake.define.FLASH_DMATTN_ARCHS={arch}")
 
 
 def install_wheel(version: str | None) -> str:
@@ -58,7 +96,7 @@ def after_opening(error: str, version: str | None, distribution: str) -> str:
     if library is not None:
         return f"add the folder of {library[1]} to LD_LIBRARY_PATH"
     if re.search(r"version `[A-Z]+_[\d.]+' not found", error):
-        return reinstall(version, OWN_DISTRIBUTION, _BUILD)
+        return build(version)
     if "failed to map segment from shared object" in error:
         return "install into a folder whose file system is mounted without noexec"
     return reinstall(version, distribution)

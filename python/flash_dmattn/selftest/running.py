@@ -42,9 +42,9 @@ def _cannot_test(kind: str) -> str:
     """Return what keeps a kind of device from being tested; "" if nothing does."""
     if importlib.util.find_spec("torch") is None:
         if kind != "cpu":
-            return "needs PyTorch: python -m pip install 'flash-dmattn[torch]'"
+            return "needs PyTorch: python -m pip install torch"
         if importlib.util.find_spec("numpy") is None:
-            return "needs PyTorch or NumPy: python -m pip install 'flash-dmattn[torch]'"
+            return "needs PyTorch or NumPy: python -m pip install torch"
         return ""
     import torch
 
