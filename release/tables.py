@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import functools
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -67,6 +68,7 @@ def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 RECORDS = {
     "run": "yes, all tests",
     "tiles": "no; the tests ran with its tiles on 9.0",
+    "self-test": "no; the tests ran with its tiles on 9.0, and its self-test decides on first use",
     "none": "no: with `FLASH_DMATTN_UNTRIED=1` only",
 }
 
@@ -75,14 +77,14 @@ def support_table(table: Table) -> str:
     """Return which packs serve a compute capability, under which CUDA, from which driver on."""
     rows = []
     for capability, archs in table.preference.items():
-        served = [
-            cuda for cuda in table.cuda if table.arch(archs[0]) in table.archs_of(cuda.toolkit)
-        ]
+        best = table.arch(archs[0])
+        served = [cuda for cuda in table.cuda if best in table.archs_of(cuda.toolkit)]
+        floor = functools.partial(table.min_driver, best)
         rows.append(
             [
                 capability,
                 ", ".join(archs),
-                ", ".join(f"CUDA {cuda.major} (driver {cuda.min_driver})" for cuda in served),
+                ", ".join(f"CUDA {cuda.major} (driver {floor(cuda)})" for cuda in served),
                 RECORDS[table.record[capability]],
             ]
         )

@@ -23,6 +23,8 @@ class Arch:
         capabilities: the compute capabilities that run it.
         min_cuda: the oldest CUDA that compiles it.
         required: every release has it, for every CUDA major.
+        min_driver: the oldest driver that runs it; "" for any that runs the CUDA major.
+        machines: the host architectures that have such GPUs; empty for all.
     """
 
     name: str
@@ -30,6 +32,8 @@ class Arch:
     capabilities: tuple[str, ...]
     min_cuda: str
     required: bool
+    min_driver: str = ""
+    machines: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -120,10 +124,19 @@ class Table:
     min_torch: str
     head_dims: tuple[int, ...]
 
-    def archs_of(self, toolkit: str) -> tuple[Arch, ...]:
-        """Return the archs that a toolkit of this version compiles."""
+    def archs_of(self, toolkit: str, machine: str | None = None) -> tuple[Arch, ...]:
+        """Return the archs that a toolkit compiles, of GPUs of a kind of machine or of any."""
         able = version_numbers(toolkit)
-        return tuple(arch for arch in self.archs if version_numbers(arch.min_cuda) <= able)
+        return tuple(
+            arch
+            for arch in self.archs
+            if version_numbers(arch.min_cuda) <= able
+            and (machine is None or not arch.machines or machine in arch.machines)
+        )
+
+    def min_driver(self, arch: Arch, cuda: Cuda) -> str:
+        """Return the oldest driver that runs packs of an arch and a CUDA major."""
+        return max(cuda.min_driver, arch.min_driver or cuda.min_driver, key=version_numbers)
 
     def arch(self, name: str) -> Arch:
         """Return the arch of this name."""
@@ -143,7 +156,13 @@ def parse(data: dict[str, Any]) -> Table:
     """Make the table from the content of the file."""
     archs = [
         Arch(
-            name, f"sm_{row['code']}", tuple(row["capabilities"]), row["min_cuda"], row["required"]
+            name,
+            f"sm_{row['code']}",
+            tuple(row["capabilities"]),
+            row["min_cuda"],
+            row["required"],
+            row.get("min_driver", ""),
+            tuple(row.get("machines", ())),
         )
         for name, row in data["archs"].items()
     ]

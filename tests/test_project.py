@@ -257,7 +257,7 @@ def resolve_archs(**facts: str) -> subprocess.CompletedProcess[str]:
         ({"ARCHS": "90a", "NVCC_VERSION": "13.0", "CAPABILITIES": "8.0"}, "sm90"),
         ({"ARCHS": "native", "NVCC_VERSION": "13.0", "CAPABILITIES": "8.0"}, "sm80"),
         ({"ARCHS": "all", "NVCC_VERSION": "12.4"}, "sm80 sm86 sm89 sm90"),
-        ({"ARCHS": "all", "NVCC_VERSION": "13.0"}, "sm80 sm86 sm89 sm90 sm100 sm120"),
+        ({"ARCHS": "all", "NVCC_VERSION": "13.0"}, "sm80 sm86 sm89 sm90 sm100 sm110 sm120"),
         ({"AMBIENT": "50-real;80-real;90-real;90-virtual", "NVCC_VERSION": "13.0"}, "sm80 sm90"),
         ({"AMBIENT": "all-major", "NVCC_VERSION": "12.4"}, "sm80 sm86 sm89 sm90"),
         ({"AMBIENT": "80", "ARCHS": "90", "NVCC_VERSION": "13.0"}, "sm90"),

@@ -76,13 +76,13 @@ def _check_row(task: Task, row: dict[str, Any]) -> Iterator[str]:
     if row["device"] == "cuda":
         found = re.fullmatch(r"cu(\d+)-(sm\d+)", name)
         archs = {arch.name: arch for arch in task.table.archs}
-        floors = {cuda.major: cuda.min_driver for cuda in task.table.cuda}
-        if found is None or found[1] not in floors or found[2] not in archs:
+        majors = {cuda.major: cuda for cuda in task.table.cuda}
+        if found is None or found[1] not in majors or found[2] not in archs:
             yield f"{name} is no pack of the table"
             return
         expected["arch"] = found[2]
         expected["code"] = [archs[found[2]].code]
-        expected["min_driver"] = floors[found[1]]
+        expected["min_driver"] = task.table.min_driver(archs[found[2]], majors[found[1]])
         if not re.fullmatch(rf"{found[1]}\.\d+", str(row["cuda"])):
             yield f"{name} was built with CUDA {row['cuda']}"
     for key, value in expected.items():

@@ -167,7 +167,7 @@ def describe(name: str, file: str) -> dict[str, Any]:
         "cuda": table["cuda"][major]["min_toolkit"],
         "arch": arch,
         "code": [f"sm_{table['archs'][arch]['code']}"],
-        "min_driver": table["cuda"][major]["min_driver"],
+        "min_driver": table["archs"][arch].get("min_driver", table["cuda"][major]["min_driver"]),
         "head_dims": [64],
         "kernels": "a" * 64,
     }

@@ -36,7 +36,25 @@ def test_oldest_toolkit_compiles_every_required_arch() -> None:
 def test_archs_of_a_toolkit() -> None:
     assert [a.name for a in TABLE.archs_of("12.4")] == ["sm80", "sm86", "sm89", "sm90"]
     assert [a.name for a in TABLE.archs_of("12.9")][-2:] == ["sm100", "sm120"]
+    assert [a.name for a in TABLE.archs_of("13.0")][-3:] == ["sm100", "sm110", "sm120"]
+    assert [a.name for a in TABLE.archs_of("13.0", "x86_64")][-2:] == ["sm100", "sm120"]
+    assert TABLE.archs_of("13.0", "aarch64") == TABLE.archs_of("13.0")
     assert TABLE.archs_of("11.0") == ()
+
+
+def test_a_newer_arch_needs_a_newer_driver() -> None:
+    """Under CUDA 12, which runs on drivers that do not know such a GPU."""
+    twelve, thirteen = TABLE.cuda
+    for arch in TABLE.archs:
+        assert set(arch.machines) <= {row.machine for row in TABLE.platforms}
+        newer = arch in TABLE.archs_of("12.9") and arch not in TABLE.archs_of("12.4")
+        assert (TABLE.min_driver(arch, twelve) > twelve.min_driver) is (
+            newer or arch.name == "sm110"
+        )
+        assert TABLE.min_driver(arch, thirteen) == thirteen.min_driver
+    rows = tables.support_table(TABLE).splitlines()
+    (row,) = [row for row in rows if row.startswith("| 12.0 ")]
+    assert "CUDA 12 (driver 575.51.03), CUDA 13 (driver 580.65.06)" in row
 
 
 # --- what repeats it
