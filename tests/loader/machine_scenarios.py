@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Machines, installations and variables about which the loader has something to say."""
 
+import json
+import subprocess
+import sys
+
 import pytest
 from scenarios import Scenarios, error_of, real_loader
 
-from flash_dmattn.loader import environment
+from flash_dmattn.loader import environment, errors, messages, trial
 from flash_dmattn.loader.facts import Host, Torch
+from flash_dmattn.selftest import Comparison
 from pack_files import compile_library
 
 SCENARIOS = Scenarios()
@@ -40,8 +45,8 @@ def newer_gpu_whose_pack_was_not_built(installation):
 
 @SCENARIOS.add
 def gpu_on_which_no_pack_was_run(installation):
-    installation.write("cpu", "cu12-sm120", "cu13-sm120")
-    installation.gpus("12.0")
+    installation.write("cpu", "cu12-sm100", "cu13-sm100")
+    installation.gpus("10.0")
     installation.use_torch("13.0")
     return error_of(installation.loader(), "cuda", 0)
 
@@ -53,6 +58,70 @@ def gpu_on_which_no_pack_was_run_and_one_is_asked_for(installation):
     installation.use_torch("13.0")
     installation.environ["FLASH_DMATTN_UNTRIED"] = "1"
     return str(installation.loader().trace_for("cuda", 0))
+
+
+@SCENARIOS.add
+def gpu_whose_self_test_passes(installation):
+    installation.write("cpu", "cu12-sm120", "cu13-sm120")
+    installation.gpus("12.0")
+    installation.use_torch("13.0")
+    loader = installation.loader()
+    before = str(loader.trace_for("cuda", 0))
+    with pytest.warns(errors.UntestedWarning) as caught:
+        loader.pack_for("cuda", 0)
+    return "\n\n".join((before, str(caught[0].message), str(loader.trace_for("cuda", 0))))
+
+
+def failing(installation, outcome):
+    installation.write("cpu", "cu13-sm120")
+    installation.gpus("12.0")
+    installation.use_torch("13.0")
+    installation.on_trial = outcome
+    return error_of(installation.loader(), "cuda", 0)
+
+
+@SCENARIOS.add
+def gpu_whose_self_test_finds_a_wrong_result(installation):
+    row = Comparison("cuda:0", "causal", "float16", "dq", 0.5, 8e-3)
+    return failing(installation, lambda pack: messages.TRIAL_DIFFERS.format(row=row))
+
+
+@SCENARIOS.add
+def gpu_whose_self_test_raises(installation):
+    def fail(pack):
+        raise RuntimeError("no kernel image is available")
+
+    return failing(installation, fail)
+
+
+@SCENARIOS.add
+def gpu_whose_first_use_is_captured(installation):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trial, "_is_captured", lambda: True)
+        return failing(installation, lambda pack: "")
+
+
+@SCENARIOS.add
+def gpu_whose_self_test_ended_the_process(installation):
+    def end(pack):
+        (started,) = (installation.root.parent / "cache").iterdir()
+        left = json.loads(started.read_text()) | {"process": child_that_ended()}
+        # What such an end leaves: the note of the start.
+        installation.left = started, json.dumps(left)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        failing(installation, end)
+    path, content = installation.left
+    assert not path.exists()
+    path.write_text(content)
+    return error_of(installation.loader(), "cuda", 0)
+
+
+def child_that_ended():
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    return child.pid
 
 
 @SCENARIOS.add

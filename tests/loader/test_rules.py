@@ -143,6 +143,39 @@ def test_driver_floor(driver, majors):
     assert accepted(packs, situation("9.0", driver=driver)) == [f"cu{m}-sm90" for m in majors]
 
 
+@pytest.mark.parametrize(
+    ("driver", "archs"),
+    [
+        (("535.54.03", "12.2"), ["sm80"]),
+        (("570.26", "12.8"), ["sm80"]),
+        (("575.51.02", None), ["sm80"]),
+        (("575.51.03", None), ["sm80", "sm120"]),
+        (("575.51.03", "12.9"), ["sm80", "sm120"]),
+        (("580.65.06", "13.0"), ["sm80", "sm120"]),
+        # NVIDIA's forward-compatibility package.
+        (("535.54.03", "13.0"), ["sm80", "sm120"]),
+    ],
+)
+def test_driver_floor_of_an_arch(driver, archs):
+    """A driver that runs CUDA 12 need not know a GPU that came later."""
+    targets = TARGETS._replace(arch_driver={"sm120": ("575.51.03", "12.9")})
+    served = {"sm80": "8.0", "sm120": "12.0"}
+    found = [
+        arch
+        for arch, capability in served.items()
+        for entry in decide(
+            situation(capability, driver=driver), [gpu_pack("12", arch)], Wishes(), targets
+        ).accepted()
+    ]
+    assert found == archs
+    (entry,) = decide(
+        situation("12.0", driver=("570.26", "12.8")), [gpu_pack("12", "sm120")], Wishes(), targets
+    ).entries
+    assert entry.reason == (
+        "CUDA 12 code for sm120 needs NVIDIA driver 575.51.03 or newer, found 570.26 (CUDA 12.8)"
+    )
+
+
 REFUSALS = [
     (
         gpu_pack("13", "sm90"),
@@ -179,7 +212,7 @@ REFUSALS = [
         gpu_pack("13", "sm90"),
         situation("9.0", driver=("535.54.03", "12.2")),
         Rule.DRIVER,
-        "CUDA 13 needs NVIDIA driver 580.65.06 or newer, found 535.54.03 (CUDA 12.2)",
+        "CUDA 13 code for sm90 needs NVIDIA driver 580.65.06 or newer, found 535.54.03 (CUDA 12.2)",
     ),
     (
         gpu_pack("14", "sm90"),

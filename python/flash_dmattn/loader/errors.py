@@ -30,6 +30,10 @@ class FallbackWarning(RuntimeWarning):
     """Something slower, or something else than was installed for the purpose, computes."""
 
 
+class UntestedWarning(UserWarning):
+    """A pack serves a GPU that only its self-test was run on."""
+
+
 def plain_pytorch_text(device: str, error: NoPackError) -> str:
     """Return the warning that plain PyTorch computes on a device."""
     return f"{messages.PLAIN_PYTORCH.format(device=device)}\n{error}"
@@ -67,8 +71,8 @@ def truncated(path: str, size: int, needed: int) -> LibraryFileError:
     return LibraryFileError(messages.TRUNCATED.format(path=path, size=size, needed=needed))
 
 
-def warn(text: str) -> None:
-    """Give a FallbackWarning that names the line of the user's program that called: not one of
+def warn(text: str, category: type[Warning] = FallbackWarning) -> None:
+    """Give a warning that names the line of the user's program that called: not one of
     flash_dmattn, nor of torch, which calls back.
     """
     level, frame = 1, sys._getframe(0)
@@ -76,4 +80,4 @@ def warn(text: str) -> None:
         frame.f_globals.get("__name__", "").partition(".")[0] in ("flash_dmattn", "torch")
     ):
         level, frame = level + 1, frame.f_back
-    warnings.warn(text, FallbackWarning, stacklevel=level)
+    warnings.warn(text, category, stacklevel=level)

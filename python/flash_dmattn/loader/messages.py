@@ -20,6 +20,11 @@ PASSED_OVER = (
     "FLASH_DMATTN_FALLBACK=error to make this an error."
 )
 
+UNTESTED_GPU = (
+    "flash_dmattn uses the kernel pack {chosen} on {device}, a GPU that it was never tested on by "
+    "its makers; its self-test has just passed there, which is remembered."
+)
+
 # --- why a pack cannot serve a device
 
 DEVICE_KIND = "it is for {pack.device} devices"
@@ -32,7 +37,8 @@ NO_ARCH = (
 WRONG_ARCH = "{pack.arch} code does not run on compute capability {facts.device.capability}"
 WRONG_MACHINE = "it was built for {pack.machine}, this machine is {facts.host.machine}"
 OLD_DRIVER = (
-    "CUDA {pack.cuda_major} needs NVIDIA driver {case.floor} or newer, found {facts.driver}"
+    "CUDA {pack.cuda_major} code for {pack.arch} needs NVIDIA driver {case.floor} or newer, found "
+    "{facts.driver}"
 )
 UNKNOWN_CUDA = "CUDA {pack.cuda_major} is unknown to this flash_dmattn"
 WRONG_ABI = "it has pack ABI {pack.abi_version}, this flash_dmattn needs {facts.abi_version}"
@@ -40,6 +46,13 @@ UNTRIED = (
     "it was never run on compute capability {facts.device.capability}; FLASH_DMATTN_UNTRIED=1 lets "
     "it serve"
 )
+TRIAL_FAILED = "its self-test did not pass on this GPU: {failure}"
+TRIAL_DIFFERS = (
+    "{row.result} of {row.dtype}, {row.case}, differs by {row.error:.1e}, and may by "
+    "{row.tolerance:.0e}"
+)
+TRIAL_ENDED_PROCESS = "it ended the process"
+TRIAL_IN_CAPTURE = "a CUDA graph is captured; call flash_dmattn once before"
 WRONG_VERSION = "it is of version {pack.version}, flash_dmattn is {facts.package_version}"
 OTHER_FILE = "FLASH_DMATTN_LIBRARY_PATH={need.wishes.library_path} names another file"
 OTHER_CUDA = "FLASH_DMATTN_CUDA={need.wishes.cuda} asks for another CUDA"
@@ -87,6 +100,14 @@ NO_PYTORCH = "PyTorch cannot be imported: {error}"
 
 # --- what is worth knowing of a pack that can serve
 
+TRIAL_FIRST = (
+    "never run on compute capability {facts.device.capability}; it serves if its self-test passes "
+    "on first use"
+)
+TRIAL_PASSED = (
+    "never run by its makers on compute capability {facts.device.capability}; its self-test passed "
+    "here"
+)
 NEVER_RUN = "never run on compute capability {facts.device.capability}"
 RUN_ELSEWHERE = "its tiles were run on GPUs of another compute capability only"
 BETTER_ARCH = "{need.archs[0]} would suit the device better"

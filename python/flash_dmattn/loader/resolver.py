@@ -29,7 +29,14 @@ from .candidates import (
     own_candidates,
     without_repetitions,
 )
-from .errors import NoPackError, passed_over_text, plain_pytorch_text, warn
+from .errors import (
+    FallbackWarning,
+    NoPackError,
+    UntestedWarning,
+    passed_over_text,
+    plain_pytorch_text,
+    warn,
+)
 from .facts import Device, Machine, Situation
 from .rules import Wishes, decide
 from .targets import InstallationError, find_targets
@@ -40,6 +47,8 @@ if TYPE_CHECKING:
 
     from flash_dmattn._core import Pack
     from flash_dmattn.backends.base import Backend
+
+    from .trial import Outcome, Trials
 
 logger = logging.getLogger("flash_dmattn.loader")
 
@@ -91,6 +100,7 @@ class Loader:
         directories: gives the directories of the installed package.
         entry_points: gives the entry points of other distributions.
         environ: the environment; that of the process if None.
+        trials: runs the self-tests of packs, and remembers what came of them.
     """
 
     def __init__(
@@ -101,6 +111,7 @@ class Loader:
         directories: Callable[[], Iterable[Path]] = _directories,
         entry_points: Callable[[], Iterable[metadata.EntryPoint]] = _entry_points,
         environ: Mapping[str, str] | None = None,
+        trials: Trials | None = None,
     ) -> None:
         """Keep the dependencies; nothing is looked up yet."""
         self.facts = facts
@@ -109,6 +120,7 @@ class Loader:
         self._directories = directories
         self._entry_points = entry_points
         self._environ = environ
+        self._trials = trials
         self._lock = threading.RLock()
         self._entry_points_run_in: set[int] = set()  # threads
         # All that was decided: the trace of (type, index), and the backend of (name, device,
@@ -130,9 +142,9 @@ class Loader:
 
     def pack_for(self, device_type: str, device_index: int | None = None) -> Pack:
         """Do what the function `pack_for` does, with one warning if a better pack is damaged, or an
-        error with FLASH_DMATTN_FALLBACK=error.
+        error with FLASH_DMATTN_FALLBACK=error; and one if only a self-test was run on such a GPU.
         """
-        trace = self._resolve(device_type, device_index)
+        trace = self._tried(self._resolve(device_type, device_index))
         if trace.pack is None:
             raise NoPackError(trace)
         self._warn_once(passed_over_text(trace))
@@ -140,10 +152,10 @@ class Loader:
 
     def trace_for(self, device_type: str, device_index: int | None = None) -> Trace:
         """Return what was decided for a device, and why, with the pack that serves it, if any. It
-        neither warns nor raises.
+        neither warns nor raises, and runs no self-test.
         """
         try:
-            return self._resolve(device_type, device_index)
+            return self._tried(self._resolve(device_type, device_index), remembered=True)
         except environment.InvalidVariableError as error:
             fix = remedies.unset(str(error).partition(" ")[0])
             return self._failed(self._device(device_type, device_index or 0), str(error), fix)
@@ -207,9 +219,9 @@ class Loader:
     def _forbids_fallbacks(self) -> bool:
         return environment.get("FLASH_DMATTN_FALLBACK", self._environ) == "error"
 
-    def _warn_once(self, text: str) -> None:
+    def _warn_once(self, text: str, category: type[Warning] = FallbackWarning) -> None:
         if text and text not in self._warned:
-            warn(text)
+            warn(text, category)
             self._warned.add(text)
 
     def _remember(self, question: Hashable, answer: T) -> T:
@@ -242,6 +254,50 @@ class Loader:
         logger.debug("decided in %.1f ms from facts: %s", took, trace.situation)
         logger.info("%s", trace)
         return trace
+
+    def _tried(self, trace: Trace, *, remembered: bool = False) -> Trace:
+        """Return the trace with what came of the self-test of its pack, where one has to pass.
+
+        Without the lock, since it runs torch, and calls that other threads may wait for. With
+        ``remembered`` no test is run, and what was not decided stays so.
+        """
+        decided = trace
+        while trace.pack is not None and (entry := next(trace.accepted())).trial:
+            situation = trace.situation
+            outcome = self._outcome(trace.pack, entry.candidate, situation, remembered)
+            if outcome is None:
+                break
+            if outcome.failure:
+                reason = messages.TRIAL_FAILED.format(failure=outcome.failure)
+                fix = remedies.PLAIN_PYTORCH
+                refused = trace.refuse(entry, Rule.UNTRIED, reason, fix)
+                trace = self._open_first(replace(refused, pack=None))
+                continue
+            first = messages.TRIAL_FIRST.format(facts=situation)
+            passed = messages.TRIAL_PASSED.format(facts=situation)
+            trace = trace.settle(entry, entry.reason.replace(first, passed))
+            if outcome.is_new:
+                name, device = entry.candidate.name, situation.device
+                text = messages.UNTESTED_GPU.format(chosen=name, device=device)
+                self._warn_once(text, UntestedWarning)
+        if trace is not decided:
+            question = (trace.situation.device.kind, trace.situation.device.index)
+            with self._lock:
+                if self._decided.get(question) is decided:
+                    self._decided[question] = trace
+        return trace
+
+    def _outcome(
+        self, pack: Pack, candidate: Candidate, situation: Situation, remembered: bool
+    ) -> Outcome | None:
+        """Return what came of a self-test; None where it may not be run, and was not."""
+        if self._trials is None:
+            from .trial import Trials
+
+            self._trials = Trials()
+        if remembered:
+            return self._trials.remembered(candidate, situation)
+        return self._trials.outcome(pack, candidate, situation)
 
     def _device(self, device_type: str, index: int) -> Device:
         for device in self.facts.gpus() if device_type == "cuda" else ():

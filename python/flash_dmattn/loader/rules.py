@@ -114,15 +114,34 @@ class Case(NamedTuple):
         return self.need.targets.record.get(self.facts.device.capability or "", "")
 
     @property
+    def is_wished(self) -> bool:
+        """Whether a variable asks for it, or for packs that were never run on such a device."""
+        return self.need.wishes.untried == "1" or self.pack.forced
+
+    @property
     def is_untried(self) -> bool:
-        """Whether no pack was ever run on such a device, and no variable asks for this one."""
-        wished = self.need.wishes.untried == "1" or self.pack.forced
-        return self.record == "none" and not wished
+        """Whether no GPU ever ran its kernels, and no variable asks for it."""
+        return self.record == "none" and not self.is_wished
+
+    @property
+    def needs_trial(self) -> bool:
+        """Whether its self-test has to pass on the device before it serves."""
+        return self.record == "self-test" and not self.is_wished
 
     @property
     def floor(self) -> str | None:
-        """The oldest driver that runs its CUDA major; None if the table does not know it."""
-        return self.need.targets.min_driver.get(self.pack.cuda_major or "")
+        """The oldest driver that runs its CUDA major and its arch; None if the table does not know
+        the major.
+        """
+        floor = self.need.targets.min_driver.get(self.pack.cuda_major or "")
+        arch, _ = self.need.targets.arch_driver.get(self.pack.arch or "", ("", ""))
+        return max(floor, arch, key=_numbers) if floor else None
+
+    @property
+    def needed_cuda(self) -> str:
+        """The oldest CUDA whose driver runs it: its major, or the first that has its arch."""
+        _, first = self.need.targets.arch_driver.get(self.pack.arch or "", ("", ""))
+        return max(self.pack.cuda_major or "", first, key=_numbers)
 
     @property
     def needs_driver(self) -> bool:
@@ -131,13 +150,13 @@ class Case(NamedTuple):
 
     @property
     def driver_is_old(self) -> bool:
-        """Whether the driver does not run the candidate's CUDA major.
+        """Whether the driver does not run the candidate's CUDA major, or its arch.
 
         What the driver's library says it runs decides: with NVIDIA's forward-compatibility package
         that is more than the version of the kernel driver tells.
         """
         driver = self.facts.driver or Driver(None, None)
-        runs, needed = driver.cuda, self.pack.cuda_major
+        runs, needed = driver.cuda, self.floor and self.needed_cuda
         if runs is None:
             runs, needed = driver.version, self.floor
         return runs is None or needed is None or _numbers(runs) < _numbers(needed)
@@ -223,7 +242,8 @@ ROWS: tuple[tuple[Rule, Check, str, str], ...] = (
 
 # What is worth knowing of a candidate that can serve.
 NOTES: tuple[tuple[Check, str], ...] = (
-    (lambda c: c.record == "none", say.NEVER_RUN),
+    (lambda c: c.record == "none" or (c.record == "self-test" and c.is_wished), say.NEVER_RUN),
+    (lambda c: c.needs_trial, say.TRIAL_FIRST),
     (lambda c: c.record == "tiles", say.RUN_ELSEWHERE),
     (lambda c: c.need.archs and c.pack.arch != c.need.archs[0], say.BETTER_ARCH),
     (
@@ -266,7 +286,7 @@ def _judge(case: Case, place: int) -> Entry:
         if refuses(case):
             return Entry(pack, rank, rule, case.filled(reason), case.filled(fix))
     notes = "; ".join(case.filled(text) for applies, text in NOTES if applies(case))
-    return Entry(pack, rank, None, notes)
+    return Entry(pack, rank, None, notes, trial=case.needs_trial)
 
 
 def _told_apart(accepted: Sequence[Entry]) -> list[Entry]:

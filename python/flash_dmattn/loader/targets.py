@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from . import messages
@@ -23,10 +24,13 @@ class Targets(NamedTuple):
     # For each compute capability, such as 8.9, the archs that run on it, the best first.
     preference: Mapping[str, tuple[str, ...]]
     # For each compute capability: "run" if the tests passed on such a GPU, "tiles" if they passed
-    # with its tiles on a GPU of another capability, otherwise "none".
+    # with its tiles on a GPU of another capability, "self-test" if that is so but a self-test has
+    # to pass before a pack serves, otherwise "none".
     record: Mapping[str, str]
     # For each CUDA major, such as 12, the oldest NVIDIA driver that runs its packs.
     min_driver: Mapping[str, str]
+    # For each arch that needs a newer one: the driver, and the CUDA that this driver runs.
+    arch_driver: Mapping[str, tuple[str, str]] = MappingProxyType({})
 
 
 def find_targets(directories: Iterable[Path]) -> Targets:
@@ -48,6 +52,11 @@ def find_targets(directories: Iterable[Path]) -> Targets:
             preference={cc: tuple(archs) for cc, archs in data["preference"].items()},
             record={cc: str(data["record"][cc]) for cc in data["preference"]},
             min_driver={major: str(row["min_driver"]) for major, row in data["cuda"].items()},
+            arch_driver={
+                arch: (str(row["min_driver"]), str(row["min_cuda"]))
+                for arch, row in data.get("archs", {}).items()
+                if "min_driver" in row
+            },
         )
     except json.JSONDecodeError as error:
         raise InstallationError(messages.TABLE_JSON.format(path=path, error=error)) from error

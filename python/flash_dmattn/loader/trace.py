@@ -39,6 +39,7 @@ class Entry(NamedTuple):
     rule: Rule | None  # what refused it; None if it can serve the device
     reason: str  # why it was refused, or what is worth knowing of it: "" is nothing
     remedy: str = ""  # the command or step that changes a refusal
+    trial: bool = False  # whether it serves only after its self-test has passed on the device
 
     def __str__(self) -> str:
         verdict = "accepted" if self.rule is None else "refused"
@@ -96,6 +97,11 @@ class Trace:
         rest = (entry for entry in self.entries if entry is not refused)
         last = refused._replace(rule=rule, reason=reason, remedy=remedy)
         return replace(self, entries=(*rest, last))
+
+    def settle(self, tried: Entry, reason: str) -> Trace:
+        """Return the trace in which an accepted entry has passed its self-test."""
+        passed = tried._replace(reason=reason, trial=False)
+        return replace(self, entries=tuple(passed if e is tried else e for e in self.entries))
 
     def lines(self) -> list[str]:
         """Return what was looked for and what was found, as lines."""

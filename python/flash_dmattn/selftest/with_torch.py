@@ -6,13 +6,15 @@ computes calls that do not say.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any, cast
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 
+from flash_dmattn.backends.base import Backend
 from flash_dmattn.interface import flash_dmattn_func
 from flash_dmattn.masks import IntervalMask
+from flash_dmattn.record import AttentionInputs
 from flash_dmattn.reference import attention_reference
 
 from .outcome import (
@@ -30,43 +32,85 @@ from .outcome import (
 DTYPES = {"cpu": ("float32", "bfloat16"), "gpu": ("float16", "bfloat16")}
 
 
-def compare(device: str) -> Iterator[Comparison]:
-    """Yield the comparisons of a device, such as ``cuda:0``."""
+class Problem(NamedTuple):
+    """One call, and the gradient of its out."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: Any
+    bias: torch.Tensor | None
+    causal: bool
+    dout: torch.Tensor
+
+
+# Gives out, lse, and the gradients of query, key, value and of a bias.
+Compute: TypeAlias = Callable[[Problem], tuple[torch.Tensor, ...]]
+
+
+def compare(device: str, compute: Compute | None = None) -> Iterator[Comparison]:
+    """Yield the comparisons of a device, such as ``cuda:0``; by the public functions unless
+    ``compute`` says how.
+    """
     for dtype in DTYPES["cpu" if device == "cpu" else "gpu"]:
         for case, mask, bias, causal in _cases(device):
             shapes = ((QUERIES, HEADS), (KEYS, KV_HEADS), (KEYS, KV_HEADS))
             inputs = [_random((BATCH, *s, HEAD_DIM), seed) for seed, s in enumerate(shapes)]
             if bias is not None:
                 inputs.append(bias)
-            leaves = [t.to(device, getattr(torch, dtype)).requires_grad_() for t in inputs]
-            exact = [t.detach().double().requires_grad_() for t in leaves]
-            query, key, value, leaf_bias = *leaves[:3], _last(leaves, bias)
-            out, lse = cast(
-                "tuple[torch.Tensor, torch.Tensor]",
-                flash_dmattn_func(
-                    query,
-                    key,
-                    value,
-                    mask,
-                    leaf_bias,
-                    is_causal=causal,
-                    return_lse=True,
-                ),
-            )
-            query, key, value, leaf_bias = *exact[:3], _last(exact, bias)
-            dout = _random(tuple(out.shape), 9).to(device, out.dtype)
-            # A scalar needs no given gradient, for which torch imports sympy to compare shapes.
-            found = torch.autograd.grad((out * dout).sum(), leaves)
+            given = [t.to(device, getattr(torch, dtype)) for t in inputs]
+            exact = [t.double().requires_grad_() for t in given]
+            dout = _random(tuple(given[0].shape), 9).to(device, given[0].dtype)
+            query, key, value = given[:3]
+            problem = Problem(query, key, value, mask, _last(given, bias), causal, dout)
+            found = (compute or _by_calls)(problem)
+            query, key, value = exact[:3]
             with _one_thread():
-                wanted_out, wanted_lse = attention_reference(
-                    query, key, value, mask, leaf_bias, causal=causal
+                out, lse = attention_reference(
+                    query, key, value, mask, _last(exact, bias), causal=causal
                 )
-                wanted = torch.autograd.grad((wanted_out * dout.double()).sum(), exact)
-            pairs = [("out", out, wanted_out), ("lse", lse, wanted_lse)]
-            pairs += zip(("dq", "dk", "dv", "dbias"), found, wanted, strict=False)
-            for name, result, expected in pairs:
-                error = _relative_error(result.detach(), expected.detach())
+                wanted = torch.autograd.grad((out * dout.double()).sum(), exact)
+            names = ("out", "lse", "dq", "dk", "dv", "dbias")
+            for name, result, expected in zip(names, found, (out, lse, *wanted), strict=False):
+                error = _relative_error(result, expected.detach())
                 yield Comparison(device, case, dtype, name, error, TOLERANCES[dtype])
+
+
+def _by_calls(problem: Problem) -> tuple[torch.Tensor, ...]:
+    query, key, value, mask, bias, causal, dout = problem
+    leaves = [t.requires_grad_() for t in (query, key, value, bias) if t is not None]
+    out, lse = cast(
+        "tuple[torch.Tensor, torch.Tensor]",
+        flash_dmattn_func(query, key, value, mask, bias, is_causal=causal, return_lse=True),
+    )
+    # A scalar needs no given gradient, for which torch imports sympy to compare shapes.
+    return out.detach(), lse.detach(), *torch.autograd.grad((out * dout).sum(), leaves)
+
+
+def by_backend(backend: Backend) -> Compute:
+    """Return what computes by a backend itself: no dispatcher, autograd or loader is asked."""
+
+    def compute(problem: Problem) -> tuple[torch.Tensor, ...]:
+        query, key, value, mask, bias, causal, dout = problem
+        intervals = mask if isinstance(mask, IntervalMask) else None
+        inputs = AttentionInputs(
+            query,
+            key,
+            value,
+            mask=mask if intervals is None else None,
+            start=None if intervals is None else intervals.start,
+            end=None if intervals is None else intervals.end,
+            bias=bias,
+            scale=query.shape[-1] ** -0.5,
+            causal=causal,
+        )
+        results = backend.forward(inputs)
+        flags = (True, True, True, bias is not None, False)
+        gradients = backend.differentiate(inputs, results, flags, dout, None)
+        out, lse, _ = results
+        return out, lse, *(gradient for gradient in gradients if gradient is not None)
+
+    return compute
 
 
 @contextlib.contextmanager
@@ -91,6 +135,7 @@ def _cases(device: str) -> Iterator[tuple[str, Any, torch.Tensor | None, bool]]:
     )
     place: dict[str, Any] = {"dtype": torch.int64, "device": device}
     keys = torch.arange(KEYS, **place) < torch.tensor([[KEYS], [KEYS // 2]], **place)
+    keys = keys[:, None, None]
     rows = (_random((BATCH, HEADS, QUERIES, KEYS), 4) > 1).to(device)
     yield "no mask", None, None, False
     yield "causal", None, None, True

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The self-test of a pack on a GPU of a compute capability on which none was ever run.
+
+Its outcome is remembered in the user's cache directory, for the pack, the driver and the GPU: the
+test takes nearly a second, and a kernel that ends the process must not end the next one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import platform
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from . import messages
+from .candidates import Candidate
+from .facts import Situation
+
+if TYPE_CHECKING:
+    from flash_dmattn._core import Pack
+
+_BLOCK = 1 << 20
+
+
+class Outcome(NamedTuple):
+    """What came of a self-test: why it failed, "" if it passed; and whether it ran just now."""
+
+    failure: str
+    is_new: bool
+
+
+class Trials:
+    """Runs self-tests, and remembers what came of them.
+
+    Args:
+        self_test: compares small problems by a pack on a device, such as ``cuda:0``; gives the
+            first wrong result, or "".
+        folder: where outcomes are remembered; that of the user's caches if None.
+    """
+
+    def __init__(
+        self, self_test: Callable[[Pack, str], str] | None = None, folder: Path | None = None
+    ) -> None:
+        """Keep the dependencies; nothing is looked up yet."""
+        self._self_test = self_test or _compare
+        self._folder = folder
+
+    def remembered(self, candidate: Candidate, situation: Situation) -> Outcome | None:
+        """Return what came of an earlier test; None where there was none, or it goes on."""
+        try:
+            found = json.loads(self._file(candidate, situation).read_text(encoding="utf-8"))
+            if "failure" in found:
+                return Outcome(str(found["failure"]), is_new=False)
+            if found["host"] != platform.node() or _is_alive(int(found["process"])):
+                return None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return Outcome(messages.TRIAL_ENDED_PROCESS, is_new=False)
+
+    def outcome(self, pack: Pack, candidate: Candidate, situation: Situation) -> Outcome:
+        """Return what came of an earlier test, or run it."""
+        known = self.remembered(candidate, situation)
+        if known is not None:
+            return known
+        if _is_captured():
+            return Outcome(messages.TRIAL_IN_CAPTURE, is_new=True)
+        file = self._file(candidate, situation)
+        _write(file, {"process": os.getpid(), "host": platform.node()})
+        device = situation.device
+        try:
+            failure = _in_a_thread(lambda: self._self_test(pack, f"{device.kind}:{device.index}"))
+        except BaseException as error:
+            # What the machine lacks at the moment may be there the next time.
+            _forget(file)
+            if not isinstance(error, Exception):
+                raise
+            return Outcome(f"{type(error).__name__}: {error}", is_new=True)
+        _write(file, {"failure": failure})
+        return Outcome(failure, is_new=True)
+
+    def _file(self, candidate: Candidate, situation: Situation) -> Path:
+        device = situation.device
+        facts = (_hash(candidate), str(situation.driver), device.name, device.capability)
+        name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+        return (self._folder or cache_folder()) / f"self-test-{name}.json"
+
+
+def cache_folder() -> Path:
+    """Return the user's cache directory of this project, where the system has it."""
+    if sys.platform == "win32":
+        caches = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
+    else:
+        caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(caches) / "flash_dmattn"
+
+
+def _hash(candidate: Candidate) -> str:
+    """Return the hash of the pack's file; of the file itself, whatever its manifest says."""
+    digest = hashlib.sha256()
+    with Path(candidate.path).open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _compare(pack: Pack, device: str) -> str:
+    # By its name, since it imports what asks the loader.
+    test = importlib.import_module("flash_dmattn.selftest.of_pack")
+    return str(test.first_failure(pack, device))
+
+
+def _is_captured() -> bool:
+    """Say whether the current stream of torch is captured, in which nothing can be compared."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return False
+    return bool(torch.cuda.is_current_stream_capturing())
+
+
+def _in_a_thread(function: Callable[[], str]) -> str:
+    """Run a function in a thread, which has none of the modes that torch may be in here: those of a
+    compiler, of functorch, of autograd, of a recorder.
+    """
+    result: list[str | BaseException] = []
+
+    def run() -> None:
+        try:
+            result.append(function())
+        except BaseException as error:
+            result.append(error)
+
+    thread = threading.Thread(target=run, name="flash_dmattn self-test")
+    thread.start()
+    thread.join()
+    (found,) = result
+    if isinstance(found, BaseException):
+        raise found
+    return found
+
+
+def _is_alive(process: int) -> bool:
+    if sys.platform == "win32":
+        return False
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # somebody else's
+        return True
+    return True
+
+
+def _write(file: Path, content: dict[str, Any]) -> None:
+    """Write as a whole, so that no reader sees a part; what cannot be written is not remembered."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=file.parent)
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            json.dump(content, stream)
+        Path(name).replace(file)
+    except OSError:
+        return
+
+
+def _forget(file: Path) -> None:
+    try:
+        file.unlink(missing_ok=True)
+    except OSError:
+        return
