@@ -25,7 +25,6 @@ VERBS = {
     "pin": "open a pull request that commits the digests of a run's images",
     "reproduce": "build the packs of a release again, and compare them with its build record",
     "records": "write down on which GPU, with which pack, the installed wheel passes its self-test",
-    "unpublished": "find what an index does not have yet of a release",
     "index": "make the package index of all releases as static files",
     "conda": "check or build conda/recipe.yaml",
     "rehearse": "run a whole release on this machine, and install from it",

@@ -3,7 +3,8 @@
 
 A run's artifacts can be replaced by any later job of the run, and one of those is on a machine of
 one's own, the GPU runner. A job's outputs cannot: what is signed and published is compared with the
-outputs of the jobs that built it.
+outputs of the jobs that built it. Attestations come too late for that, since the job that signs has
+downloaded the artifacts; sha256sum is not on every runner, and an output is one line.
 """
 
 from __future__ import annotations

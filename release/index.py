@@ -3,7 +3,9 @@
 
 It is made from nothing but the list of releases, as GitHub's interface gives it, and always as a
 whole: what is not in a release any more is not in the index any more, and no file can be listed
-with two hashes. The list comes from ``gh api --paginate --slurp repos/OWNER/REPOSITORY/releases``.
+with two hashes. Generators of static indexes, such as dumb-pypi, put all files below one address,
+and a release's files are below its tag. The list comes from
+``gh api --paginate --slurp repos/OWNER/REPOSITORY/releases``.
 """
 
 from __future__ import annotations

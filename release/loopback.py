@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A folder of assets in the place of a release: told as GitHub tells of one, and served here."""
+"""A folder of assets in the place of a release: told as GitHub tells of one, and served here.
+
+An index server, such as pypiserver, makes pages of its own, and those of `release.index` are to be
+tried.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a shared library of macOS needs and offers, read from its load commands."""
+"""What a shared library of macOS needs and offers, read from its load commands.
+
+delocate asks programs of macOS for less, and wheels are judged on Linux, too.
+"""
 
 from __future__ import annotations
 

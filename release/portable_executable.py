@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a shared library of Windows needs and offers, read with pefile."""
+"""What a shared library of Windows needs and offers, read with pefile.
+
+delvewheel, which uses it, copies libraries into a wheel, and judges nothing.
+"""
 
 from __future__ import annotations
 

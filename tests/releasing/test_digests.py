@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What is signed and uploaded is what was built, and an upload can be repeated."""
+"""What is signed and uploaded is what was built."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from release_files import make_sdist, make_wheel
 
 from release.__main__ import main
 from release.distributions import sha256
-from release.loopback import serving
 
 
 def outputs(*folders: Path, capsys: pytest.CaptureFixture[str]) -> str:
@@ -89,76 +87,3 @@ def test_outputs_that_say_nothing_are_refused(
 ) -> None:
     assert main(["digests", str(dist), "--expected", said]) == 1
     assert message in capsys.readouterr().err
-
-
-# --- release unpublished
-
-
-def page(folder: Path, *files: Path, text: str | None = None) -> Path:
-    """Write what an index says of the project."""
-    listed = [{"filename": path.name, "hashes": {"sha256": sha256(path)}} for path in files]
-    place = folder / "simple" / "flash-dmattn"
-    place.mkdir(parents=True)
-    (place / "index.json").write_text(text or json.dumps({"files": listed}))
-    return folder
-
-
-def unpublished(dist: Path, served: Path, output: Path) -> int:
-    with serving(served) as server:
-        index = f"{server.url}/simple/"
-        return main(["unpublished", str(dist), "--index", index, "--output", str(output)])
-
-
-def test_a_new_project_has_nothing(
-    dist: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    served = tmp_path / "served"
-    served.mkdir()
-    assert unpublished(dist, served, tmp_path / "upload") == 0
-    assert capsys.readouterr().out == "count=3\n"
-    names = {path.name for path in (tmp_path / "upload").iterdir()}
-    assert names == {path.name for path in dist.iterdir()}
-
-
-def test_the_rest_of_a_failed_upload_is_left(
-    dist: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    first, *rest = sorted(dist.iterdir())
-    assert unpublished(dist, page(tmp_path / "served", first), tmp_path / "upload") == 0
-    assert capsys.readouterr().out == "count=2\n"
-    assert sorted(path.name for path in (tmp_path / "upload").iterdir()) == [p.name for p in rest]
-
-
-def test_after_a_whole_upload_nothing_is_left(
-    dist: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    served = page(tmp_path / "served", *dist.iterdir())
-    assert unpublished(dist, served, tmp_path / "upload") == 0
-    assert capsys.readouterr().out == "count=0\n"
-
-
-def test_a_published_file_is_never_replaced(
-    dist: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    served = page(tmp_path / "served", *dist.iterdir())
-    wheel = sorted(dist.glob("*.whl"))[0]
-    before = sha256(wheel)
-    wheel.write_bytes(wheel.read_bytes() + b"\0")
-    assert unpublished(dist, served, tmp_path / "upload") == 1
-    assert f"{wheel.name} is published with the sha256 {before}" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("text", ["<html>", "[]", '{"files": [{}]}'])
-def test_an_index_that_lists_no_files_stops_the_upload(
-    text: str, dist: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert unpublished(dist, page(tmp_path / "served", text=text), tmp_path / "upload") == 1
-    assert "does not list files" in capsys.readouterr().err
-
-
-def test_an_address_without_encryption_is_not_asked(
-    dist: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    address = "http://index.example/simple/"
-    assert main(["unpublished", str(dist), "--index", address, "--output", str(tmp_path)]) == 1
-    assert "neither https nor this machine" in capsys.readouterr().err

@@ -108,6 +108,7 @@ def test_nothing_is_signed_or_published_before_it_is_compared() -> None:
         steps = job.partition("    steps:\n")[2]
         compared = steps.index('release digests dist --expected "$DIGESTS"')
         assert steps.index("path: dist") < compared
+        assert "skip-existing:" not in job  # would take another file of the same name for the same
         for later in ("actions/attest@", "actions/upload-artifact@", "gh-action-pypi-publish@"):
             assert later not in steps[:compared]
 

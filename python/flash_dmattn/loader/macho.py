@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the headers of a shared library of macOS tell before it is opened."""
+"""What the headers of a shared library of macOS tell before it is opened.
+
+No library reads them here, since nothing but the standard library is required at run time.
+"""
 
 from __future__ import annotations
 
