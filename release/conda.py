@@ -29,6 +29,8 @@ from rattler_build import (
 from release import targets
 from release.project import PROJECT, ROOT, ReleaseError, pyproject_value
 
+BASE = f"{PROJECT}-base"  # the Python package
+
 RECIPE = ROOT / "conda" / "recipe.yaml"
 VARIANTS = ROOT / "conda" / "variants.yaml"
 PINNING = ROOT / "conda" / "pinning.yaml"
@@ -135,7 +137,9 @@ def problems(rendered: list[dict[str, Any]], variants: VariantConfig) -> Iterato
     table, version = targets.load(), pyproject_value("version")
     cudas = [cuda for cuda in variants["cuda_compiler_version"] if cuda != "None"]
     majors = [cuda.partition(".")[0] for cuda in cudas]
-    expected = [PROJECT] * len(variants["python"]) + [f"{PROJECT}-cu{major}" for major in majors]
+    # One that chooses for each CUDA and for none, the base for each Python, and the packs.
+    expected = [PROJECT] * (1 + len(majors)) + [BASE] * len(variants["python"])
+    expected += [f"{PROJECT}-cu{major}" for major in majors]
     names = [build.partition(" ")[0] for build in builds(rendered)]
     if names != sorted(expected):
         yield f"the outputs are {names}, not {sorted(expected)}"
@@ -146,7 +150,10 @@ def problems(rendered: list[dict[str, Any]], variants: VariantConfig) -> Iterato
         name = recipe["package"]["name"]
         if recipe["package"]["version"] != version:
             yield f"{name} has version {recipe['package']['version']}, not {version}"
-        packs = name != PROJECT
+        if name == PROJECT:
+            yield from _wrong_choice(recipe, version, majors)
+            continue
+        packs = name != BASE
         if packs and not recipe["build"].get("python", {}).get("version_independent"):
             yield f"{name} is not one build for every Python"
         requirements = recipe["requirements"]
@@ -154,8 +161,8 @@ def problems(rendered: list[dict[str, Any]], variants: VariantConfig) -> Iterato
         for absent in ("pytorch", "nanobind-backend"):
             if any(entry.startswith(absent) for entry in needed):
                 yield f"{name} depends on {absent}"
-        if packs and f"{PROJECT} =={version}" not in needed:
-            yield f"{name} does not depend on {PROJECT} {version}"
+        if packs and f"{BASE} =={version}" not in needed:
+            yield f"{name} does not depend on {BASE} {version}"
         if not recipe.get("tests"):
             yield f"{name} has no tests"
     constraints = [
@@ -164,3 +171,20 @@ def problems(rendered: list[dict[str, Any]], variants: VariantConfig) -> Iterato
     wanted = {f"pytorch >={table.min_torch}", *(f"__cuda >={major}" for major in majors)}
     if set(constraints) != wanted:
         yield f"the run constraints are {sorted(constraints)}, not {sorted(wanted)}"
+
+
+def _wrong_choice(recipe: dict[str, Any], version: str, majors: Sequence[str]) -> Iterator[str]:
+    """Yield what is wrong with a build of the package that chooses.
+
+    It brings packs where there is a driver for them, the newest first, and else the base.
+    """
+    build, run = recipe["build"], [str(entry) for entry in recipe["requirements"]["run"]]
+    kind, number = str(build["string"]).partition("_")[0], int(build["number"])
+    chosen = {f"cuda{major}": major for major in majors}.get(kind)
+    wanted = [f"{BASE} =={version}"]
+    if chosen is not None:
+        wanted = [f"{PROJECT}-cu{chosen} =={version}", f"__cuda >={chosen}"]
+    if run != wanted:
+        yield f"{PROJECT} of {kind} depends on {run}, not {wanted}"
+    if number % 100 != int(chosen or 0) or (number >= 100) != (chosen is not None):
+        yield f"{PROJECT} of {kind} has the build number {number}"

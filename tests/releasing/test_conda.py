@@ -50,7 +50,8 @@ def test_recipe_renders(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["conda", "--check"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert all("-cuno" not in line for line in lines)
-    assert any(line.startswith("linux-64, pinning.yaml: flash-dmattn py310h") for line in lines)
+    for kind in ("flash-dmattn cpu_h", "flash-dmattn cuda13_h", "flash-dmattn-base py310h"):
+        assert any(line.startswith("linux-64, pinning.yaml: ") and kind in line for line in lines)
 
 
 def rendered_for(name: str) -> tuple[Any, list[dict[str, Any]]]:
@@ -67,14 +68,57 @@ def test_a_recipe_that_needs_torch_is_refused() -> None:
 
     variants, rendered = rendered_for("pinning.yaml")
     packs = next(row for row in rendered if row["package"]["name"] == "flash-dmattn-cu12")
-    base = next(row for row in rendered if row["package"]["name"] == "flash-dmattn")
+    base = next(row for row in rendered if row["package"]["name"] == "flash-dmattn-base")
     base["requirements"]["run"].append("pytorch >=2.4")
     packs["requirements"]["run"].clear()
     del packs["build"]["python"]
     failures = list(conda.problems(rendered, variants))
-    assert "flash-dmattn depends on pytorch" in failures
+    assert "flash-dmattn-base depends on pytorch" in failures
     assert "flash-dmattn-cu12 is not one build for every Python" in failures
-    assert f"flash-dmattn-cu12 does not depend on flash-dmattn {VERSION}" in failures
+    assert f"flash-dmattn-cu12 does not depend on flash-dmattn-base {VERSION}" in failures
+
+
+@pytest.mark.parametrize("file", ["pinning.yaml", "variants.yaml"])
+def test_beside_a_gpu_a_cuda_pack_comes_along(file: str) -> None:
+    """Of builds that an environment admits, conda takes the one with the highest number."""
+    pytest.importorskip("rattler_build")
+    _, rendered = rendered_for(file)
+    choices = [row for row in rendered if row["package"]["name"] == "flash-dmattn"]
+    builds = {
+        int(row["build"]["number"]): sorted(map(str, row["requirements"]["run"])) for row in choices
+    }
+
+    def taken(driver: int | None) -> list[str]:
+        admitted = {
+            number: needed
+            for number, needed in builds.items()
+            if all(
+                driver is not None and driver >= int(entry.partition(">=")[2])
+                for entry in needed
+                if entry.startswith("__cuda")
+            )
+        }
+        return admitted[max(admitted)]
+
+    assert taken(None) == taken(11) == [f"flash-dmattn-base =={VERSION}"]
+    assert taken(12) == ["__cuda >=12", f"flash-dmattn-cu12 =={VERSION}"]
+    assert taken(13) == taken(14) == ["__cuda >=13", f"flash-dmattn-cu13 =={VERSION}"]
+
+
+def test_a_choice_that_brings_too_much_is_refused() -> None:
+    pytest.importorskip("rattler_build")
+    from release import conda
+
+    variants, rendered = rendered_for("pinning.yaml")
+    cpu, cuda = (
+        next(row for row in rendered if row["build"]["string"].startswith(kind))
+        for kind in ("cpu_", "cuda12_")
+    )
+    cpu["build"]["number"] = 300
+    cuda["requirements"]["run"].pop()
+    found = "\n".join(conda.problems(rendered, variants))
+    assert "flash-dmattn of cpu has the build number 300" in found
+    assert "flash-dmattn of cuda12 depends on" in found
 
 
 def test_packs_of_no_cuda_are_refused() -> None:
@@ -83,7 +127,8 @@ def test_packs_of_no_cuda_are_refused() -> None:
     from release import conda
 
     variants, rendered = rendered_for("pinning.yaml")
-    stray = copy.deepcopy(rendered[0])
+    packs = next(row for row in rendered if row["package"]["name"] == "flash-dmattn-cu12")
+    stray = copy.deepcopy(packs)
     stray["package"]["name"] = "flash-dmattn-cuno"
     (failure,) = list(conda.problems([*rendered, stray], variants))
     assert "flash-dmattn-cuno" in failure
@@ -111,6 +156,8 @@ def test_libraries_are_not_changed_when_they_are_packed() -> None:
     """A run path that is added changes the hash, and `--verify` fails."""
     pytest.importorskip("rattler_build")
     rendered = rendered_for("pinning.yaml")[1]
-    for row in rendered:
+    with_libraries = [row for row in rendered if row["package"]["name"] != "flash-dmattn"]
+    assert len(with_libraries) > 2
+    for row in with_libraries:
         assert row["build"]["dynamic_linking"]["binary_relocation"] is False
     assert "--selftest --verify" in RECIPE
