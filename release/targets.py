@@ -110,6 +110,9 @@ class Table:
 
     Attributes:
         pythons: that have a GIL; ``free_threaded`` is the oldest without one that is served.
+        min_torch: the oldest that is served; torch.compile and torch.export trace every call from
+            ``compiling_torch`` on.
+        torch_python: the newest of the Pythons on which calls with torch were run.
     """
 
     archs: tuple[Arch, ...]
@@ -122,6 +125,8 @@ class Table:
     pythons: tuple[str, ...]
     free_threaded: str
     min_torch: str
+    compiling_torch: str
+    torch_python: str
     head_dims: tuple[int, ...]
 
     def archs_of(self, toolkit: str, machine: str | None = None) -> tuple[Arch, ...]:
@@ -181,6 +186,8 @@ def parse(data: dict[str, Any]) -> Table:
         pythons=tuple(data["pythons"]),
         free_threaded=data["free_threaded"],
         min_torch=data["torch"]["min"],
+        compiling_torch=data["torch"]["compiles"],
+        torch_python=data["torch"]["newest_python"],
         head_dims=tuple(data["head_dims"]),
     )
 

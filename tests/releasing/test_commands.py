@@ -168,6 +168,39 @@ def test_a_draft_must_know_what_it_is(programs: Path, pre_release: str) -> None:
     assert draft(programs, "absent", pre_release).returncode == 2
 
 
+# --- scripts/setup_venv
+
+PIP = """case "$*" in
+  *" list "*) cat "$CALLS" ;;
+  *"install --quiet torch"*) printf '%s\\n' torch==2.4.1+cpu transformers==4.57.6 >"$CALLS" ;;
+  *" install "*) printf '%s\\n' $BROUGHT >"$CALLS" ;;
+  *find_spec*) exit 1 ;;
+esac"""
+
+
+@pytest.mark.parametrize(
+    ("brought", "status"),
+    [
+        ("torch==2.4.1+cpu transformers==4.57.6", 0),
+        ("torch==2.4.1+cpu transformers==5.0.0", 1),
+        ("torch==2.6.0 transformers==4.57.6", 1),
+        ("torch==2.4.1+cpu", 1),
+    ],
+)
+def test_what_was_asked_for_is_what_is_tested(brought: str, status: int, programs: Path) -> None:
+    """pip replaces what was there when another package needs a newer one."""
+    make_program(programs, "python", PIP)
+    done = call(
+        programs,
+        *("scripts/setup_venv", "x.whl[test]"),
+        FDM_VENV=str(programs.parent),
+        FDM_TORCH="torch==2.4.* transformers==4.57.*",
+        BROUGHT=brought,
+    )
+    assert done.returncode == status, done.stderr
+    assert ("error: FDM_TORCH gave t" in done.stderr) == bool(status)
+
+
 # --- scripts/check_sdist
 
 

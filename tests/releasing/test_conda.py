@@ -69,7 +69,7 @@ def test_a_recipe_that_needs_torch_is_refused() -> None:
     variants, rendered = rendered_for("pinning.yaml")
     packs = next(row for row in rendered if row["package"]["name"] == "flash-dmattn-cu12")
     base = next(row for row in rendered if row["package"]["name"] == "flash-dmattn-base")
-    base["requirements"]["run"].append("pytorch >=2.4")
+    base["requirements"]["run"].append("pytorch >=2.6")
     packs["requirements"]["run"].clear()
     del packs["build"]["python"]
     failures = list(conda.problems(rendered, variants))

@@ -240,6 +240,15 @@ def test_ci_has_the_oldest_and_the_newest_python() -> None:
     assert f'python: ["{oldest}", "{newest}"]' in ci
 
 
+def test_torch_is_called_on_the_newest_python_that_is_claimed() -> None:
+    nightly = (ROOT / ".ci" / "nightly").read_text()
+    assert "targets.load().torch_python" in nightly
+    assert '"$other" -m flash_dmattn --selftest' in nightly
+    project = (ROOT / "pyproject.toml").read_text()
+    claimed = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', project)
+    assert claimed[-1] == TARGETS["torch"]["newest_python"]
+
+
 def test_the_declared_floors_are_tested_together() -> None:
     project = (ROOT / "pyproject.toml").read_text()
     floors = [re.findall(rf'"{name}>=([\d.]+)"', project) for name in ("torch", "transformers")]
