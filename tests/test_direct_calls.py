@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._vmap_internals import _vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from direct import needs_direct_calls
 from flash_dmattn import IntervalMask, _core, dispatch_state, dynamic_mask, flash_dmattn_func
 from flash_dmattn.backends import pack, select_backend, torch_memory
 from flash_dmattn.record import ATTENTION, AttentionInputs
@@ -274,6 +275,7 @@ def test_sizes_of_zero(batch: int, queries: int, keys: int, kind: str, target: T
                 assert lse.isneginf().all()
 
 
+@needs_direct_calls
 def test_the_older_vmap_is_seen(target: Target) -> None:
     states = []
 
@@ -287,6 +289,7 @@ def test_the_older_vmap_is_seen(target: Target) -> None:
     assert dispatch_state.is_idle((x,))
 
 
+@needs_direct_calls
 @pytest.mark.parametrize("is_older_torch", [False, True])
 @pytest.mark.parametrize("kind", MASKS)
 def test_an_allocator_that_refuses(
@@ -348,6 +351,7 @@ def test_results_are_contiguous(size: int, pack_target: Target) -> None:
         assert result.stride() == torch.empty(result.shape).stride()
 
 
+@needs_direct_calls
 def test_gradients_are_of_tensors_of_a_call(pack_target: Target) -> None:
     backend = select_backend(torch.device(pack_target.device), pack_target.backend)
     assert isinstance(backend, pack.PackBackend)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from direct import needs_direct_calls
 from flash_dmattn import _core, flash_dmattn_func, ops
 from flash_dmattn.record import AttentionInputs
 from support import Target
@@ -50,6 +51,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> tuple[Attenti
     return seen[0], results
 
 
+@needs_direct_calls
 @pytest.mark.parametrize("without", WITHOUT, ids=str)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_both_ways_make_the_same_record(

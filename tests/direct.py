@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What tests of calls need that leave torch's dispatcher out."""
+
+from __future__ import annotations
+
+import pytest
+
+from flash_dmattn import dispatch_state
+from flash_dmattn.backends import torch_memory
+
+needs_direct_calls = pytest.mark.skipif(
+    not (dispatch_state.IS_READABLE and torch_memory.CORE_READS_TENSORS),
+    reason="this torch does not tell its state, or has no C exchange API of DLPack",
+)
