@@ -46,7 +46,7 @@ _TENSOR_COUNT = KEY_LISTS.tensor_count
 
 def attention(inputs: KeyListInputs, backend: str) -> tuple[Tensor, Tensor]:
     """Return out and lse, differentiable."""
-    if _has_kernels(inputs, backend) and has_other_width(inputs):
+    if _takes_one_width(inputs, backend) and has_other_width(inputs):
         out, lse = attention(in_one_width(inputs), backend)
         return of_width(out, inputs.value.shape[-1]), lse
     stop_if_recorded(inputs, backend)
@@ -76,12 +76,20 @@ def check_call(inputs: KeyListInputs, backend: str) -> None:
 
 def uses_triton(inputs: KeyListInputs, backend: str) -> bool:
     """Say whether kernels compute a call; their sums over rows are in any order."""
-    wide = max(inputs.query.shape[-1], inputs.value.shape[-1]) > MOST_HEAD_DIM
-    return backend == "triton" and not inputs.deterministic and not wide
+    return backend == "triton" and not inputs.deterministic and not _is_wide(inputs)
 
 
-def _has_kernels(inputs: KeyListInputs, backend: str) -> bool:
-    return uses_triton(inputs, backend) or serving_pack(inputs, backend) is not None
+def _takes_one_width(inputs: KeyListInputs, backend: str) -> bool:
+    if uses_triton(inputs, backend):
+        return True
+    # Dynamo traces no question to a pack.
+    if inputs.key.shape[-1] == inputs.value.shape[-1] or torch.compiler.is_compiling():
+        return False
+    return serving_pack(without_values(inputs), backend) is not None and not _is_wide(inputs)
+
+
+def _is_wide(inputs: KeyListInputs) -> bool:
+    return max(inputs.query.shape[-1], inputs.value.shape[-1]) > MOST_HEAD_DIM
 
 
 def serving_pack(inputs: KeyListInputs, backend: str) -> PackBackend | None:
