@@ -118,7 +118,8 @@ def _intervals(source: Source, spec: Spec, shape: tuple[int, ...]) -> IntervalMa
         sizes = {"query_length": spec.queries, "key_length": spec.keys}
         made = flash_dmattn.dynamic_mask(rank, window, True, backend="reference", **sizes)
         if isinstance(made, IntervalMask):
-            return dataclasses.replace(made, max_kept=spec.max_kept)
+            rows = {"query_length": spec.queries, "max_kept": spec.max_kept}
+            return IntervalMask(made.start, made.end, **rows)
     width = source.choice([spec.queries // 16 + 1, spec.queries])
     batch, heads, _, keys = shape
     start = source.integers(-width, spec.queries + 1, batch, heads, keys)

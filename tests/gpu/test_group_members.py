@@ -19,7 +19,7 @@ from .kinds import Draw, assert_right, bounds, random_intervals
 KV_HEADS, GROUP = 2, 3
 HEADS = KV_HEADS * GROUP
 # Of rows and keys, for each SM: so many make the route divide a call.
-PAIRS = 1 << 17
+PAIRS = 1 << 20
 Form = Callable[[Draw, Call], None]
 
 
@@ -61,6 +61,15 @@ def own_selection(draw: Draw, call: Call) -> None:
     call.window, call.keep_last = draw.size(20, 60), draw.size(1, 40)
 
 
+def selection_from_own_keys(draw: Draw, call: Call) -> None:
+    """Whose intervals, unlike its bias, each query head has; the core makes them."""
+    call.causal, call.window = True, draw.size(20, 60)
+    *batch, keys, _, _ = call.key.shape
+    call.mask = draw.kept(*batch, HEADS, 1, keys, density=0.8)
+    call.bias = draw.randn(*batch, KV_HEADS, 1, keys)
+    call.wanted = ("query", "key", "value")
+
+
 def own_key_mask(draw: Draw, call: Call) -> None:
     """A bias that heads share, and whose gradient is not wanted."""
     *batch, keys, _, _ = call.key.shape
@@ -69,12 +78,19 @@ def own_key_mask(draw: Draw, call: Call) -> None:
     call.wanted = ("query", "value")
 
 
+FORMS: list[Form] = [
+    own_bias,
+    own_intervals,
+    own_selection,
+    selection_from_own_keys,
+    own_key_mask,
+]
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("make", [dense, packed], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("head_dim", [64, 36])
-@pytest.mark.parametrize(
-    "form", [own_bias, own_intervals, own_selection, own_key_mask], ids=lambda form: form.__name__
-)
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
 def test_members_of_groups(
     form: Form,
     head_dim: int,

@@ -7,9 +7,10 @@
 
 namespace fdm::cuda {
 
-// Whether the heads of a group differ in what is the same for every query.
+// Whether the heads of a group differ in what is the same for every query. Intervals that a call selects have no data when room for a
+// workspace is asked for.
 inline bool has_members(const fdm_problem &p) {
-  const auto has_heads = [&](const fdm_tensor &t) { return present(t) && t.shape[1] == p.heads; };
+  const auto has_heads = [&](const fdm_tensor &t) { return t.shape[1] == p.heads; };
   if (group_size(p) == 1 || has_rows(p.bias) || mask_kind(p) == FDM_MASK_ROWS) return false;
   return has_heads(p.bias) || has_heads(p.mask) || has_heads(p.start);
 }

@@ -145,7 +145,7 @@ struct RouteTable {
 
   // Least pairs of rows and keys for each SM, of all sequences and key/value heads, for a call for each member: with fewer, kernels
   // of so few heads take as long to start as to run [members]
-  int64_t member_pairs = 1 << 17;
+  int64_t member_pairs = 1 << 20;
 
   // Backward: small blocks of keys.
 
