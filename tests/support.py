@@ -60,6 +60,11 @@ TARGETS = tuple(
 )
 
 
+def reads_float64(target: Target) -> bool:
+    """Whether its kernels read a float64 bias for each key."""
+    return target.backend in ("reference", "cpu", "cuda")
+
+
 @dataclasses.dataclass
 class Problem:
     """The tensors and settings of one call; the tensors' strides are part of the problem."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -21,15 +22,9 @@ from flash_dmattn import (
 )
 from flash_dmattn.ops import attention
 from flash_dmattn.record import AttentionInputs
-from support import Problem, Target, assert_accurate, randn, simple_problem
+from support import Problem, Target, assert_accurate, randn, reads_float64, simple_problem
 
 FAR = 3e9  # where float32 has steps of 256
-
-
-def reads_float64(target: Target) -> bool:
-    return target.backend == "reference" or (
-        target.backend == "cpu" and not target.has_kernels_of_gpu
-    )
 
 
 @pytest.fixture
@@ -171,6 +166,148 @@ def test_packed_sequences(exact: Target) -> None:
         torch.testing.assert_close(one.cpu().double(), other, atol=tolerance, rtol=tolerance)
 
 
+def masked(kind: str, queries: int, keys: int) -> Tensor | IntervalMask | None:
+    generator = torch.Generator().manual_seed(11)
+    if kind == "window":
+        return IntervalMask.sliding_window(40, 0, queries, keys)
+    if kind == "keys":
+        return torch.rand(2, 1, 1, keys, generator=generator) < 0.4
+    if kind == "rows":
+        return torch.rand(1, 2, queries, keys, generator=generator) < 0.3
+    return None
+
+
+def check_sums(
+    target: Target, problem: Problem, *, lse_error: float, **options: object
+) -> dict[str, Tensor]:
+    """Compare everything with float64; lse so closely that float32 could not hold it."""
+    dtype = problem.query.dtype
+    dout = randn(*problem.query.shape, dtype=dtype, seed=5)
+    batch, rows, heads, _ = problem.query.shape
+    dlse = randn(batch, heads, rows, seed=6).double()
+    got = problem.results(target, dout=dout, dlse=dlse, **options)
+    truth = problem.truth(dout=dout, dlse=dlse)
+    torch.testing.assert_close(got.pop("lse"), truth["lse"], atol=lse_error, rtol=0)
+    tolerance = 8 * torch.finfo(dtype).eps
+    for name, tensor in got.items():
+        largest = max(1.0, float(truth[name].abs().max()))
+        torch.testing.assert_close(
+            tensor.double(), truth[name], atol=tolerance * largest, rtol=tolerance, msg=name
+        )
+    return got
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("heads", [(2, 2, 2), (4, 2, 2), (4, 2, 4)], ids=str)
+@pytest.mark.parametrize("kind", ["none", "causal", "window", "keys", "rows"])
+@pytest.mark.parametrize("slope", [1.0, -1.0, 0.0])
+def test_steps_of_one_far_away(
+    slope: float, kind: str, heads: tuple[int, int, int], deterministic: bool, exact: Target
+) -> None:
+    """At 7e5 float32 has steps of 0.06; biases rise, fall, or are random there."""
+    count, kv_heads, bias_heads = heads
+    query, key, value = (
+        randn(2, 300, h, 64, seed=n, dtype=torch.float16)
+        for n, h in enumerate((count, kv_heads, kv_heads))
+    )
+    near = randn(2, bias_heads, 1, 300, seed=8).double()
+    bias = (slope * near.exp().cumsum(-1) if slope else near) - 7e5
+    problem = Problem(
+        query, key, value, masked(kind, 300, 300), bias, causal=kind in ("causal", "window")
+    )
+    check_sums(exact, problem, lse_error=4e-3, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("kind", ["none", "window", "keys"])
+@pytest.mark.parametrize("queries", [1, 5, 260])
+def test_many_keys_far_away(queries: int, kind: str, exact: Target) -> None:
+    query = randn(2, queries, 4, 64, seed=1, dtype=torch.bfloat16)
+    key, value = (randn(2, 1100, 2, 64, seed=s, dtype=torch.bfloat16) for s in (2, 3))
+    bias = -7e5 - logsigmoid(randn(2, 2, 1, 1100, seed=4).double()).cumsum(-1)
+    mask = masked(kind, queries, 1100)
+    problem = Problem(query, key, value, mask, bias, causal=True)
+    check_sums(exact, problem, lse_error=4e-3)
+    tensors = [t.to(exact.device) for t in (query, key, value)]
+    _, lse = flash_dmattn_func(
+        *tensors, None if mask is None else mask.to(exact.device), bias.to(exact.device),
+        is_causal=True, return_lse=True, backend=exact.backend,
+    )  # fmt: skip
+    wanted = problem.truth(dout=torch.zeros_like(query))["lse"]
+    torch.testing.assert_close(lse.cpu(), wanted, atol=4e-3, rtol=0)
+
+
+def test_each_tile_of_rows_has_a_reference_of_its_own(exact: Target) -> None:
+    """Of keys that lie side by side, each is for the rows of one tile, and as far as it is."""
+    tiles = torch.randint(0, 3, (2, 2, 384), generator=torch.Generator().manual_seed(3))
+    mask = IntervalMask((128 * tiles).int(), (128 * tiles + 128).int())
+    bias = 1e6 * tiles.double().unsqueeze(2) + randn(2, 2, 1, 384, seed=9).double()
+    query, key, value = (randn(2, 384, h, 64, seed=h, dtype=torch.float16) for h in (4, 2, 2))
+    for options in ({}, {"deterministic": True}):
+        problem = Problem(query, key, value, mask, bias)
+        check_sums(exact, problem, lse_error=4e-3, **options)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("windowed", [False, True])
+def test_packed_sequences_far_away(windowed: bool, deterministic: bool, exact: Target) -> None:
+    """Sequences of several tiles, and one without rows."""
+    starts, total = [0, 150, 150, 440], 440
+    bounds = torch.tensor(starts, dtype=torch.int32)
+    tensors = [randn(total, h, 64, seed=h, dtype=torch.float16) for h in (4, 2, 2)]
+    bias = randn(2, 1, total, seed=8).double().exp().cumsum(-1) - 7e5
+    dlse = randn(4, total, seed=6).double()
+    mask = None
+    if windowed:
+        own = torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(starts)])
+        mask = IntervalMask(own.int()[None], (own + 60).int()[None])
+    results = []
+    for on in (exact.device, "cpu"):
+        is_truth = len(results) == 1
+        leaves = [t.to(on).requires_grad_() for t in (*tensors, bias)]
+        if is_truth:
+            leaves = [t.detach().double().requires_grad_() for t in leaves]
+            out, lse = attention_reference(
+                *leaves[:3], mask, leaves[3], causal=True, cu_seqlens_q=bounds, cu_seqlens_k=bounds
+            )
+        else:
+            out, lse = flash_dmattn_varlen_func(
+                *leaves[:3], bounds.to(on), bounds.to(on), 290, 290,
+                attn_mask=None if mask is None else mask.to(on), attn_bias=leaves[3],
+                is_causal=True, return_lse=True, deterministic=deterministic,
+                backend=exact.backend,
+            )  # fmt: skip
+        grads = torch.autograd.grad(out.sum() + (lse * dlse.to(on)).sum(), leaves)
+        results.append([t.detach().cpu().double() for t in (out, lse, *grads)])
+    (out, lse, *grads), (wanted, wanted_lse, *truth) = results
+    torch.testing.assert_close(lse, wanted_lse, atol=4e-3, rtol=0)
+    tolerance = 8 * torch.finfo(torch.float16).eps
+    for one, other in zip([out, *grads], [wanted, *truth], strict=True):
+        largest = max(1.0, float(other.abs().max()))
+        torch.testing.assert_close(one, other, atol=tolerance * largest, rtol=tolerance)
+
+
+@pytest.mark.parametrize("kind", ["none", "window", "keys", "sink", "softcap"])
+def test_key_mass_far_away(kind: str, exact: Target) -> None:
+    """Of rows of several tiles, each with a reference of its own."""
+    query, key = (
+        randn(2, 300, h, 64, seed=h, dtype=torch.float16).to(exact.device) for h in (4, 2)
+    )
+    bias = randn(2, 2, 1, 300, seed=8).double().exp().cumsum(-1) - 7e5
+    options: dict[str, Any] = {"is_causal": True, "return_key_mass": True}
+    options["attn_bias"] = bias.to(exact.device)
+    if kind == "sink":
+        options["sink"] = torch.tensor([-7e5, -6.999e5, 0.0, -1e6]).to(exact.device)
+    if kind == "softcap":
+        options["softcap"] = 2.0
+    for rows in (300, 1):
+        mask = masked(kind, rows, 300)
+        options["attn_mask"] = None if mask is None else mask.to(exact.device)
+        tensors = (query[:, :rows], key, key)
+        mass = flash_dmattn_func(*tensors, backend=exact.backend, **options)[-1]
+        wanted = flash_dmattn_func(*map(Tensor.double, tensors), backend="reference", **options)[-1]
+        torch.testing.assert_close(mass, wanted, atol=1e-3, rtol=1e-3)
+
+
 @pytest.mark.parametrize("length", [1 << 14, pytest.param(1 << 20, marks=pytest.mark.slow)])
 def test_gates_of_a_long_sequence(length: int, exact: Target) -> None:
     """The last rows of a sequence, whose bias float32 would round by up to 0.03 at 1M tokens."""
@@ -239,8 +376,9 @@ def test_with_a_plan_and_probabilities(exact: Target) -> None:
 
 
 def test_the_operator_tells_what_it_returns(exact: Target) -> None:
-    query = randn(2, 5, 4, 8, dtype=exact.dtypes[0]).to(exact.device).requires_grad_()
-    key, value = (randn(2, 5, 4, 8, dtype=query.dtype, seed=s).to(exact.device) for s in (1, 2))
+    # Heads of 12 have the same kernels whether rows of out's gradient are aligned or not.
+    query = randn(2, 5, 4, 12, dtype=exact.dtypes[0]).to(exact.device).requires_grad_()
+    key, value = (randn(2, 5, 4, 12, dtype=query.dtype, seed=s).to(exact.device) for s in (1, 2))
     bias = far_bias(2, 4, 1, 5).to(exact.device).requires_grad_()
     inputs = AttentionInputs(query, key, value, bias=bias, causal=True)
     assert attention(inputs, exact.backend, need_lse=True)[1] is not None

@@ -572,6 +572,11 @@ def test_a_pack_without_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_near(backend.key_mass(inputs._replace(given_plan=lse), lse), want)
     assert [inputs.given_plan for inputs in asked] == [None]
     assert backend.key_mass_kernel(inputs) == "key_mass_kernel of Triton"
+    # Triton's kernel reads no float64.
+    exact = inputs._replace(bias=torch.full((1, 1, 1, KEYS), 1e9, dtype=torch.float64))
+    assert backend.key_mass_kernel(exact) == "PyTorch operations"
+    assert_near(backend.key_mass(exact, lse), want)
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize("value", [2, "yes", torch.ones(1)])

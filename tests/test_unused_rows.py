@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flash_dmattn import IntervalMask, dynamic_mask, flash_dmattn_varlen_func
-from support import HALF_TYPES, Target, randn
+from support import HALF_TYPES, Target, randn, reads_float64
 
 TOTAL, LONGEST = 320, 160
 BOUNDS = [(0, 60, 200, 263), (3, 100, 250), (150, 150, 180, 320), (250, 320), (0,), (7,), (0, 0)]
@@ -81,7 +81,23 @@ def results(arguments: dict[str, Any]) -> dict[str, Tensor]:
 def test_rows_of_no_sequence(
     bounds: tuple[int, ...], window: int | None, unread_target: Target
 ) -> None:
-    arguments = call(bounds, window, unread_target)
+    check(call(bounds, window, unread_target), bounds)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("bounds", [(3, 100, 250), (0,)], ids=str)
+def test_rows_of_no_sequence_beside_a_float64_bias(
+    bounds: tuple[int, ...], unread_target: Target
+) -> None:
+    if not reads_float64(unread_target):
+        pytest.skip("its kernels read no float64")
+    arguments = call(bounds, None, unread_target)
+    bias = arguments["attn_bias"].detach().double() - 7e5
+    check({**arguments, "attn_bias": bias.requires_grad_()}, bounds)
+
+
+def check(arguments: dict[str, Any], bounds: tuple[int, ...]) -> None:
+    """Compare with a call on the rows of the sequences alone; the others must be empty."""
     got = results(arguments)
     used = slice(bounds[0], bounds[-1])
     for name, rows in got.items():

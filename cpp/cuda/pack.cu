@@ -44,7 +44,7 @@ private:
 };
 
 struct CudaPack {
-  static constexpr PackLimits kLimits{kMaxHeadDim, 1u << FDM_FLOAT16 | 1u << FDM_BFLOAT16};
+  static constexpr PackLimits kLimits{kMaxHeadDim, 1u << FDM_FLOAT16 | 1u << FDM_BFLOAT16, 1u << FDM_FLOAT64};
 
   static constexpr fdm_key_mass_biases kKeyMassBiases = FDM_KEY_MASS_KEYS;
   static constexpr bool kListsKeys = true;

@@ -142,7 +142,8 @@ def checked_prune(prune: float | None) -> float | None:
 def key_bias_dtype(device: torch.device) -> torch.dtype:
     """Return the dtype of a bias that sums the gates of a whole sequence, which no float32 holds.
 
-    Kernels of GPUs do not read float64.
+    On GPUs it is float32: kernels of Triton and FlexAttention, which may serve them, read no
+    float64.
     """
     return torch.float64 if device.type == "cpu" else torch.float32
 

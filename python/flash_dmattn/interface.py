@@ -108,8 +108,9 @@ def flash_dmattn_func(
             ``(B, {H|Hk|1}, K)`` or ``(B, K)``; or an `IntervalMask`; or a BlockMask of
             FlexAttention, which each call turns into one of these (`make_plan` does it once).
         attn_bias: added to the scaled scores; shapes as ``attn_mask``, query's dtype or float32.
-            -inf means "not kept". One that is the same for every query may be float64 on CPUs, and
-            of any size: what float32 would round counts. Then lse is float64.
+            -inf means "not kept". One that is the same for every query may be float64, and of any
+            size, on CPUs and where a pack serves a GPU: what float32 would round counts. Then lse
+            is float64.
         softmax_scale: multiplies the scores; ``D ** -0.5`` by default.
         is_causal: query i sees keys ``j <= i + K - Q`` (aligned bottom right); False by default.
         softcap: if positive, scores become ``softcap * tanh(score / softcap)`` before the bias is
@@ -294,8 +295,8 @@ def flash_dmattn_varlen_func(
         attn_mask: bool per key ``({H|Hk|1}, 1, total_k)`` or per query ``({H|Hk|1}, total_q,
             max_seqlen_k)``; or an `IntervalMask` of shape ``({H|Hk|1}, total_k)``, rows counted in
             the own sequence.
-        attn_bias: as a boolean ``attn_mask``, in query's dtype or float32; per key on CPUs also
-            float64.
+        attn_bias: as a boolean ``attn_mask``, in query's dtype or float32; per key also float64,
+            as in `flash_dmattn_func`.
         key_indices, index_bias: as in `flash_dmattn_func`, int32 ``({Hk|1}, total_q, k)`` and
             ``({H|Hk|1}, total_q, k)``; keys are counted in the query's own sequence.
         block_indices, block_size: as in `flash_dmattn_func`, int32 ``({H|Hk|1}, total_q, k)``, of

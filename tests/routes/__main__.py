@@ -86,6 +86,12 @@ EVERYDAY = {
         16, 32, 8, 128, 1, 4096, rows=16, total_keys=65536, page=256, **ONE_TOKEN
     ),
     "a prompt": problem(1, 32, 8, 128, 32768, 32768, **ONE_TOKEN),
+    "forgetting, float64": problem(
+        1, 16, 4, 64, 16384, 16384, causal=1, mask=2, mask_heads=1, bias=1, bias_heads=1, float64=1
+    ),
+    "forgetting, float64, one token": problem(
+        8, 16, 4, 64, 1, 16384, bias=1, bias_heads=1, bias_batch=1, float64=1, **ONE_TOKEN
+    ),
     "rows that are not aligned": problem(4, 8, 8, 60, 512, 512, causal=1),
     "equal bits": problem(4, 16, 16, 128, 2048, 2048, causal=1, deterministic=1),
 }

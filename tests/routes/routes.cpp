@@ -23,6 +23,7 @@ struct Spec {
   int64_t causal, deterministic, forward_only, softcap, sink, splits;
   int64_t mask, mask_batch, mask_heads, max_kept; // mask: fdm_mask_kind
   int64_t bias, bias_batch, bias_heads, float32;  // bias: 0 none, 1 of keys, 2 of rows
+  int64_t float64;                                // the bias of keys is
   int64_t rows, total_keys, page;                 // packed: in all, with `batch` sequences; page: keys of a page
   int64_t odd;                                    // bits of Odd: tensors that lie otherwise
   int64_t unwanted;                               // bits: dq, dk, dv, dbias, dsink
@@ -79,7 +80,7 @@ struct Call {
 
   explicit Call(const Spec &s) {
     const bool packed = s.rows > 0;
-    const int dtype = FDM_BFLOAT16, bias_dtype = s.float32 ? FDM_FLOAT32 : FDM_BFLOAT16;
+    const int dtype = FDM_BFLOAT16, bias_dtype = s.float64 ? FDM_FLOAT64 : s.float32 ? FDM_FLOAT32 : FDM_BFLOAT16;
     const int64_t batch = packed ? 1 : s.batch, rows = packed ? s.rows : s.queries,
                   keys = packed ? s.total_keys : s.keys;
     const auto has = [&](int bit) { return (s.odd & bit) != 0; };

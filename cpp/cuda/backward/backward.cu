@@ -8,6 +8,7 @@
 
 #include "../host/dispatch.h"
 #include "../host/fill.h"
+#include "../host/relative_bias.h"
 #include "../host/way_counts.h"
 #include "../pair_bias/pair_bias.h"
 #include "../plan/make_plan.h"
@@ -109,6 +110,46 @@ cudaError_t run_members(const fdm_problem &p, const fdm_backward_args &args, con
   return launch_member_sums(p, args, route, workspace, stream);
 }
 
+cudaError_t run_gradients(const BackwardLaunch &work, cudaStream_t stream) {
+  const BackwardRoute &route = work.route;
+  const fdm_problem &p = work.params.p;
+  const fdm_backward_args &args = work.params.a;
+  return run_all([&] { return route.clears_dq ? launch_fill_zero(args.dq, stream) : cudaSuccess; },
+                 [&] { return route.clears_dbias ? launch_fill_zero(args.dbias, stream) : cudaSuccess; },
+                 [&] { return launch_prepare(work, stream); },
+                 [&] { return route.scheduled ? launch_key_schedule(work.params, stream) : cudaSuccess; },
+                 [&] {
+                   if (route.dq == QueryKernel::none) return cudaSuccess;
+                   return with_kernel_types(p, route.head_dim, [&](auto element, auto dim) {
+                     return launch_dq<typename decltype(element)::Type, decltype(dim)::value>(work, stream);
+                   });
+                 },
+                 [&] { return route.wants_keys ? run_key_gradients(work, stream) : cudaSuccess; },
+                 [&] {
+                   if (route.row_bias_blocks == 0) return cudaSuccess;
+                   return with_types<kMaxRareHeadDim>(p, route.head_dim, RareHeadDims{}, [&](auto element, auto dim) {
+                     return launch_row_bias<typename decltype(element)::Type, decltype(dim)::value>(work, stream);
+                   });
+                 },
+                 [&] { return present(args.dsink) ? launch_sink_reduce(work, stream) : cudaSuccess; });
+}
+
+// Calls `pass` with parameters whose biases, lse and dlse are relative if the bias is float64.
+template <class Pass>
+cudaError_t with_params(const fdm_problem &p, const fdm_backward_args &args, const BackwardRoute &route,
+                        const void *plan, void *workspace, const Pass &pass) {
+  if (!route.relative.biases.exists()) return pass(make_params(p, args, route, plan, workspace));
+  const auto stream = static_cast<cudaStream_t>(p.context.stream);
+  const RelativeProblem relative(p, route.relative, workspace);
+  fdm_backward_args relative_args = args;
+  relative_args.lse = relative.lse();
+  if (present(args.dlse)) relative_args.dlse = relative.dlse();
+  BackwardParams params = make_params(relative.problem(), relative_args, route, plan, workspace);
+  params.whole_lse = args.lse;
+  return run_all([&] { return relative.launch_references(params.plan, stream); },
+                 [&] { return relative.launch_narrow(args.lse, args.dlse, stream); }, [&] { return pass(params); });
+}
+
 } // namespace
 
 cudaError_t run_backward(const fdm_problem &p, const fdm_backward_args &args, const DeviceFacts &device,
@@ -125,26 +166,8 @@ cudaError_t run_backward(const fdm_problem &p, const fdm_backward_args &args, co
   if (route.is_pair_bias) return run_pair_bias_backward(p, args, route.pair_bias, lies, workspace);
   if (route.too_large) return cudaErrorInvalidConfiguration;
   if (route.members > 0) return run_members(p, args, device, route, workspace, stream);
-  const BackwardParams params = make_params(p, args, route, plan, workspace);
-  const BackwardLaunch work{route, params};
-  return run_all([&] { return route.clears_dq ? launch_fill_zero(args.dq, stream) : cudaSuccess; },
-                 [&] { return route.clears_dbias ? launch_fill_zero(args.dbias, stream) : cudaSuccess; },
-                 [&] { return launch_prepare(work, stream); },
-                 [&] { return route.scheduled ? launch_key_schedule(params, stream) : cudaSuccess; },
-                 [&] {
-                   if (route.dq == QueryKernel::none) return cudaSuccess;
-                   return with_kernel_types(p, route.head_dim, [&](auto element, auto dim) {
-                     return launch_dq<typename decltype(element)::Type, decltype(dim)::value>(work, stream);
-                   });
-                 },
-                 [&] { return route.wants_keys ? run_key_gradients(work, stream) : cudaSuccess; },
-                 [&] {
-                   if (route.row_bias_blocks == 0) return cudaSuccess;
-                   return with_types<kMaxRareHeadDim>(p, route.head_dim, RareHeadDims{}, [&](auto element, auto dim) {
-                     return launch_row_bias<typename decltype(element)::Type, decltype(dim)::value>(work, stream);
-                   });
-                 },
-                 [&] { return present(args.dsink) ? launch_sink_reduce(work, stream) : cudaSuccess; });
+  return with_params(p, args, route, plan, workspace,
+                     [&](const BackwardParams &params) { return run_gradients({route, params}, stream); });
 }
 
 cudaError_t run_key_mass(const fdm_problem &p, const fdm_key_mass_args &args, const DeviceFacts &device,
@@ -165,12 +188,13 @@ cudaError_t run_key_mass(const fdm_problem &p, const fdm_key_mass_args &args, co
                {mass.stride[0], mass.stride[1], 0, mass.stride[2]},
                FDM_FLOAT32,
                0};
-  BackwardParams params = make_params(p, own, route, plan, workspace);
-  params.only_mass = true;
-  const BackwardLaunch work{route, params};
-  return run_all([&] { return launch_prepare(work, stream); },
-                 [&] { return route.scheduled ? launch_key_schedule(params, stream) : cudaSuccess; },
-                 [&] { return run_key_gradients(work, stream); });
+  return with_params(p, own, route, plan, workspace, [&](BackwardParams params) {
+    params.only_mass = true;
+    const BackwardLaunch work{route, params};
+    return run_all([&] { return launch_prepare(work, stream); },
+                   [&] { return route.scheduled ? launch_key_schedule(params, stream) : cudaSuccess; },
+                   [&] { return run_key_gradients(work, stream); });
+  });
 }
 
 } // namespace fdm::cuda

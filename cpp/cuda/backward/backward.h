@@ -60,6 +60,7 @@ struct BackwardParams {
   fdm_backward_args a;
   Plan plan;
   int32_t group;             // query heads of a key/value head
+  fdm_tensor whole_lse;      // of a float64 bias, to whose references lse and biases are relative; else absent
   RowStatistics *statistics; // [batch, or 1 for varlen][head][row]
   float *sink_shares;        // [head][batch, or 1 for varlen][row]: what each row adds to the gradient of its sink
   KeyWork keys;

@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
                    head / group_size(p),
                    first_row,
                    tile_columns(p, params.plan, s, sequence_index, head, first_row / kTileRows),
-                   score_view(p, p.bias, s, head)};
+                   bias_view(p, s, sequence_index, head, first_row / kTileRows)};
   }
   __syncthreads();
   DqBlock<Config> block(params, shared);

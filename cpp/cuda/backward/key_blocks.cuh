@@ -141,7 +141,7 @@ template <int kKeys, class Team, int kBuffers, KeyBlockUse kUse, int kGroupKeyCo
 
   __device__ const RowWord *words(const KeyStep &step, int tile_rows) const {
     return tile_words(params.p, params.plan, shared.task.s, shared.task.sequence_index, head(step),
-                      int64_t(step.tile) * tile_rows / kTileRows);
+                      plan_tile(step, tile_rows));
   }
 
   // These find the first step of this part that may keep something, and the first such step after another. All threads
@@ -159,12 +159,12 @@ template <int kKeys, class Team, int kBuffers, KeyBlockUse kUse, int kGroupKeyCo
       step.head = int32_t(own_task.begin / own_task.steps.tiles);
       step.tile = own_task.steps.first_tile + int32_t(own_task.begin - int64_t(step.head) * own_task.steps.tiles);
     }
-    return find_step(step, 0, tile_rows);
+    return find_step(step, 0, -1, tile_rows);
   }
   __device__ KeyStep next_step(const KeyStep &before, int tile_rows) {
     KeyStep step = before;
     advance(step);
-    return find_step(step, before.head, tile_rows);
+    return find_step(step, before.head, plan_tile(before, tile_rows), tile_rows);
   }
 
   __device__ float *partial_sums(int which, int r) const {
@@ -203,7 +203,7 @@ private:
     ScoreView view{};
     uint32_t bits = 0;
     if (bias_is_of_keys() && key_rows.key >= 0) {
-      view = score_view(params.p, params.p.bias, place.s, first_head);
+      view = bias_view(params.p, place.s, place.sequence_index, first_head, 0);
       bits = view.load_bits(key_rows.key);
     }
     if (consecutive) {
@@ -212,7 +212,7 @@ private:
       key_rows.end = rows.past;
     }
     const float bias = key_rows.key < 0 ? -INFINITY : (view.data ? to_base_2(view.convert(bits)) : 0.0f);
-    const bool readable = is_readable(place.s, first_head, key_rows, bias);
+    const bool readable = is_readable(place, first_head, key_rows, bias);
     shared.key[r] = key_rows.key;
     shared.sum[r] = key_rows.sum;
     shared.readable[r] = readable;
@@ -271,16 +271,18 @@ private:
   __device__ bool bias_is_of_heads() const { return bias_is_of_keys() && params.p.bias.shape[1] == params.p.heads; }
   __device__ bool has_same_rows() const { return kSameKeys || group_shares_mask(params.p); }
 
-  // The bias of a key for a head, to base 2; -inf: there is no key.
-  __device__ float bias_of(const Sequence &s, int64_t head, int32_t key) const {
+  // The bias of a key for a head and the rows of a tile of the plan, to base 2; -inf: there is no key.
+  __device__ float bias_of(const Sequence &s, int64_t sequence_index, int64_t head, int32_t tile, int32_t key) const {
     if (key < 0) return -INFINITY;
-    return bias_is_of_keys() ? to_base_2(score_view(params.p, params.p.bias, s, head).load(0, key)) : 0.0f;
+    return bias_is_of_keys() ? to_base_2(bias_view(params.p, s, sequence_index, head, tile).load(0, key)) : 0.0f;
   }
 
   // Whether a query head keeps a key, as far as can be told without looking at the mask's rows. `bias` is that of the
   // first head, as are the key's rows.
-  __device__ bool is_readable(const Sequence &s, int64_t first_head, const KeyRows &key_rows, float bias) const {
+  __device__ bool is_readable(const KeyBlockPlace &place, int64_t first_head, const KeyRows &key_rows,
+                              float bias) const {
     const fdm_problem &p = params.p;
+    const Sequence &s = place.s;
     const int32_t key = key_rows.key;
     if (key < 0) return false;
     const bool same_rows = has_same_rows();
@@ -290,16 +292,17 @@ private:
     if (same_rows && p.bias.shape[1] != p.heads) return false;
     for (int64_t head = first_head; head < first_head + params.group; ++head) {
       const RowRange rows = same_rows ? RowRange{0, 1} : rows_of_key(p, s, head, key);
-      if (rows.first < rows.past && bias_of(s, head, key) != -INFINITY) return true;
+      if (rows.first < rows.past && bias_of(s, place.sequence_index, head, 0, key) != -INFINITY) return true;
     }
     return false;
   }
 
-  // Loads what a query head of the group knows of a key.
-  __device__ void load_head(int32_t head_of_group, int buffer, int r) {
+  // Loads what a query head of the group and the rows of a tile of the plan know of a key.
+  __device__ void load_head(int32_t head_of_group, int32_t tile, int buffer, int r) {
     const int32_t key = shared.key[r];
     const int64_t head = shared.task.first_head + head_of_group;
-    const float bias = shared.readable[r] ? bias_of(shared.task.s, head, key) : -INFINITY;
+    const float bias =
+        shared.readable[r] ? bias_of(shared.task.s, shared.task.sequence_index, head, tile, key) : -INFINITY;
     shared.bias[buffer][r] = bias;
     if (bias == -INFINITY && shared.readable[r]) shared.dropping_head[buffer] = head_of_group;
     if (!kSameKeys && key >= 0 && !shared.task.same_rows)
@@ -319,21 +322,31 @@ private:
     }
   }
 
-  // Finds this step or the first after it that may keep something. The step's buffer holds the facts of `loaded_head`.
-  __device__ KeyStep find_step(KeyStep step, int32_t loaded_head, int tile_rows) {
+  // The tile of the plan in which the rows of a step lie.
+  __device__ static int32_t plan_tile(const KeyStep &step, int tile_rows) {
+    return int32_t(uint32_t(step.tile) * tile_rows / kTileRows);
+  }
+
+  // Finds this step or the first after it that may keep something. The step's buffer holds the facts of `loaded_head`, and its
+  // biases, if those of other rows differ, are those of the rows of `loaded_tile`.
+  __device__ KeyStep find_step(KeyStep step, int32_t loaded_head, int32_t loaded_tile, int tile_rows) {
     const KeyTask &own_task = shared.task;
     if constexpr (kRowPlans)
       while (step.number < own_task.end && own_task.words && !is_active(step, tile_rows)) advance(step);
     step.valid = step.number < own_task.end;
-    if (step.valid && step.head != loaded_head && params.group > 1 && (bias_is_of_heads() || !own_task.same_rows)) {
+    const bool other_head = step.head != loaded_head && params.group > 1 && (bias_is_of_heads() || !own_task.same_rows);
+    const int32_t tile = plan_tile(step, tile_rows);
+    const bool other_bias =
+        params.p.bias.dtype == FDM_FLOAT64 && (step.head != loaded_head || tile != loaded_tile); // RelativeBias
+    if (step.valid && (other_head || other_bias)) {
       step.buffer = step.buffer + 1 == kBuffers ? 0 : step.buffer + 1;
-      for_each_key([&](int, int r) { load_head(step.head, step.buffer, r); });
+      for_each_key([&](int, int r) { load_head(step.head, tile, step.buffer, r); });
     }
     return step;
   }
 
   __device__ bool is_active(const KeyStep &step, int tile_rows) {
-    const int64_t tile = int64_t(step.tile) * tile_rows / kTileRows;
+    const int32_t tile = plan_tile(step, tile_rows);
     if (tile >= kMappedTiles) return true;
     map_tiles(head(step));
     return shared.active[tile / 32] >> (tile % 32) & 1;

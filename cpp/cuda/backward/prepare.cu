@@ -95,11 +95,10 @@ struct SinkShare {
   float of_sink; // P of the sink
 };
 
-// For an lse to base 2. The sink adds at most kAddedLimit: beyond that the P of keys are nearly 0, but must not be, since
-// the gradient of lse is multiplied by them after it was divided by them.
-__device__ __forceinline__ SinkShare sink_share(const fdm_problem &p, int64_t head, float lse) {
+// For a sink above lse by `margin`, to base 2. The sink adds at most kAddedLimit: beyond that the P of keys are nearly 0, but must
+// not be, since the gradient of lse is multiplied by them after it was divided by them.
+__device__ __forceinline__ SinkShare sink_share(float margin) {
   constexpr float kAddedLimit = 64.0f;
-  const float margin = sink_score(p, head) - lse;
   if (margin > kAddedLimit) return {kAddedLimit, 1.0f};
   const float weight = exp2f(margin);
   return {log1pf(weight) * kLog2E, weight / (1.0f + weight)};
@@ -124,6 +123,16 @@ struct Preparation {
     return {sums.data, sums.data ? query_sum_count(params.p, sums) : 0};
   }
 
+  // By how much the sink is above lse, to base 2. An lse that is relative to a float64 bias does not tell.
+  __device__ static float sink_margin(const BackwardParams &params, const HeadRow &row, float lse) {
+    const fdm_problem &p = params.p;
+    const fdm_tensor &whole = params.whole_lse;
+    if (!present(whole)) return sink_score(p, row.head) - lse;
+    const int64_t offset = row.batch * whole.stride[0] + row.head * whole.stride[1] + row.i * whole.stride[2];
+    const double sink = load_element(p.sink, row.head * p.sink.stride[0]);
+    return float(sink - static_cast<const double *>(whole.data)[offset]) * kLog2E;
+  }
+
   __device__ static void write(const BackwardParams &params, const RowResult &result) {
     const fdm_problem &p = params.p;
     const HeadRow &row = result.row;
@@ -134,7 +143,7 @@ struct Preparation {
     RowStatistics statistics{empty ? INFINITY : result.lse * kLog2E, delta};
     float dlse_factor = 1.0f;
     if (present(p.sink)) {
-      const SinkShare share = empty ? SinkShare{} : sink_share(p, row.head, statistics.lse);
+      const SinkShare share = empty ? SinkShare{} : sink_share(sink_margin(params, row, statistics.lse));
       params.sink_shares[(row.head * past_batch(params) + row.batch) * rows + row.i] = -share.of_sink * delta;
       statistics.lse += share.added;
       dlse_factor = exp2f(share.added);

@@ -44,7 +44,11 @@ __global__ void __launch_bounds__(kLanes > 1 ? kLanes : kReduceThreads) reduce(c
     sum = partial[0];
     if (threadIdx.x > 0) return;
   }
-  store_element(t, a * t.stride[0] + b * t.stride[1] + c * t.stride[3], sum);
+  const int64_t offset = a * t.stride[0] + b * t.stride[1] + c * t.stride[3];
+  if (t.dtype == FDM_FLOAT64)
+    static_cast<double *>(t.data)[offset] = sum;
+  else
+    store_element(t, offset, sum);
 }
 
 cudaError_t launch_reduce(const Reduction &work, const ReductionWork &division, cudaStream_t stream) {

@@ -114,7 +114,8 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
     }
   } while (kSplitRoom > kReads && __any_sync(kAllLanes, left != 0));
   if (!exists || d >= head_dim) return;
-  const float inverse = row_factor(sink_score(p, row.head), largest, total);
+  const ScoreView bias = bias_view(p, row.s, row.batch, row.head, row.query / kTileRows);
+  const float inverse = row_factor(sink_score(p, row.head, bias), largest, total);
   const fdm_tensor &out = params.a.out;
   const int64_t offset = row_offset(out, row.s, row.query, row.head) + d * out.stride[3];
   if (params.aligned) {

@@ -390,7 +390,8 @@ __global__ void __launch_bounds__(Config::kThreads, decode_blocks(Config::kHeadD
             int32_t(blockIdx.y) * Config::kWarps + int32_t(threadIdx.x) / 32, params.splits * Config::kWarps};
     words = ListedKeys::load(part, 0);
   }
-  if (threadIdx.x == 0)
+  if (threadIdx.x == 0) {
+    const ScoreView bias = bias_view(p, s, sequence_index, head, 0);
     shared.task = {s,
                    sequence_index,
                    head,
@@ -398,8 +399,9 @@ __global__ void __launch_bounds__(Config::kThreads, decode_blocks(Config::kHeadD
                    0,
                    int(blockIdx.y),
                    params.finds_keys ? TileColumns{} : tile_columns(p, params.plan, s, sequence_index, head, 0),
-                   score_view(p, p.bias, s, head),
-                   sink_score(p, head)};
+                   bias,
+                   sink_score(p, head, bias)};
+  }
   __syncthreads();
   DecodeWarp<Config> warp(params, shared);
   const bool goes_alone = params.splits > 1 && !params.finds_keys && !params.merges_in_cluster;

@@ -4,6 +4,7 @@
 
 #include "../host/dispatch.h"
 #include "../host/fill.h"
+#include "../host/relative_bias.h"
 #include "../host/row_map.h"
 #include "../host/way_counts.h"
 #include "../pair_bias/pair_bias.h"
@@ -42,6 +43,22 @@ ForwardParams make_params(const fdm_problem &p, const fdm_forward_args &args, co
   return params;
 }
 
+cudaError_t run_columns(const fdm_problem &p, const fdm_forward_args &args, const ForwardRoute &route,
+                        const Alignment &lies, const BoxMaps &maps, const void *plan, void *workspace) {
+  const auto stream = static_cast<cudaStream_t>(p.context.stream);
+  const ForwardParams params = make_params(p, args, route, lies, plan, workspace);
+  if (params.tickets)
+    if (cudaError_t error = cudaMemsetAsync(params.tickets, 0, sizeof(uint32_t), stream)) return error;
+  const cudaError_t error = with_kernel_types(p, route.head_dim, [&](auto element, auto dim) {
+    using Element = typename decltype(element)::Type;
+    const ForwardLaunch work{route, params, &maps};
+    return route.kernel == ForwardKernel::decode ? launch_decode<Element, decltype(dim)::value>(work, stream)
+                                                 : launch_forward<Element, decltype(dim)::value>(work, stream);
+  });
+  if (error || !route.partials.exists()) return error;
+  return launch_combine(p, args, route, params.partials, stream);
+}
+
 } // namespace
 
 cudaError_t run_forward(const fdm_problem &p, const fdm_forward_args &args, const DeviceFacts &device, const void *plan,
@@ -60,17 +77,14 @@ cudaError_t run_forward(const fdm_problem &p, const fdm_forward_args &args, cons
   if (route.kernel == ForwardKernel::none) return cudaSuccess;
   if (route.is_pair_bias()) return run_pair_bias_forward(p, args, route, lies, workspace);
   if (route.kernel == ForwardKernel::direct) return run_direct_decode(p, args, route, device, workspace);
-  const ForwardParams params = make_params(p, args, route, lies, plan, workspace);
-  if (params.tickets)
-    if (cudaError_t error = cudaMemsetAsync(params.tickets, 0, sizeof(uint32_t), stream)) return error;
-  const cudaError_t error = with_kernel_types(p, route.head_dim, [&](auto element, auto dim) {
-    using Element = typename decltype(element)::Type;
-    const ForwardLaunch work{route, params, &maps};
-    return route.kernel == ForwardKernel::decode ? launch_decode<Element, decltype(dim)::value>(work, stream)
-                                                 : launch_forward<Element, decltype(dim)::value>(work, stream);
-  });
-  if (error || !route.partials.exists()) return error;
-  return launch_combine(p, args, route, params.partials, stream);
+  if (!route.relative.biases.exists()) return run_columns(p, args, route, lies, maps, plan, workspace);
+  const RelativeProblem relative(p, route.relative, workspace);
+  fdm_forward_args relative_args = args;
+  relative_args.lse = relative.lse();
+  if (cudaError_t error = relative.launch_references(plan_of(p, plan), stream)) return error;
+  if (cudaError_t error = run_columns(relative.problem(), relative_args, route, lies, maps, plan, workspace))
+    return error;
+  return relative.launch_widen(args.lse, stream);
 }
 
 } // namespace fdm::cuda

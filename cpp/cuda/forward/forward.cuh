@@ -373,8 +373,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   } else if (threadIdx.x == 96) {
     find_column_rows(task.columns, p, s, place.head);
   } else if (threadIdx.x == 32) {
-    task.bias = score_view(p, p.bias, s, place.head);
-    task.sink = sink_score(p, place.head);
+    task.bias = bias_view(p, s, place.sequence_index, place.head, first_row / kTileRows);
+    task.sink = sink_score(p, place.head, task.bias);
   } else if (threadIdx.x == 64) {
     shared.dead.clears = false;
     task.s = s;

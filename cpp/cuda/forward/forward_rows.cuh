@@ -40,8 +40,8 @@ struct ForwardTask {
     head = own_head;
     kv_head = kv_head_of(p, head);
     first_row = first;
-    bias = score_view(p, p.bias, s, head);
-    sink = sink_score(p, head);
+    bias = bias_view(p, s, number, head, first / kTileRows);
+    sink = sink_score(p, head, bias);
     set_results(params);
   }
   __device__ void set_results(const ForwardParams &params) {
@@ -251,7 +251,9 @@ struct ForwardRows : RunningRows<kRowTileCount, kColumnTileCount, kDimTileCount>
     return false;
   }
 
-  __device__ float sink(int r) const { return params.heads_per_tile == 1 ? task->sink : sink_score(params.p, head(r)); }
+  __device__ float sink(int r) const {
+    return params.heads_per_tile == 1 ? task->sink : sink_score(params.p, head(r), task->bias);
+  }
 
   // The epilogue of kernels of one head whose rows can be written 16 bytes at a time: normalized rows, and their lse.
   __device__ void write_16_bytes() const {

@@ -14,8 +14,8 @@ namespace {
 
 constexpr int kThreads = kFillThreads;
 
-// A row of the grid fills a tensor, whose dimension 1 are rows, with the bits of an element. With cu_seqlens it fills the rows
-// that belong to no sequence, else all of them.
+// A row of the grid fills a tensor, whose dimension 1 are rows, with the bits of an element, for float64 those of a float32. With
+// cu_seqlens it fills the rows that belong to no sequence, else all of them.
 struct FillParams {
   static constexpr int kMost = 3;
   fdm_tensor tensors[kMost];
@@ -49,6 +49,8 @@ __global__ void __launch_bounds__(kThreads) fill(const __grid_constant__ FillPar
     const int64_t offset = batch * t.stride[0] + row * t.stride[1] + head * t.stride[2] + d * t.stride[3];
     if (t.dtype == FDM_FLOAT32)
       static_cast<uint32_t *>(t.data)[offset] = params.bits[blockIdx.y];
+    else if (t.dtype == FDM_FLOAT64)
+      static_cast<double *>(t.data)[offset] = __uint_as_float(params.bits[blockIdx.y]);
     else if (vectors)
       *reinterpret_cast<uint4 *>(static_cast<uint16_t *>(t.data) + offset) = uint4{};
     else

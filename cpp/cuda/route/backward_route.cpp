@@ -192,6 +192,7 @@ struct KeyChoice {
   // softcap.
   void choose_small_blocks() {
     if (!device.has_wgmma() || keys.slot_dim > kSmallBlock.most_head_dim || is_varlen(p) || p.softcap > 0) return;
+    if (has_relative_bias(p)) return; // its steps all have the same biases
     KeyDivision small = keys;
     small.small = true;
     small.block_keys = kSmallBlock.keys;
@@ -309,6 +310,7 @@ void lay_out(const fdm_problem &p, const KeyChoice &choice, int32_t bias_heads, 
 
   WorkspaceParts parts;
   const int64_t batches = is_varlen(p) ? 1 : p.batch;
+  route->relative = take_relative_parts(&parts, p, true);
   route->statistics = parts.take<RowStatistics>(batches * p.heads * total_rows(p));
   if (present(p.sink)) route->sink_shares = parts.take<float>(p.heads * batches * total_rows(p));
   if (choice.fused && !keys.chained) {
@@ -423,6 +425,10 @@ void list_launches(BackwardRoute *route, const Wanted &wanted) {
   Launches &launches = route->launches;
   if (route->clears_dq) launches.add("fill");
   if (route->clears_dbias) launches.add("fill");
+  if (route->relative.biases.exists()) {
+    launches.add("find_relative_biases");
+    launches.add("convert_rows");
+  }
   launches.add("prepare_backward");
   if (route->scheduled) launches.add("schedule_keys");
   if (route->dq != QueryKernel::none) launches.add(name_of(route->dq));
@@ -512,7 +518,7 @@ BackwardRoute backward_route(const fdm_problem &p, const DeviceFacts &device, co
   }
   if (route.wants_bias_sums) {
     const int64_t sums[4] = {is_varlen(p) ? 1 : p.batch, p.kv_heads * route.bias_heads, 1, list_keys(p)};
-    route.reduces_bias = !std::equal(p.bias.shape, p.bias.shape + 4, sums);
+    route.reduces_bias = has_relative_bias(p) || !std::equal(p.bias.shape, p.bias.shape + 4, sums);
   }
   route.clears_dq = is_varlen(p) && wanted.dq;
   // The kernel that computes all gradients visits no pair of a row and a key that a mask is known to drop.

@@ -113,6 +113,11 @@ void add_pair_bias_backward(Object *route, const PairBiasBackwardRoute &pair_bia
                 {"rest", &pair_bias.rest}});
 }
 
+void add_relative(Object *own, const RelativeParts &relative) {
+  own->number("reference_blocks", relative.reference_blocks);
+  own->number("conversion_blocks", relative.conversion_blocks);
+}
+
 Object of_helpers(const BackwardRoute &route) {
   Object own;
   own.number("order_blocks", route.preparation.order);
@@ -124,6 +129,7 @@ Object of_helpers(const BackwardRoute &route) {
   own.number("segment_sum_blocks", route.segment_sum_blocks);
   own.number("reduce_blocks", route.bias_reduction.blocks);
   own.number("row_bias_blocks", route.row_bias_blocks);
+  add_relative(&own, route.relative);
   return own;
 }
 
@@ -232,7 +238,12 @@ std::string describe(const ForwardRoute &route) {
   own.number("combine_splits", route.combine.splits);
   own.number("combine_blocks", route.combine.blocks);
   own.number("fill_blocks", route.unused_rows.blocks);
-  own.parts({{"partials", &route.partials}, {"tickets", &route.tickets}, {"live", &route.live}});
+  add_relative(&own, route.relative);
+  own.parts({{"partials", &route.partials},
+             {"tickets", &route.tickets},
+             {"live", &route.live},
+             {"relative_biases", &route.relative.biases},
+             {"relative_lse", &route.relative.lse}});
   own.number("workspace_bytes", route.workspace_bytes);
   own.launches(route.launches);
   return own.json();
@@ -276,7 +287,10 @@ std::string describe(const BackwardRoute &route) {
                {"member_plan", &route.member_plan},
                {"member_plan_work", &route.member_plan_work},
                {"member_keys", &route.member_keys},
-               {"member_values", &route.member_values}});
+               {"member_values", &route.member_values},
+               {"relative_biases", &route.relative.biases},
+               {"relative_lse", &route.relative.lse},
+               {"relative_dlse", &route.relative.dlse}});
   }
   own.number("workspace_bytes", route.workspace_bytes);
   own.launches(route.launches);

@@ -134,6 +134,7 @@ struct ForwardChoice {
     if (p.queries != 1 || p.keys > INT32_MAX / 2 || splits > 0 || p.head_dim > device.built->direct.most())
       return false;
     if (has_rows(p.bias)) return false; // of packed sequences, each of one query
+    if (has_relative_bias(p)) return false;
     const fdm_mask_kind kind = mask_kind(p);
     if (present(p.block_table)) return false;
     if (!(kind == FDM_MASK_NONE || (kind == FDM_MASK_KEYS && needs_no_plan(p, device)))) return false;
@@ -245,7 +246,7 @@ int32_t DirectWork::warps(const RouteTable &table, int64_t keys, int64_t blocks,
 }
 
 bool needs_no_plan(const fdm_problem &p, const DeviceFacts &device) {
-  return p.flags & FDM_FORWARD_ONLY && mask_kind(p) == FDM_MASK_KEYS && p.queries == 1 &&
+  return p.flags & FDM_FORWARD_ONLY && mask_kind(p) == FDM_MASK_KEYS && p.queries == 1 && !has_relative_bias(p) &&
          ForwardChoice(p, device).decode;
 }
 
@@ -265,6 +266,7 @@ ForwardRoute forward_route(const fdm_problem &p, const DeviceFacts &device, cons
     route.tiles = int32_t(choice.tiles);
     route.splits = 1;
     WorkspaceParts parts;
+    route.relative = take_relative_parts(&parts, p, false);
     if (choice.decodes_directly(lies, splits)) {
       route.kernel = ForwardKernel::direct;
       route.head_dim = device.built->direct.serving(p.head_dim);
@@ -293,19 +295,23 @@ ForwardRoute forward_route(const fdm_problem &p, const DeviceFacts &device, cons
     route.workspace_bytes = parts.bytes;
   }
   if (route.live.exists()) route.launches.add("live_tiles_kernel");
+  if (route.relative.biases.exists()) route.launches.add("find_relative_biases");
   route.launches.add(name_of(route.kernel));
   if (route.splits > 1 && !route.merges_in_cluster) {
     route.combine = combine_work(p, *device.table, lies, route.splits);
     route.launches.add("combine_kernel");
   }
+  if (route.relative.biases.exists()) route.launches.add("convert_rows");
   return route;
 }
 
 int64_t forward_workspace(const fdm_problem &p, const DeviceFacts &device) {
   if (is_pair_bias(p, device)) return pair_bias_forward_workspace(p, device, input_alignment(p));
   const ForwardChoice choice(p, device);
-  if (choice.gives_out_tiles()) return sizeof(uint32_t);
-  return partials_bytes(p, choice.room_for_splits());
+  WorkspaceParts parts;
+  take_relative_parts(&parts, p, false);
+  return parts.bytes +
+         (choice.gives_out_tiles() ? int64_t(sizeof(uint32_t)) : partials_bytes(p, choice.room_for_splits()));
 }
 
 } // namespace fdm::cuda

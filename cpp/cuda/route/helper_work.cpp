@@ -8,7 +8,7 @@
 namespace fdm::cuda {
 
 FillWork fill_work(const fdm_tensor &t, bool aligned) {
-  const bool vectors = aligned && t.dtype != FDM_FLOAT32;
+  const bool vectors = aligned && (t.dtype == FDM_FLOAT16 || t.dtype == FDM_BFLOAT16);
   const int64_t elements = t.shape[0] * t.shape[1] * t.shape[2] * t.shape[3];
   return {vectors, ceil_div(vectors ? elements / 8 : elements, kFillThreads)};
 }

@@ -18,6 +18,9 @@ constexpr int kFillThreads = 256;
 FillWork fill_work(const fdm_tensor &t, bool aligned);
 inline FillWork fill_work(const fdm_tensor &t) { return fill_work(t, rows_are_aligned(t, t.shape[3])); }
 
+// relative_bias.cu.
+constexpr int kRelativeThreads = 256;
+
 // combine.cu. A thread has four neighbours of a row.
 struct CombineWork {
   int32_t lanes;  // threads of a row

@@ -36,6 +36,13 @@ constexpr int kDecodeRows = 16;
 // The direct decode kernel: heads of a block at most, keys of a warp at a time, and warps of a block at most.
 constexpr int kDirectRows = 8, kDirectKeys = 32, kDirectWarps = 8;
 
+// What a float64 bias takes (host/relative_bias.h): a RelativeBias for each sequence, head and tile, and numbers of each row that are
+// relative to it.
+struct RelativeParts {
+  Part biases, lse, dlse;
+  int64_t reference_blocks, conversion_blocks; // of threads: one for each RelativeBias; and for numbers of rows
+};
+
 enum class ForwardKernel : uint8_t {
   none,             // there are no rows
   general,          // forward.cuh with the rare cases: rows that are not aligned, a bias with a row for each query
@@ -83,6 +90,7 @@ struct ForwardRoute {
   Part partials; // results of splits or parts
   Part tickets;  // a counter of tiles, from which blocks of threads take them
   Part live;     // tiles that a mask leaves
+  RelativeParts relative;
   int64_t workspace_bytes;
   Launches launches;
 
@@ -217,6 +225,7 @@ struct BackwardRoute {
   Part query_sum_data, bias_sums;
   Part ordered, ranges, items, item_count, slots;
   Part segment_order, segment_live, segment_sums, segment_bias_sums, segment_keys, segment_counts;
+  RelativeParts relative;
   PairBiasBackwardRoute pair_bias;
   // Above 0: the rest is of one of so many calls, as members.h makes them, whose dk and dv are summed. Each has a plan of its own.
   int32_t members;

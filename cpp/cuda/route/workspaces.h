@@ -25,6 +25,26 @@ inline int64_t partials_bytes(const fdm_problem &p, int64_t splits) {
   return splits == 1 ? 0 : splits * partial_rows(p) * (p.head_dim + 2) * int64_t(sizeof(float));
 }
 
+// A bias that takes RelativeParts.
+inline bool has_relative_bias(const fdm_problem &p) { return p.bias.dtype == FDM_FLOAT64; }
+
+constexpr int64_t kRelativeBiasBytes = 16;
+// Of each sequence and head.
+FDM_INLINE int64_t relative_bias_tiles(const fdm_problem &p) { return ceil_div(p.queries, kTileRows); }
+
+// `backward` says that the gradient of lse has a place too.
+inline RelativeParts take_relative_parts(WorkspaceParts *parts, const fdm_problem &p, bool backward) {
+  RelativeParts relative{};
+  if (!has_relative_bias(p)) return relative;
+  const int64_t rows = (is_varlen(p) ? 1 : p.batch) * p.heads * total_rows(p);
+  relative.reference_blocks = p.batch * p.heads * relative_bias_tiles(p);
+  relative.conversion_blocks = ceil_div(rows, kRelativeThreads);
+  relative.biases = parts->take_bytes(align_256(relative.reference_blocks * kRelativeBiasBytes));
+  relative.lse = parts->take<float>(rows);
+  if (backward) relative.dlse = parts->take<float>(rows);
+  return relative;
+}
+
 // pair_bias_route.cpp: the same as the functions of route.h, for the pair bias kernels.
 void choose_pair_bias_forward(ForwardRoute *route, const fdm_problem &p, const DeviceFacts &device,
                               const Alignment &lies, int64_t splits);

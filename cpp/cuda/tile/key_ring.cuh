@@ -5,6 +5,8 @@
 // others.
 #pragma once
 
+#include <cfloat>
+
 #include "../../indexing.h"
 #include "columns.cuh"
 #include "copy_rows.cuh"
@@ -14,9 +16,23 @@ namespace fdm::cuda {
 
 constexpr float kLog2E = 1.44269504088896341f;
 
+// A float64 bias of one head of a sequence, less what float32 would have no room for beside it: the largest bias of a tile's
+// columns. host/relative_bias.cu makes one for each tile of kTileRows rows.
+struct RelativeBias {
+  const double *first; // of key 0
+  double reference;
+
+  // What is a number stays one.
+  __device__ __forceinline__ float load(int64_t index) const {
+    const double bias = first[index];
+    const auto relative = static_cast<float>(bias - reference);
+    return relative == -INFINITY && bias > -INFINITY ? -FLT_MAX : relative;
+  }
+};
+
 // A bias or any tensor of scores, for one head of a sequence.
 struct ScoreView {
-  const void *data; // null: absent
+  const void *data; // null: absent; float64: a RelativeBias
   int64_t row, col; // strides in elements
   int32_t dtype;
   bool rows; // one row for each query
@@ -24,12 +40,13 @@ struct ScoreView {
   __device__ __forceinline__ uint32_t load_bits(int64_t j, int64_t i = 0) const {
     const int64_t index = (rows ? i * row : 0) + j * col;
     if (dtype == FDM_FLOAT32) return static_cast<const uint32_t *>(data)[index];
+    if (dtype == FDM_FLOAT64) return __float_as_uint(static_cast<const RelativeBias *>(data)->load(index));
     return static_cast<const uint16_t *>(data)[index];
   }
   __device__ __forceinline__ float convert(uint32_t bits) const {
-    if (dtype == FDM_FLOAT32) return __uint_as_float(bits);
     if (dtype == FDM_FLOAT16) return __half2float(__ushort_as_half(static_cast<uint16_t>(bits)));
-    return __uint_as_float(bits << 16);
+    if (dtype == FDM_BFLOAT16) return __uint_as_float(bits << 16);
+    return __uint_as_float(bits);
   }
   __device__ __forceinline__ float load(int64_t i, int64_t j) const { return convert(load_bits(j, i)); }
 };
@@ -39,6 +56,17 @@ __device__ __forceinline__ ScoreView score_view(const fdm_problem &p, const fdm_
   if (!present(t)) return {};
   const Matrix m = score_matrix(p, t, s, head, t.dtype == FDM_FLOAT32 ? 4 : 2);
   return {m.base, m.row, m.col, t.dtype, per_query(t)};
+}
+
+// The bias of the rows of a tile of kTileRows rows. A float64 bias has been replaced by a table of RelativeBias, one for each
+// sequence, query head and tile (relative_bias_tensor).
+__device__ __forceinline__ ScoreView bias_view(const fdm_problem &p, const Sequence &s, int64_t sequence_index,
+                                               int64_t head, int64_t tile) {
+  const fdm_tensor &t = p.bias;
+  ScoreView view = score_view(p, t, s, head);
+  if (t.dtype == FDM_FLOAT64)
+    view.data = static_cast<const RelativeBias *>(t.data) + sequence_index * t.stride[0] + head * t.stride[1] + tile;
+  return view;
 }
 
 // Converts a bias to base 2, without making infinity of finfo.min. NaN stays NaN.

@@ -175,7 +175,7 @@ class PackBackend(Backend):
         """Run the pack's kernel, or that of Triton in place of one that the pack has not."""
         if self._has_key_mass(inputs):
             return torch_memory.key_mass(self.pack, self._threads(), inputs, lse)
-        if self._triton_is_here():
+        if self._triton_sums(inputs):
             # With a plan of its own: those of packs are others.
             triton = portable.load("triton", self.name, "backend=None")
             return triton.key_mass(inputs._replace(given_plan=None), lse)
@@ -189,7 +189,7 @@ class PackBackend(Backend):
         """Return the name of what computes `key_mass`."""
         if self._has_key_mass(inputs):
             return f"key_mass of {self.pack.name}"
-        return "key_mass_kernel of Triton" if self._triton_is_here() else "PyTorch operations"
+        return "key_mass_kernel of Triton" if self._triton_sums(inputs) else "PyTorch operations"
 
     def serves_lists(self, inputs: KeyListInputs) -> bool:
         """Say whether it has kernels for a call whose queries list their keys."""
@@ -225,8 +225,9 @@ class PackBackend(Backend):
             return False
         return biases == "all" or inputs.bias is None or inputs.bias.shape[-2] == 1
 
-    def _triton_is_here(self) -> bool:
-        return portable.why_unavailable("triton", self.name) is None
+    def _triton_sums(self, inputs: AttentionInputs) -> bool:
+        is_exact = inputs.bias is not None and inputs.bias.dtype == torch.float64
+        return not is_exact and portable.why_unavailable("triton", self.name) is None
 
     def select_intervals(self, inputs: SelectionInputs) -> tuple[Tensor, Tensor]:
         """Select for a bias that is the same for every query."""

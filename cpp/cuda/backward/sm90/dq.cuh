@@ -60,7 +60,7 @@ template <class Config> __device__ void produce_dq(const BackwardParams &params,
             kv_head_of(p, t.head),
             t.tile * Config::kRows,
             tile_columns(p, params.plan, t.s, t.sequence_index, t.head, t.tile),
-            score_view(p, p.bias, t.s, t.head)};
+            bias_view(p, t.s, t.sequence_index, t.head, t.tile)};
   };
   TaskProducer<DqTask, decltype(make)> scheduler(p, params.order, shared.tasks, make);
   KeyProducer<typename Config::Pipeline> keys(p, shared.pipeline);

@@ -67,8 +67,8 @@ template <class ConfigType> struct SmallTile : ConfigType::Rows {
     } else if (threadIdx.x == 32) {
       find_column_rows(own.columns, p, tile.s, tile.head);
     } else if (threadIdx.x == 64) {
-      own.bias = score_view(p, p.bias, tile.s, tile.head);
-      own.sink = sink_score(p, tile.head);
+      own.bias = bias_view(p, tile.s, tile.sequence_index, tile.head, tile.tile);
+      own.sink = sink_score(p, tile.head, own.bias);
     } else if (threadIdx.x == 96) {
       own.s = tile.s;
       own.sequence_index = tile.sequence_index;

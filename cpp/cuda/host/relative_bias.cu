@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "relative_bias.h"
+
+#include <cuda_runtime.h>
+
+#include "../route/workspaces.h"
+#include "../tile/key_ring.cuh"
+#include "launch.cuh"
+
+namespace fdm::cuda {
+namespace {
+
+constexpr int kThreads = kRelativeThreads;
+static_assert(sizeof(RelativeBias) == kRelativeBiasBytes);
+
+// Whether a row of the tile that exists keeps column c.
+__device__ bool keeps(const TileColumns &columns, int32_t c, int32_t key, int32_t rows) {
+  if (c < columns.full) return true;
+  ColumnEntry entry{key};
+  fetch_rows(entry, columns);
+  const RowWord word = column_word(columns, c, key, entry.start, entry.end, entry.word);
+  uint32_t any = 0;
+#pragma unroll
+  for (int part = 0; part < kTileRows / 32; ++part) {
+    const int there = rows - 32 * part;
+    any |= there >= 32 ? word.part[part] : there > 0 ? word.part[part] & ((1u << there) - 1) : 0u;
+  }
+  return any != 0;
+}
+
+// A block of threads finds the reference of a tile: the largest finite bias of the keys that its rows keep.
+__global__ void __launch_bounds__(kThreads)
+    find_relative_biases(const __grid_constant__ fdm_problem p, const Plan plan, RelativeBias *table) {
+  __shared__ double largest[kThreads];
+  const int64_t tiles = relative_bias_tiles(p), list = quotient(blockIdx.x, tiles), tile = blockIdx.x - list * tiles;
+  const int64_t sequence_index = quotient(list, p.heads), head = list - sequence_index * p.heads;
+  const Sequence s = sequence(p, sequence_index);
+  const int64_t rows = min64(s.q_count - tile * kTileRows, kTileRows);
+  if (rows <= 0) return;
+  const TileColumns columns = tile_columns(p, plan, s, sequence_index, head, tile);
+  const Matrix bias = score_matrix(p, p.bias, s, head, sizeof(double));
+  const auto *first = static_cast<const double *>(bias.base);
+  double own = -INFINITY;
+  for (int32_t c = threadIdx.x; c < columns.count; c += kThreads) {
+    const int32_t key = column_key(columns, c);
+    const double found = first[key * bias.col];
+    if (found > own && found < INFINITY && keeps(columns, c, key, int32_t(rows))) own = found;
+  }
+  largest[threadIdx.x] = own;
+  for (int half = kThreads / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (int(threadIdx.x) < half) largest[threadIdx.x] = fmax(largest[threadIdx.x], largest[threadIdx.x + half]);
+  }
+  if (threadIdx.x == 0) table[blockIdx.x] = {first, largest[0] > -INFINITY ? largest[0] : 0.0};
+}
+
+// A row of the packed rows, or of an element of the batch, in its sequence.
+struct RowPlace {
+  int64_t sequence_index, i;
+  bool exists; // it belongs to a sequence
+
+  __device__ RowPlace(const fdm_problem &p, int64_t batch, int64_t row) : sequence_index(batch), i(row), exists(true) {
+    if (!is_varlen(p)) return;
+    int64_t low = 0, high = p.batch; // the sequence is in [low, high)
+    while (high - low > 1) {
+      const int64_t middle = (low + high) / 2;
+      (sequence(p, middle).q_begin <= row ? low : high) = middle;
+    }
+    const Sequence s = sequence(p, low);
+    sequence_index = low;
+    i = row - s.q_begin;
+    exists = p.batch > 0 && i >= 0 && i < s.q_count;
+  }
+};
+
+struct Conversion {
+  fdm_problem p; // with the table
+  fdm_tensor lse, dlse, relative_lse, relative_dlse;
+};
+
+template <bool kWidens>
+__global__ void __launch_bounds__(kThreads) convert_rows(const __grid_constant__ Conversion work) {
+  const fdm_problem &p = work.p;
+  const int64_t number = int64_t(blockIdx.x) * kThreads + threadIdx.x;
+  const int64_t list = quotient(number, total_rows(p)), row = number - list * total_rows(p);
+  const int64_t batch = quotient(list, p.heads), head = list - batch * p.heads;
+  if (batch >= work.lse.shape[0]) return;
+  const RowPlace place(p, batch, row);
+  const auto offset = [&](const fdm_tensor &t) { return batch * t.stride[0] + head * t.stride[1] + row * t.stride[2]; };
+  const auto *table = static_cast<const RelativeBias *>(p.bias.data);
+  double reference = 0.0;
+  if (place.exists)
+    reference =
+        table[place.sequence_index * p.bias.stride[0] + head * p.bias.stride[1] + place.i / kTileRows].reference;
+  double &whole = static_cast<double *>(work.lse.data)[offset(work.lse)];
+  float &relative = static_cast<float *>(work.relative_lse.data)[number];
+  if constexpr (kWidens) {
+    if (place.exists) whole = relative + reference;
+  } else {
+    relative = place.exists ? static_cast<float>(whole - reference) : -INFINITY;
+    if (present(work.dlse))
+      static_cast<float *>(work.relative_dlse.data)[number] =
+          place.exists ? static_cast<float>(static_cast<const double *>(work.dlse.data)[offset(work.dlse)]) : 0.0f;
+  }
+}
+
+// Numbers of each row of each head, as lse has them.
+fdm_tensor row_numbers(const fdm_problem &p, float *data) {
+  const int64_t rows = total_rows(p);
+  return {data, {is_varlen(p) ? 1 : p.batch, p.heads, rows, 1}, {p.heads * rows, rows, 1, 1}, FDM_FLOAT32, 0};
+}
+
+} // namespace
+
+RelativeProblem::RelativeProblem(const fdm_problem &whole, const RelativeParts &parts, void *workspace)
+    : parts_(parts), whole_(whole), relative_(whole), lse_(row_numbers(whole, at<float>(workspace, parts.lse))),
+      dlse_{} {
+  if (parts.dlse.exists()) dlse_ = row_numbers(whole, at<float>(workspace, parts.dlse));
+  const int64_t tiles = relative_bias_tiles(whole);
+  fdm_tensor &bias = relative_.bias;
+  bias.data = at<RelativeBias>(workspace, parts.biases);
+  bias.stride[0] = whole.heads * tiles; // of sequences, packed ones too
+  bias.stride[1] = tiles;               // of query heads
+  bias.stride[2] = 0;
+}
+
+cudaError_t RelativeProblem::launch_references(const Plan &plan, cudaStream_t stream) const {
+  return launch(find_relative_biases, parts_.reference_blocks, kThreads, 0, stream, whole_, plan,
+                static_cast<RelativeBias *>(relative_.bias.data));
+}
+
+cudaError_t RelativeProblem::launch_widen(const fdm_tensor &lse, cudaStream_t stream) const {
+  return launch(convert_rows<true>, parts_.conversion_blocks, kThreads, 0, stream,
+                Conversion{relative_, lse, {}, lse_, {}});
+}
+
+cudaError_t RelativeProblem::launch_narrow(const fdm_tensor &lse, const fdm_tensor &dlse, cudaStream_t stream) const {
+  return launch(convert_rows<false>, parts_.conversion_blocks, kThreads, 0, stream,
+                Conversion{relative_, lse, dlse, lse_, dlse_});
+}
+
+} // namespace fdm::cuda
