@@ -39,9 +39,9 @@ struct ScoreView {
 
   __device__ __forceinline__ uint32_t load_bits(int64_t j, int64_t i = 0) const {
     const int64_t index = (rows ? i * row : 0) + j * col;
+    if (dtype == FDM_FLOAT16 || dtype == FDM_BFLOAT16) return static_cast<const uint16_t *>(data)[index];
     if (dtype == FDM_FLOAT32) return static_cast<const uint32_t *>(data)[index];
-    if (dtype == FDM_FLOAT64) return __float_as_uint(static_cast<const RelativeBias *>(data)->load(index));
-    return static_cast<const uint16_t *>(data)[index];
+    return __float_as_uint(static_cast<const RelativeBias *>(data)->load(index));
   }
   __device__ __forceinline__ float convert(uint32_t bits) const {
     if (dtype == FDM_FLOAT16) return __half2float(__ushort_as_half(static_cast<uint16_t>(bits)));
