@@ -350,9 +350,11 @@ int find_way(int arch, int64_t sms, int pass, const char *name, int64_t seed, in
     s.sms = sms;
     s.odd = s.splits = s.rows = s.total_keys = s.page = s.unwanted = 0;
     const double heads = double(s.batch * s.heads), pairs = double(s.queries) * double(s.keys);
-    const double few = double(std::min<int64_t>(s.batch, 2) * std::min<int64_t>(s.kv_heads, 2) * (s.heads / s.kv_heads));
+    const double few =
+        double(std::min<int64_t>(s.batch, 2) * std::min<int64_t>(s.kv_heads, 2) * (s.heads / s.kv_heads));
     const double rows = double(s.queries + s.keys) * double(s.head_dim) + (s.bias == 2 || s.mask == 3 ? pairs : 0);
-    if (few * pairs > small_pairs || heads * rows > elements || heads * pairs * double(s.head_dim + 16) > work) continue;
+    if (few * pairs > small_pairs || heads * rows > elements || heads * pairs * double(s.head_dim + 16) > work)
+      continue;
     way_of(arch, &s, pass, text, int(sizeof text));
     if (std::strcmp(text, name) != 0) continue;
     *spec = s;
