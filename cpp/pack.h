@@ -280,6 +280,7 @@ typedef struct fdm_pack {
   int32_t wants_out_low;
   int32_t key_mass_biases; /* enum fdm_key_mass_biases */
   int32_t lists_keys;      /* 1: forward serves problems with indices, and backward those without FDM_DETERMINISTIC */
+  int32_t reserved;
 } fdm_pack;
 
 typedef const fdm_pack *(*fdm_pack_function)(void);

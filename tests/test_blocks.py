@@ -21,6 +21,7 @@ flex_attention = pytest.importorskip("torch.nn.attention.flex_attention")
 
 from flash_dmattn import (  # noqa: E402
     IntervalMask,
+    arguments,
     block_masks,
     explain,
     flash_dmattn_func,
@@ -467,5 +468,5 @@ def test_a_block_mask_is_known_without_its_module() -> None:
         "assert 'torch.nn.attention.flex_attention' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
-    assert not block_masks.is_block_mask(torch.ones(2, dtype=torch.bool))
-    assert not block_masks.is_block_mask(IntervalMask.sliding_window(1, 0, 4, 4))
+    assert not arguments.is_block_mask(torch.ones(2, dtype=torch.bool))
+    assert not arguments.is_block_mask(IntervalMask.sliding_window(1, 0, 4, 4))

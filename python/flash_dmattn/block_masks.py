@@ -9,19 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .arguments import check_tensors, refuse_ranks
+from .arguments import refuse_ranks
 from .dispatch_state import PLAIN_TYPES
 from .masks import IntervalMask
 
-__all__ = ["is_block_mask", "mask_of_blocks", "plain_mask"]
+__all__ = ["mask_of_blocks"]
 
 # Elements of the part of a mask that is looked at, at a time.
 _ELEMENTS_AT_ONCE = 1 << 24
-
-
-def is_block_mask(mask: object) -> bool:
-    """Say whether a mask is a BlockMask, without the seconds that importing its class takes."""
-    return type(mask) is not Tensor and hasattr(mask, "kv_num_blocks")
 
 
 def mask_of_blocks(
@@ -50,28 +45,6 @@ def mask_of_blocks(
     if not as_tensor and blocks.queries and blocks.keys:
         found = _intervals(blocks, at, bits)
     return blocks.rows(0, blocks.partial.shape[2], at, bits) if found is None else found
-
-
-def plain_mask(
-    mask: Any, query: Tensor, key: Tensor, plan: Any = None, *, as_tensor: bool = False
-) -> Any:
-    """Return the mask of a call, or what `mask_of_blocks` makes of a BlockMask.
-
-    Of that from which a plan was made, None.
-    """
-    if not is_block_mask(mask):
-        return mask
-    if plan is None:
-        check_tensors(query, key=key)
-        return mask_of_blocks(mask, query, key, as_tensor=as_tensor)
-    made_of = getattr(plan, "block_mask", None)
-    if made_of is mask:
-        return None
-    told = "another mask" if made_of is None else "another BlockMask"
-    raise ValueError(
-        f"attn_mask must be None or the very mask that plan was made from, {told}, got a "
-        f"BlockMask of shape {tuple(mask.shape)}"
-    )
 
 
 class _Blocks(NamedTuple):

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from . import interface
+from .arguments import is_block_mask, plain_mask
 from .backends import select_backend
 from .backends.shapes import MOST_HEAD_DIM
-from .block_masks import is_block_mask, plain_mask
 from .checks import flag
 from .ops import RecordedError
 from .record import ATTENTION, KEY_LISTS, AttentionInputs, KeyListInputs

@@ -22,6 +22,7 @@ from .arguments import (
     index,
     mask_parts,
     number,
+    plain_mask,
     refuse_paged_gradients,
     refuse_paged_mass,
     refuse_ranks,
@@ -30,7 +31,6 @@ from .arguments import (
     without_expansion,
 )
 from .backends import available_backends, check_backend_name, require_available
-from .block_masks import plain_mask
 from .checks import MOST_ROWS
 from .masks import IntervalMask
 from .plan import AttentionPlan, checked_mask

@@ -20,9 +20,15 @@ from .backends.base import Backend, lse_dtype, lse_shape, mass_shape, out_shape
 from .backends.reference import ReferenceBackend
 from .backends.shapes import has_other_width
 from .operators import define, library, without_negation
-from .record import ATTENTION, AttentionInputs, KeyListInputs, no_gradient, without_gradients
+from .record import (
+    ATTENTION,
+    AttentionInputs,
+    KeyListInputs,
+    no_gradient,
+    without_gradients,
+    without_values,
+)
 from .refusals import refuse_double_backward, refuse_forward_mode, refuse_vmap
-from .value_width import in_one_width, of_width, without_values
 
 __all__ = [
     "RECORDS_CALLS",
@@ -93,6 +99,8 @@ def attention(
         need_lse: whether lse is wanted.
     """
     if backend != "reference" and has_other_width(inputs):
+        from .value_width import in_one_width, of_width  # which calls of one width do not load
+
         width = inputs.value.shape[-1]
         out, lse = attention(in_one_width(inputs), backend, select, need_lse=need_lse)
         return of_width(out, width), lse

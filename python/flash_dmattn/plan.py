@@ -16,11 +16,11 @@ from .arguments import (
     flag,
     index,
     mask_parts,
+    plain_mask,
     to_4d,
     without_expansion,
     writable,
 )
-from .block_masks import plain_mask
 from .checks import MOST_ROWS, described
 from .masks import IntervalMask
 from .record import DENSE, AttentionInputs, Packing

@@ -218,6 +218,11 @@ SELECTION = _schema(SelectionInputs)
 Record = TypeVar("Record", AttentionInputs, KeyListInputs)
 
 
+def without_values(inputs: Record) -> Record:
+    """Return a call for what reads no values, with key in their place."""
+    return inputs._replace(value=inputs.key)
+
+
 def without_gradients(inputs: Record) -> Record:
     """Return a record whose tensors require no gradients."""
     fields: dict[str, Any] = inputs._asdict()

@@ -11,7 +11,7 @@ from .backends.shapes import check_attention
 from .dispatch_state import PLAIN_TYPES
 from .record import AttentionInputs, Record
 
-__all__ = ["in_one_width", "of_width", "without_values"]
+__all__ = ["in_one_width", "of_width"]
 
 
 def in_one_width(inputs: Record) -> Record:
@@ -33,11 +33,6 @@ def in_one_width(inputs: Record) -> Record:
 def of_width(out: Tensor, width: int) -> Tensor:
     """Return the first so many columns of out, contiguous."""
     return out if out.shape[-1] == width else out[..., :width].contiguous()
-
-
-def without_values(inputs: Record) -> Record:
-    """Return a call for what reads no values, with key in their place."""
-    return inputs._replace(value=inputs.key)
 
 
 def _with_own_pages(inputs: Record, table: Tensor) -> Record:

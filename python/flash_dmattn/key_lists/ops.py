@@ -22,10 +22,10 @@ from flash_dmattn.record import (
     KeyListInputs,
     no_gradient,
     without_gradients,
+    without_values,
 )
 from flash_dmattn.reference import computing_dtype, recorded_gradients
 from flash_dmattn.refusals import refuse_double_backward
-from flash_dmattn.value_width import in_one_width, of_width, without_values
 
 from . import formula
 from .checks import check_key_lists
@@ -47,6 +47,8 @@ _TENSOR_COUNT = KEY_LISTS.tensor_count
 def attention(inputs: KeyListInputs, backend: str) -> tuple[Tensor, Tensor]:
     """Return out and lse, differentiable."""
     if _takes_one_width(inputs, backend) and has_other_width(inputs):
+        from flash_dmattn.value_width import in_one_width, of_width
+
         out, lse = attention(in_one_width(inputs), backend)
         return of_width(out, inputs.value.shape[-1]), lse
     stop_if_recorded(inputs, backend)
