@@ -29,7 +29,6 @@ __all__ = [
     "is_block_mask",
     "mask_parts",
     "number",
-    "plain_mask",
     "refuse_paged_gradients",
     "refuse_paged_mass",
     "refuse_ranks",
@@ -306,27 +305,3 @@ def refuse_paged_mass() -> NoReturn:
 def is_block_mask(mask: object) -> bool:
     """Say whether a mask is a BlockMask, without the seconds that importing its class takes."""
     return type(mask) is not Tensor and hasattr(mask, "kv_num_blocks")
-
-
-def plain_mask(
-    mask: Any, query: Tensor, key: Tensor, plan: Any = None, *, as_tensor: bool = False
-) -> Any:
-    """Return the mask of a call, or what `block_masks` makes of a BlockMask.
-
-    Of that from which a plan was made, None.
-    """
-    if not is_block_mask(mask):
-        return mask
-    if plan is None:
-        from .block_masks import mask_of_blocks  # which calls without one do not load
-
-        check_tensors(query, key=key)
-        return mask_of_blocks(mask, query, key, as_tensor=as_tensor)
-    made_of = getattr(plan, "block_mask", None)
-    if made_of is mask:
-        return None
-    told = "another mask" if made_of is None else "another BlockMask"
-    raise ValueError(
-        f"attn_mask must be None or the very mask that plan was made from, {told}, got a "
-        f"BlockMask of shape {tuple(mask.shape)}"
-    )

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .arguments import refuse_ranks
+from .arguments import check_tensors, refuse_ranks
 from .dispatch_state import PLAIN_TYPES
 from .masks import IntervalMask
 
-__all__ = ["mask_of_blocks"]
+__all__ = ["mask_of_blocks", "plain_mask"]
 
 # Elements of the part of a mask that is looked at, at a time.
 _ELEMENTS_AT_ONCE = 1 << 24
@@ -45,6 +45,23 @@ def mask_of_blocks(
     if not as_tensor and blocks.queries and blocks.keys:
         found = _intervals(blocks, at, bits)
     return blocks.rows(0, blocks.partial.shape[2], at, bits) if found is None else found
+
+
+def plain_mask(
+    mask: Any, query: Tensor, key: Tensor, plan: Any = None, *, as_tensor: bool = False
+) -> Any:
+    """Return what `mask_of_blocks` makes of a call's BlockMask; None of that of which a plan is."""
+    if plan is None:
+        check_tensors(query, key=key)
+        return mask_of_blocks(mask, query, key, as_tensor=as_tensor)
+    made_of = getattr(plan, "block_mask", None)
+    if made_of is mask:
+        return None
+    told = "another mask" if made_of is None else "another BlockMask"
+    raise ValueError(
+        f"attn_mask must be None or the very mask that plan was made from, {told}, got a "
+        f"BlockMask of shape {tuple(mask.shape)}"
+    )
 
 
 class _Blocks(NamedTuple):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import interface
-from .arguments import is_block_mask, plain_mask
+from .arguments import is_block_mask
 from .backends import select_backend
 from .backends.shapes import MOST_HEAD_DIM
 from .checks import flag
@@ -129,6 +129,8 @@ def _with_plain_mask(
     mask = arguments[0] if arguments else named.get("attn_mask")
     if not is_block_mask(mask) or named.get("plan") is not None:
         return arguments, named
+    from .block_masks import plain_mask
+
     as_tensor = named.get("window_size") is not None
     mask = plain_mask(mask, query, key, as_tensor=as_tensor)
     if arguments:

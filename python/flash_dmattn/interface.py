@@ -20,9 +20,9 @@ from .arguments import (
     check_tensors,
     flag,
     index,
+    is_block_mask,
     mask_parts,
     number,
-    plain_mask,
     refuse_paged_gradients,
     refuse_paged_mass,
     refuse_ranks,
@@ -218,7 +218,11 @@ def flash_dmattn_func(
         if found is not None:
             out, lse = found
             return out if lse is None else (out, lse)
-    mask = plain_mask(attn_mask, query, key, plan, as_tensor=window_size is not None)
+    mask: Any = attn_mask
+    if is_block_mask(mask):
+        from .block_masks import plain_mask  # which calls without one do not load
+
+        mask = plain_mask(mask, query, key, plan, as_tensor=window_size is not None)
     check_tensors(query, key=key, value=value, attn_mask=mask, attn_bias=attn_bias, sink=sink)
     # Arguments by position cost half of those by name.
     return _attention(

@@ -15,8 +15,8 @@ from .arguments import (
     check_tensors,
     flag,
     index,
+    is_block_mask,
     mask_parts,
-    plain_mask,
     to_4d,
     without_expansion,
     writable,
@@ -213,9 +213,13 @@ def make_plan(
     """
     if unknown:
         refuse_keywords(make_plan, unknown)
-    # Calls with gradients could not keep a mask, or columns, that were made in inference mode.
-    with torch.inference_mode(False):
-        own_mask: Tensor | IntervalMask | None = plain_mask(attn_mask, query, key)
+    own_mask: Any = attn_mask
+    if is_block_mask(own_mask):
+        from .block_masks import plain_mask
+
+        # Calls with gradients could not keep a mask that was made in inference mode.
+        with torch.inference_mode(False):
+            own_mask = plain_mask(own_mask, query, key)
     check_tensors(
         query,
         key=key,
@@ -239,6 +243,7 @@ def make_plan(
     parts = parts._replace(mask=without_expansion(parts.mask, 4 if packing.is_dense else 1))
     # A plan is the same for any values and settings but these.
     inputs = AttentionInputs(query, key, key, causal=causal, **parts._asdict(), **packing._asdict())
+    # Calls with gradients could not keep columns that were made in inference mode.
     with torch.inference_mode(False):
         columns = ops.make_plan(inputs, name)
     plan = AttentionPlan(own_mask, causal, name, columns, sizes, packing)
