@@ -162,12 +162,13 @@ def describe(name: str, file: str) -> dict[str, Any]:
         return row | {"device": "cpu", "code": []} | nothing
     major, arch = name.removeprefix("cu").split("-")
     table = json.loads((ROOT / "cmake" / "targets.json").read_text())
+    drivers = (of.get("min_driver", "0") for of in (table["cuda"][major], table["archs"][arch]))
     return row | {
         "device": "cuda",
         "cuda": table["cuda"][major]["min_toolkit"],
         "arch": arch,
         "code": [f"sm_{table['archs'][arch]['code']}"],
-        "min_driver": table["archs"][arch].get("min_driver", table["cuda"][major]["min_driver"]),
+        "min_driver": max(drivers, key=targets.version_numbers),
         "head_dims": [64],
         "kernels": "a" * 64,
     }
