@@ -16,10 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-flex_attention = pytest.importorskip("torch.nn.attention.flex_attention")
-
-
-from flash_dmattn import (  # noqa: E402
+from flash_dmattn import (
     IntervalMask,
     arguments,
     block_masks,
@@ -28,9 +25,9 @@ from flash_dmattn import (  # noqa: E402
     flash_dmattn_varlen_func,
     make_plan,
 )
-from flash_dmattn.key_lists import ops as key_list_ops  # noqa: E402
-from good_arguments import dense, on_device, varlen  # noqa: E402
-from support import (  # noqa: E402
+from flash_dmattn.key_lists import ops as key_list_ops
+from good_arguments import dense, on_device, varlen
+from support import (
     Problem,
     Target,
     assert_accurate,
@@ -38,6 +35,8 @@ from support import (  # noqa: E402
     randn,
     simple_problem,
 )
+
+flex_attention = pytest.importorskip("torch.nn.attention.flex_attention")
 
 QUERIES, KEYS = 17, 23
 

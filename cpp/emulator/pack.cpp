@@ -17,6 +17,7 @@ extern "C" FDM_PACK_EXPORT const fdm_pack *flash_dmattn_pack(void) {
     own.features = features.c_str();
     own.device_type = FDM_CPU;
     own.cuda_version = own.arch = 0;
+    own.key_bias_dtypes = 1u << FDM_FLOAT64;
     return own;
   }();
   return &table;
