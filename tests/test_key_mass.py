@@ -325,7 +325,11 @@ def test_mass_of_sizes_of_zero(sizes: tuple[int, int, int], target: Target) -> N
     batch, queries, keys = sizes
     query = torch.zeros(batch, queries, 4, 8, dtype=target.dtypes[-1])
     key = torch.zeros(batch, keys, 2, 8, dtype=target.dtypes[-1])
-    for options in ({}, {"attn_mask": torch.ones(batch, keys, dtype=torch.bool)}):
+    for options in (
+        {},
+        {"attn_mask": torch.ones(batch, keys, dtype=torch.bool)},
+        {"attn_bias": torch.zeros(1, 2, queries, keys)},
+    ):
         mass = mass_of([query, key, key], target, **options)
         assert mass.shape == (batch, 4, keys)
         assert not mass.any()

@@ -159,7 +159,7 @@ def _bias_arguments(inputs: AttentionInputs, heads: int) -> tuple[int, dict[str,
     if bias is None:
         names = ("bias_batch", "bias_head", "bias_row", "bias_key")
         return NO_BIAS, {"bias": None, "bias_share": 1, **dict.fromkeys(names, 0)}
-    kind = ROW_BIAS if bias.shape[-2] > 1 else KEY_BIAS
+    kind = KEY_BIAS if bias.shape[-2] == 1 else ROW_BIAS
     if kind == KEY_BIAS:
         bias = bias.float()  # little memory, and one compiled kernel fewer
     lengths = zip(bias.stride()[-3:], bias.shape[-3:], strict=True)
