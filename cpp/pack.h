@@ -29,7 +29,7 @@
 extern "C" {
 #endif
 
-#define FDM_PACK_ABI_VERSION 7
+#define FDM_PACK_ABI_VERSION 8
 #define FDM_PACK_SYMBOL "flash_dmattn_pack"
 
 /* Stands before the definition of that function: the one thing of a pack that others see. */
@@ -158,11 +158,10 @@ typedef struct fdm_problem {
 
 typedef struct fdm_forward_args {
   uint32_t struct_size;
-  int32_t splits; /* parts of the key axis computed apart and then merged (decode); 0: the pack chooses */
-  fdm_tensor out; /* q's shape and dtype */
-  fdm_tensor lse; /* float32, float64 if the bias is (B, H, Q, 1); varlen (1, H, total_q, 1); natural logarithm */
-  fdm_tensor
-      out_low; /* what rounding has left of out, rounded to its dtype; the strides of out, 16-byte aligned; or absent */
+  int32_t splits;      /* parts of the key axis computed apart and then merged (decode); 0: the pack chooses */
+  fdm_tensor out;      /* q's shape and dtype */
+  fdm_tensor lse;      /* float32, float64 if the bias is (B, H, Q, 1); varlen (1, H, total_q, 1); natural logarithm */
+  fdm_tensor out_rest; /* what rounding has left of out; uint8, the strides of out, 16-byte aligned; or absent */
 } fdm_forward_args;
 
 /* Gradients whose data is NULL are not computed. Every wanted gradient is written in full. */
@@ -175,7 +174,7 @@ typedef struct fdm_backward_args {
   fdm_tensor dq, dk, dv;  /* the shapes and dtypes of q, k, v */
   fdm_tensor dbias;       /* the shape and dtype of bias; summed in float32 over its broadcast dimensions */
   fdm_tensor dsink;       /* the shape and dtype of sink */
-  fdm_tensor out_low;     /* what forward wrote, any strides; or absent */
+  fdm_tensor out_rest;    /* what forward wrote, any strides; or absent */
   fdm_tensor dindex_bias; /* the shape and dtype of index_bias */
 } fdm_backward_args;
 
@@ -276,8 +275,8 @@ typedef struct fdm_pack {
                       char *message, size_t message_bytes);
   /* 1: backward computes dout . out. The gradients of a row's scores sum to 0 only as exactly as out is given, and the
    * gradient of a sink and sums of that of a bias per key collect what is missing of all rows. So forward and backward of calls
-   * with either, unless the bias has a row for each query, are given out_low. 0: never. */
-  int32_t wants_out_low;
+   * with either, unless the bias has a row for each query, are given out_rest. 0: never. What its bytes mean is the pack's. */
+  int32_t wants_out_rest;
   int32_t key_mass_biases; /* enum fdm_key_mass_biases */
   int32_t lists_keys;      /* 1: forward serves problems with indices, and backward those without FDM_DETERMINISTIC */
   int32_t reserved;

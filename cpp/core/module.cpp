@@ -78,7 +78,7 @@ void bind_pack(nb::module_ &module) {
       .def_prop_ro("arch", [](const Pack &pack) { return pack.table().arch; })
       .def_prop_ro("max_head_dim", [](const Pack &pack) { return pack.table().max_head_dim; })
       .def_prop_ro("dtypes", &dtypes_of)
-      .def_prop_ro("wants_out_low", [](const Pack &pack) { return pack.table().wants_out_low != 0; })
+      .def_prop_ro("wants_out_rest", [](const Pack &pack) { return pack.table().wants_out_rest != 0; })
       .def_prop_ro("plan_layouts", &plan_layouts_of)
       .def_prop_ro("lists_keys", [](const Pack &pack) { return pack.table().lists_keys != 0; })
       .def_prop_ro("launch_counts", &launch_counts_of)

@@ -25,6 +25,12 @@ fdm_tensor contiguous_like(const fdm_tensor &t, void *data) {
   return own;
 }
 
+fdm_tensor bytes_like(const fdm_tensor &t, void *data) {
+  fdm_tensor own = contiguous_like(t, data);
+  own.dtype = FDM_UINT8;
+  return own;
+}
+
 bool same_places(const fdm_tensor &a, const fdm_tensor &b) {
   for (int d = 0; d < 4; ++d)
     if (a.shape[d] > 1 && a.stride[d] != b.stride[d]) return false;
@@ -266,7 +272,8 @@ std::string Problem::describe(nb::tuple gradients) const {
   backward.struct_size = sizeof backward;
   backward.out = backward.dout = forward.out;
   backward.lse = forward.lse;
-  if (gradients.size() > 0 && out_low_bytes() > 0) forward.out_low = backward.out_low = forward.out;
+  if (gradients.size() > 0 && out_rest_bytes() > 0)
+    forward.out_rest = backward.out_rest = bytes_like(problem.q, memory);
   const std::pair<const char *, std::pair<fdm_tensor *, const fdm_tensor *>> all[] = {
       {"query", {&backward.dq, &problem.q}},
       {"key", {&backward.dk, &problem.k}},
@@ -356,29 +363,29 @@ fdm_tensor Problem::read_mass(const TensorField &field) const {
           0};
 }
 
-int64_t Problem::out_low_bytes() const {
+int64_t Problem::out_rest_bytes() const {
   const bool sums_rows = (has_bias_ || has_sink_) && !(has_bias_ && is_per_query(problem_.bias));
-  if (!pack_.wants_out_low || problem_.q.dtype == FDM_FLOAT32 || !sums_rows) return 0;
+  if (!pack_.wants_out_rest || problem_.q.dtype == FDM_FLOAT32 || !sums_rows) return 0;
   const int64_t (&shape)[4] = problem_.q.shape;
-  return shape[0] * shape[1] * shape[2] * shape[3] * 2;
+  return shape[0] * shape[1] * shape[2] * shape[3];
 }
 
-int64_t Problem::kept_bytes(bool has_lse, bool has_plan, int64_t low_bytes) const {
+int64_t Problem::kept_bytes(bool has_lse, bool has_plan, int64_t rest_bytes) const {
   int64_t bytes = has_plan ? 0 : needed_plan_bytes();
-  if (low_bytes > 0) bytes = padded(bytes) + padded(low_bytes);
+  if (rest_bytes > 0) bytes = padded(bytes) + padded(rest_bytes);
   return has_lse ? bytes : padded(bytes) + lse_bytes(extents_, lse_dtype());
 }
 
 Kept Problem::kept_in(fdm_buffer buffer, const TensorField &lse, const TensorField &given_plan,
-                      int64_t low_bytes) const {
+                      int64_t rest_bytes) const {
   const fdm_tensor lse_tensor =
       is_absent(lse) ? contiguous_lse(take_last(&buffer, lse_bytes(extents_, lse_dtype())), extents_, lse_dtype())
                      : read_lse(lse, "lse");
-  fdm_tensor out_low = absent_tensor();
-  if (low_bytes > 0) out_low = contiguous_like(problem_.q, take_last(&buffer, padded(low_bytes)));
+  fdm_tensor out_rest = absent_tensor();
+  if (rest_bytes > 0) out_rest = bytes_like(problem_.q, take_last(&buffer, padded(rest_bytes)));
   Kept kept = parts_of(is_absent(given_plan) ? buffer : read_buffer(given_plan, "plan", needed_plan_bytes(), device_),
                        lse_tensor);
-  kept.out_low = out_low;
+  kept.out_rest = out_rest;
   return kept;
 }
 
@@ -420,7 +427,7 @@ void Problem::run_forward(const fdm_tensor &out, const Kept &kept, int32_t split
   args.splits = splits;
   args.out = out;
   args.lse = kept.lse;
-  args.out_low = kept.out_low;
+  args.out_rest = kept.out_rest;
   const fdm_problem problem = with(kept, use);
   call_pack<Gil::release>(pack_, "forward", [&](char *message, size_t message_bytes) {
     return pack_.forward(&problem, &args, kept.plan, workspace, message, message_bytes);
@@ -473,8 +480,8 @@ bool Problem::keep(const TensorField &out, const TensorField &lse, const TensorF
     return false;
   const fdm_tensor out_tensor = read_out(out);
   const fdm_buffer buffer = read_buffer(kept, "kept", kept_bytes(!is_absent(lse), is_given), device_);
-  const Kept parts = kept_in(buffer, lse, given_plan, out_low_bytes());
-  if (parts.out_low.data != nullptr && !same_places(out_tensor, parts.out_low))
+  const Kept parts = kept_in(buffer, lse, given_plan, out_rest_bytes());
+  if (parts.out_rest.data != nullptr && !same_places(out_tensor, parts.out_rest))
     value_error("out has strides ", strides_of(out.view()), ", but must be contiguous");
   if (!is_planned) run_plan(parts, work);
   run_forward(out_tensor, parts, 0, work);
@@ -483,10 +490,10 @@ bool Problem::keep(const TensorField &out, const TensorField &lse, const TensorF
 
 bool Problem::backward(const BackwardArguments &arguments, const TensorField &given_plan, const TensorField &kept_field,
                        Workspace &&workspace) {
-  const int64_t low_bytes = is_absent(kept_field) ? 0 : out_low_bytes();
-  const int64_t needed = kept_bytes(!is_absent(arguments.lse), !is_absent(given_plan), low_bytes);
+  const int64_t rest_bytes = is_absent(kept_field) ? 0 : out_rest_bytes();
+  const int64_t needed = kept_bytes(!is_absent(arguments.lse), !is_absent(given_plan), rest_bytes);
   const char *const name = is_absent(given_plan) && is_absent(kept_field) ? "plan" : "kept";
-  const Kept kept = kept_in(read_buffer(kept_field, name, needed, device_), arguments.lse, given_plan, low_bytes);
+  const Kept kept = kept_in(read_buffer(kept_field, name, needed, device_), arguments.lse, given_plan, rest_bytes);
   const fdm_backward_args args = read_gradients(arguments, kept);
   fdm_buffer work;
   if (!workspace.take(workspace_bytes(FDM_PASS_BACKWARD), device_, problem_.context.stream, work)) return false;
@@ -520,7 +527,7 @@ fdm_backward_args Problem::read_gradients(const BackwardArguments &arguments, co
   args.struct_size = sizeof args;
   args.out = read_like(arguments.out, "out", problem_.q, "query");
   args.lse = kept.lse;
-  args.out_low = kept.out_low;
+  args.out_rest = kept.out_rest;
   args.dout = read_like(arguments.dout, "dout", problem_.q, "query");
   args.dlse = is_absent(arguments.dlse) ? absent_tensor() : read_lse(arguments.dlse, "dlse");
 

@@ -39,7 +39,7 @@ struct Kept {
   fdm_tensor start, end; // of the mask, or of the selection that the call makes
   fdm_buffer plan;       // the pack's
   fdm_tensor lse;
-  fdm_tensor out_low; // without data where the backward pass does not need it
+  fdm_tensor out_rest; // without data where the backward pass does not need it
 };
 
 // Holds addresses into the tensors it was made from and no references: the caller keeps them alive.
@@ -69,9 +69,9 @@ public:
   int64_t attend_bytes(bool has_lse, bool has_plan) const { return attend_sizes(has_lse, has_plan).bytes(); }
   bool attend(const TensorField &out, const TensorField &lse, const TensorField &plan, Workspace &&workspace);
   // As attend, for a call that has a backward pass. `kept` is what that needs beside the results, of kept_bytes(): the plan
-  // that is made where none is given, then out_low if the pack wants it, then an lse that is None. Backward without `kept`
-  // makes do without out_low.
-  int64_t kept_bytes(bool has_lse, bool has_plan) const { return kept_bytes(has_lse, has_plan, out_low_bytes()); }
+  // that is made where none is given, then out_rest if the pack wants it, then an lse that is None. Backward without `kept`
+  // makes do without out_rest.
+  int64_t kept_bytes(bool has_lse, bool has_plan) const { return kept_bytes(has_lse, has_plan, out_rest_bytes()); }
   bool keep(const TensorField &out, const TensorField &lse, const TensorField &given_plan, const TensorField &kept,
             Workspace &&workspace);
   bool backward(const BackwardArguments &arguments, const TensorField &given_plan, const TensorField &kept,
@@ -114,11 +114,11 @@ private:
   fdm_tensor read_out(const TensorField &field) const;
   fdm_tensor read_mass(const TensorField &field) const;
   AttendSizes attend_sizes(bool has_lse, bool has_plan) const;
-  // Of out_low, if the call keeps it.
-  int64_t out_low_bytes() const;
-  int64_t kept_bytes(bool has_lse, bool has_plan, int64_t low_bytes) const;
+  // Of out_rest, if the call keeps it.
+  int64_t out_rest_bytes() const;
+  int64_t kept_bytes(bool has_lse, bool has_plan, int64_t rest_bytes) const;
   // The parts of a buffer of kept_bytes(), or of a larger one, whose plan then has more room.
-  Kept kept_in(fdm_buffer buffer, const TensorField &lse, const TensorField &given_plan, int64_t low_bytes) const;
+  Kept kept_in(fdm_buffer buffer, const TensorField &lse, const TensorField &given_plan, int64_t rest_bytes) const;
   Kept parts_of(fdm_buffer plan, const fdm_tensor &lse) const;
   fdm_backward_args read_gradients(const BackwardArguments &arguments, const Kept &kept) const;
 

@@ -59,7 +59,7 @@ class Pack:
     def dtypes(self) -> list[str]:
         """The dtypes that query may have."""
     @property
-    def wants_out_low(self) -> bool:
+    def wants_out_rest(self) -> bool:
         """Whether it is to be given what rounding leaves of out."""
     @property
     def plan_layouts(self) -> dict[str, tuple[int, int, int, int, int, int, int]]:

@@ -90,7 +90,7 @@ class ForwardStruct(ctypes.Structure):
     _fields_ = [
         ("struct_size", ctypes.c_uint32),
         ("splits", ctypes.c_int32),
-        *_tensors("out", "lse", "out_low"),
+        *_tensors("out", "lse", "out_rest"),
     ]
 
 
@@ -98,7 +98,7 @@ class BackwardStruct(ctypes.Structure):
     _fields_ = [
         ("struct_size", ctypes.c_uint32),
         ("reserved", ctypes.c_uint32),
-        *_tensors("out", "lse", "dout", "dlse", "dq", "dk", "dv", "dbias", "dsink", "out_low"),
+        *_tensors("out", "lse", "dout", "dlse", "dq", "dk", "dv", "dbias", "dsink", "out_rest"),
     ]
 
 

@@ -28,8 +28,8 @@
 #ifndef DTYPES
 #define DTYPES (1 << FDM_FLOAT32 | 1 << FDM_FLOAT16)
 #endif
-#ifndef WANTS_OUT_LOW
-#define WANTS_OUT_LOW 0
+#ifndef WANTS_OUT_REST
+#define WANTS_OUT_REST 0
 #endif
 #ifndef NO_TABLE
 #define NO_TABLE 0
@@ -141,7 +141,7 @@ static const fdm_pack table = {
     .select = do_select,
     .select_and_plan = select_and_plan,
     .plan_bytes = plan_bytes,
-    .wants_out_low = WANTS_OUT_LOW,
+    .wants_out_rest = WANTS_OUT_REST,
 };
 
 EXPORT const fdm_pack *ENTRY_NAME(void) { return NO_TABLE ? NULL : &table; }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Computes delta = dO . O of each row of each head, with some threads for each row, which a `Work` turns into what its kernels
-// need. O is the sum of out and out_low. Also clears the sums of dq, if there are any. A Work has
+// need. O is the sum of out and out_rest. Also clears the sums of dq, if there are any. A Work has
 //   Params                      the kernel's parameters
 //   problem, args, past_batch   of them; and the end of the elements of the batch
 //   query_sums                  numbers to clear
@@ -83,6 +83,7 @@ template <class Work, int kLanes, RowAlignment kAlignment> struct StatisticsRows
   static constexpr bool kAligned = kAlignment == RowAlignment::aligned;
   static constexpr int kRows = statistics_rows(kAligned), kStep = kAligned ? 8 : 1;
   using Part = std::conditional_t<kAligned, uint4, uint16_t>;
+  using Rests = std::conditional_t<kAligned, uint2, uint8_t>; // of the elements of a part
 
   HeadRow row[kRows];
   Part dout[kRows], out[kRows];
@@ -90,13 +91,17 @@ template <class Work, int kLanes, RowAlignment kAlignment> struct StatisticsRows
 
   __device__ static int lane() { return static_cast<int>(threadIdx.x) % kLanes; }
 
-  __device__ static Part load_part(const fdm_tensor &t, const HeadRow &row, int d) {
+  template <class Stored, class Loaded>
+  __device__ static Loaded load_row(const fdm_tensor &t, const HeadRow &row, int d) {
     const auto *start =
-        static_cast<const uint16_t *>(t.data) + row.batch * t.stride[0] + row.i * t.stride[1] + row.head * t.stride[2];
+        static_cast<const Stored *>(t.data) + row.batch * t.stride[0] + row.i * t.stride[1] + row.head * t.stride[2];
     if constexpr (kAligned)
-      return *reinterpret_cast<const Part *>(start + d);
+      return *reinterpret_cast<const Loaded *>(start + d);
     else
       return start[d * t.stride[3]];
+  }
+  __device__ static Part load_part(const fdm_tensor &t, const HeadRow &row, int d) {
+    return load_row<uint16_t, Part>(t, row, d);
   }
 
   // Loads the unit whose first row of this thread is given.
@@ -121,22 +126,21 @@ template <class Work, int kLanes, RowAlignment kAlignment> struct StatisticsRows
     const fdm_backward_args &a = Work::args(params);
     const int64_t head_dim = Work::problem(params).head_dim;
     RowResult own{row[0], lse[0], 0.0f};
-    const bool has_low = present(a.out_low); // loaded no sooner, since calls without it have better uses of registers
-    const auto dot = [&](const Part &x, const Part &y, float sum) {
-      return Work::problem(params).q.dtype == FDM_FLOAT16 ? dot_of<__half>(x, y, sum)
-                                                          : dot_of<__nv_bfloat16>(x, y, sum);
+    const bool has_rests =
+        present(a.out_rest); // loaded no sooner, since calls without it have better uses of registers
+    const auto dot = [&](const Part &dout, const Part &out, const HeadRow &row, int d, float sum) {
+      const Rests rests = has_rests ? load_row<uint8_t, Rests>(a.out_rest, row, d) : Rests{};
+      return Work::problem(params).q.dtype == FDM_FLOAT16 ? dot_of<__half>(dout, out, rests, sum)
+                                                          : dot_of<__nv_bfloat16>(dout, out, rests, sum);
     };
 #pragma unroll
     for (int n = 0; n < kRows; ++n) {
-      float sum = dot(dout[n], out[n], 0.0f);
-      if (has_low && row[n].batch < Work::past_batch(params) && lane() * kStep < head_dim)
-        sum = dot(dout[n], load_part(a.out_low, row[n], lane() * kStep), sum);
+      float sum = 0.0f;
+      if (row[n].batch < Work::past_batch(params) && lane() * kStep < head_dim)
+        sum = dot(dout[n], out[n], row[n], lane() * kStep, sum);
       for (int d = (lane() + kLanes) * kStep; d < head_dim; d += kLanes * kStep)
-        if (row[n].batch < Work::past_batch(params)) {
-          const Part other = load_part(a.dout, row[n], d);
-          sum = dot(other, load_part(a.out, row[n], d), sum);
-          if (has_low) sum = dot(other, load_part(a.out_low, row[n], d), sum);
-        }
+        if (row[n].batch < Work::past_batch(params))
+          sum = dot(load_part(a.dout, row[n], d), load_part(a.out, row[n], d), row[n], d, sum);
       sum = row_total<kLanes>(sum);
       if (lane() == n) own = {row[n], lse[n], sum};
     }
@@ -144,10 +148,11 @@ template <class Work, int kLanes, RowAlignment kAlignment> struct StatisticsRows
   }
 
 private:
-  template <class Element> __device__ static float dot_of(const Part &a, const Part &b, float sum) {
+  template <class Element> __device__ static float dot_of(const Part &a, const Part &b, const Rests &rests, float sum) {
     const auto *x = reinterpret_cast<const Element *>(&a), *y = reinterpret_cast<const Element *>(&b);
+    const auto *rest = reinterpret_cast<const int8_t *>(&rests);
 #pragma unroll
-    for (int i = 0; i < kStep; ++i) sum = fmaf(to_float(x[i]), to_float(y[i]), sum);
+    for (int i = 0; i < kStep; ++i) sum = fmaf(to_float(x[i]), with_rest<Element>(to_float(y[i]), rest[i]), sum);
     return sum;
   }
 };

@@ -119,16 +119,18 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
   const fdm_tensor &out = params.a.out;
   const int64_t offset = row_offset(out, row.s, row.query, row.head) + d * out.stride[3];
   if (params.aligned) {
-    const auto store = [&](const fdm_tensor &t, const auto &pack) {
-      *reinterpret_cast<uint2 *>(static_cast<uint16_t *>(t.data) + offset) = {
-          pack(merged[0] * inverse, merged[1] * inverse), pack(merged[2] * inverse, merged[3] * inverse)};
+    const auto packed = [&](const auto &pack) {
+      return make_uint2(pack(merged[0] * inverse, merged[1] * inverse), pack(merged[2] * inverse, merged[3] * inverse));
     };
     const bool is_half = out.dtype == FDM_FLOAT16;
-    store(out, AnyPacking{is_half});
-    if (present(params.a.out_low))
-      store(params.a.out_low, [&](float low, float high) {
-        return is_half ? pack_left<__half>(low, high) : pack_left<__nv_bfloat16>(low, high);
+    *reinterpret_cast<uint2 *>(static_cast<uint16_t *>(out.data) + offset) = packed(AnyPacking{is_half});
+    if (present(params.a.out_rest)) {
+      const uint2 rests = packed([&](float low, float high) {
+        return is_half ? pack_rests<__half>(low, high) : pack_rests<__nv_bfloat16>(low, high);
       });
+      *reinterpret_cast<uint32_t *>(static_cast<uint8_t *>(params.a.out_rest.data) + offset) =
+          joined_rests(rests.x, rests.y);
+    }
   } else {
 #pragma unroll
     for (int k = 0; k < 4; ++k)

@@ -32,7 +32,7 @@ cudaError_t run_direct_decode(const fdm_problem &p, const fdm_forward_args &args
   params.k = static_cast<const uint16_t *>(p.k.data);
   params.v = static_cast<const uint16_t *>(p.v.data);
   params.out = static_cast<uint16_t *>(args.out.data);
-  params.out_low = static_cast<uint16_t *>(args.out_low.data);
+  params.out_rest = static_cast<uint8_t *>(args.out_rest.data);
   params.lse = static_cast<float *>(args.lse.data);
   params.mask = static_cast<const uint8_t *>(p.mask.data);
   params.bias = p.bias.data;

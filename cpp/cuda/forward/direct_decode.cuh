@@ -342,13 +342,17 @@ __device__ __forceinline__ void write_decoded(const DirectDecodeParams &params,
   const float factor = row_factor(shared.sink[r], x.maximum, x.sum);
   const bool blank = x.sum == 0.0f;
   const int64_t offset = params.out_strides.offset(place, place.first_query, place.head + r) + d;
-  const auto store = [&](uint16_t *to, const auto &pack) {
+  const auto packed = [&](const auto &pack) {
     const uint32_t low = pack(x.value.x * factor, x.value.y * factor),
                    high = pack(x.value.z * factor, x.value.w * factor);
-    *reinterpret_cast<uint2 *>(to + offset) = blank ? uint2{} : make_uint2(low, high);
+    return blank ? uint2{} : make_uint2(low, high);
   };
-  store(params.out, [](float low, float high) { return ptx::pack<Element>(low, high); });
-  if (params.out_low) store(params.out_low, [](float low, float high) { return pack_left<Element>(low, high); });
+  *reinterpret_cast<uint2 *>(params.out + offset) =
+      packed([](float low, float high) { return ptx::pack<Element>(low, high); });
+  if (params.out_rest) {
+    const uint2 rests = packed([](float low, float high) { return pack_rests<Element>(low, high); });
+    *reinterpret_cast<uint32_t *>(params.out_rest + offset) = joined_rests(rests.x, rests.y);
+  }
   if (d == 0)
     params.lse[params.lse_strides.offset(place, place.first_query, place.head + r)] =
         blank ? -INFINITY : (x.maximum + ptx::log2_approximate(x.sum)) / kLog2E;

@@ -30,7 +30,8 @@ struct DirectKeyStrides {
 
 struct DirectDecodeParams {
   const uint16_t *q, *k, *v;
-  uint16_t *out, *out_low; // out_low has the strides of out; null: not wanted
+  uint16_t *out;
+  uint8_t *out_rest; // of the strides of out; null: not wanted
   float *lse;
   const uint8_t *mask; // null: absent
   const void *bias;    // null: absent

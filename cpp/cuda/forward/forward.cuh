@@ -281,13 +281,12 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
           params.a.lse.data)[lse_offset(params.a.lse, task->s, this->query(lse_row), this->head(lse_row))] = own_lse;
     store_accumulators<Element, Tile>(out, q_base, first, 0);
     __syncwarp();
-    write_rows(params.a.out, first, there);
-    if (!present(params.a.out_low)) return;
-    subtract_rounded<Element>(out);
+    write_rows<RowPart::rounded>(params.a.out, first, there);
+    if (!present(params.a.out_rest)) return;
     __syncwarp(); // no lane reads the rows of out any more
-    store_accumulators<Element, Tile>(out, q_base, first, 0);
+    store_packed<Tile>(out, q_base, first, 0, [](float low, float high) { return pack_rests<Element>(low, high); });
     __syncwarp();
-    write_rows(params.a.out_low, first, there);
+    write_rows<RowPart::rest>(params.a.out_rest, first, there);
   }
   // Without a kept key the output is 0, also where a value that other rows keep is not finite.
   __device__ void clear_blank_rows() {
@@ -297,21 +296,23 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
       for (int half = 0; half < 2; ++half)
         if (this->sum[m][half] == 0.0f) this->clear_row(m, half);
   }
-  __device__ void write_rows(const fdm_tensor &t, int first, int there) const {
+  template <RowPart kPart> __device__ void write_rows(const fdm_tensor &t, int first, int there) const {
+    using Stored = StoredPart<kPart>;
     constexpr int kAcross = Tile::kChunks <= 4 ? 4 : Tile::kChunks <= 8 ? 8 : Tile::kChunks <= 16 ? 16 : 32;
     const int lane = threadIdx.x % 32, head_dim = int(params.p.head_dim);
-    auto *const block_rows = static_cast<uint16_t *>(t.data) + row_offset(t, task->s, task->first_row, task->head);
+    auto *const block_rows = static_cast<Stored *>(t.data) + row_offset(t, task->s, task->first_row, task->head);
     if (aligned()) {
       const int chunk = lane % kAcross, own = first + lane / kAcross;
       const bool alone = params.heads_per_tile == 1;
       const int rows_left = chunk * 8 < head_dim ? there : 0;
-      uint16_t *target = block_rows + (alone ? uint32_t(own) * t.stride[1] : 0) + chunk * 8;
+      Stored *target = block_rows + (alone ? uint32_t(own) * t.stride[1] : 0) + chunk * 8;
 #pragma unroll
       for (int i = 0; i < 16 * kRowTiles; i += 32 / kAcross) {
         const int r = own + i;
-        if (this->query_of_block(r) < rows_left)
-          *reinterpret_cast<uint4 *>(alone ? target : target + this->offset_in_block(t, r)) =
-              ptx::load_shared_16_bytes(Tile::chunk_address(q_base, r, chunk));
+        if (this->query_of_block(r) < rows_left) {
+          const uint4 c = ptx::load_shared_16_bytes(Tile::chunk_address(q_base, r, chunk));
+          store_part<kPart>(alone ? target : target + this->offset_in_block(t, r), {c.x, c.y, c.z, c.w});
+        }
         if (alone) target += 32 / kAcross * t.stride[1];
       }
       return;

@@ -15,6 +15,18 @@
 
 namespace fdm::cuda {
 
+// What of a row of out is stored: its rounded elements, or their rests, each with 16 bits in registers and shared memory.
+enum class RowPart { rounded, rest };
+template <RowPart kPart> using StoredPart = std::conditional_t<kPart == RowPart::rounded, uint16_t, uint8_t>;
+
+// Stores eight elements.
+template <RowPart kPart> __device__ __forceinline__ void store_part(StoredPart<kPart> *to, const uint32_t (&words)[4]) {
+  if constexpr (kPart == RowPart::rounded)
+    ptx::store_global_16(to, words);
+  else
+    *reinterpret_cast<uint2 *>(to) = {joined_rests(words[0], words[1]), joined_rests(words[2], words[3])};
+}
+
 // A block's part of the problem. It lies in shared memory: it is read seldom, and registers are scarce.
 struct ForwardTask {
   Sequence s;
@@ -257,15 +269,14 @@ struct ForwardRows : RunningRows<kRowTileCount, kColumnTileCount, kDimTileCount>
 
   // The epilogue of kernels of one head whose rows can be written 16 bytes at a time: normalized rows, and their lse.
   __device__ void write_16_bytes() const {
-    store_16_bytes<RowPart::rounded>(task->out);
-    if (!present(params.a.out_low)) return;
-    const auto place = reinterpret_cast<uintptr_t>(task->out) - reinterpret_cast<uintptr_t>(params.a.out.data);
-    store_16_bytes<RowPart::left>(reinterpret_cast<char *>(params.a.out_low.data) + place);
+    store_rows<RowPart::rounded>(task->out);
+    if (!present(params.a.out_rest)) return;
+    const auto place = static_cast<Element *>(task->out) - static_cast<Element *>(params.a.out.data);
+    store_rows<RowPart::rest>(static_cast<uint8_t *>(params.a.out_rest.data) + place);
   }
 
-  // Rounded rows and their lse, or what rounding leaves of the rows. Nothing but the sums lives from one to the other.
-  enum class RowPart { rounded, left };
-  template <RowPart kPart> __device__ void store_16_bytes(void *first_row) const {
+  // Rounded rows and their lse, or the rests of the rows. Nothing but the sums lives from one to the other.
+  template <RowPart kPart> __device__ void store_rows(void *first_row) const {
     static_assert(kOneHead && kRowTiles == 1);
     const int head_dim = int(params.p.head_dim);
 #pragma unroll
@@ -274,7 +285,7 @@ struct ForwardRows : RunningRows<kRowTileCount, kColumnTileCount, kDimTileCount>
       const float total = sum[0][half], top = maximum[0][half];
       const float inverse = __fdividef(1.0f, total + ptx::exp2_approximate(task->sink - top));
       const bool exists = r < task->rows, blank = total == 0.0f;
-      auto *out_row = static_cast<Element *>(first_row) + r * params.a.out.stride[1];
+      auto *out_row = static_cast<StoredPart<kPart> *>(first_row) + r * params.a.out.stride[1];
 #pragma unroll
       for (int d = 0; d < kDimTiles; d += 4) {
         uint32_t words[4];
@@ -283,12 +294,12 @@ struct ForwardRows : RunningRows<kRowTileCount, kColumnTileCount, kDimTileCount>
           const float *sums = out[0][d + i];
           const float low = sums[2 * half] * inverse, high = sums[2 * half + 1] * inverse;
           const uint32_t both =
-              kPart == RowPart::rounded ? ptx::pack<Element>(low, high) : pack_left<Element>(low, high);
+              kPart == RowPart::rounded ? ptx::pack<Element>(low, high) : pack_rests<Element>(low, high);
           words[i] = blank ? 0u : both;
         }
         transpose_quad(words);
         const int column = 8 * (d + int(threadIdx.x) % 4);
-        if (exists && column < head_dim) ptx::store_global_16(out_row + column, words);
+        if (exists && column < head_dim) store_part<kPart>(out_row + column, words);
       }
       if (kPart == RowPart::rounded && exists && threadIdx.x % 4 == 0)
         task->lse[r * params.a.lse.stride[2]] =

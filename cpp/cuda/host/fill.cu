@@ -20,7 +20,7 @@ struct FillParams {
   static constexpr int kMost = 3;
   fdm_tensor tensors[kMost];
   uint32_t bits[kMost];
-  bool vectors[kMost]; // eight elements of 16 bits at a time, which are zeros
+  bool vectors[kMost]; // eight elements of 16 or 8 bits at a time, which are zeros
   fdm_tensor cu_seqlens;
   int64_t batch;
 
@@ -51,6 +51,10 @@ __global__ void __launch_bounds__(kThreads) fill(const __grid_constant__ FillPar
       static_cast<uint32_t *>(t.data)[offset] = params.bits[blockIdx.y];
     else if (t.dtype == FDM_FLOAT64)
       static_cast<double *>(t.data)[offset] = __uint_as_float(params.bits[blockIdx.y]);
+    else if (t.dtype == FDM_UINT8 && vectors)
+      *reinterpret_cast<uint2 *>(static_cast<uint8_t *>(t.data) + offset) = uint2{};
+    else if (t.dtype == FDM_UINT8)
+      static_cast<uint8_t *>(t.data)[offset] = uint8_t(params.bits[blockIdx.y]);
     else if (vectors)
       *reinterpret_cast<uint4 *>(static_cast<uint16_t *>(t.data) + offset) = uint4{};
     else
@@ -80,7 +84,7 @@ cudaError_t launch_unused_rows(const fdm_problem &p, const fdm_forward_args &arg
   std::swap(lse.stride[1], lse.stride[2]);
   int count = 1;
   if (present(lse)) params.set(count++, lse, kMinusInfinity, false);
-  if (present(args.out_low)) params.set(count++, args.out_low, 0, work.vectors);
+  if (present(args.out_rest)) params.set(count++, args.out_rest, 0, work.vectors);
   return launch(fill, Grid(work.blocks, count), kThreads, 0, stream, params);
 }
 

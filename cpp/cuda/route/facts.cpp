@@ -67,7 +67,7 @@ Alignment input_alignment(const fdm_problem &p) {
 
 Alignment forward_alignment(const fdm_problem &p, const fdm_forward_args &args) {
   Alignment lies = input_alignment(p);
-  lies.out = all_aligned(p.head_dim, args.out, args.out_low);
+  lies.out = all_aligned(p.head_dim, args.out, args.out_rest);
   if (p.queries == 1)
     for (const fdm_tensor *t : {&p.q, &p.k, &p.v, &args.out, &args.lse, &p.mask, &p.bias})
       for (int64_t stride : t->stride) lies.narrow &= fits_32_bits(stride);
@@ -76,7 +76,7 @@ Alignment forward_alignment(const fdm_problem &p, const fdm_forward_args &args) 
 
 Alignment backward_alignment(const fdm_problem &p, const fdm_backward_args &args) {
   Alignment lies = input_alignment(p);
-  lies.out = all_aligned(p.head_dim, args.out, args.out_low);
+  lies.out = all_aligned(p.head_dim, args.out, args.out_rest);
   lies.dout = rows_are_aligned(args.dout, p.head_dim);
   lies.dk_dv = all_aligned(p.head_dim, args.dk, args.dv);
   lies.gradients = lies.dk_dv && all_aligned(p.head_dim, args.dq);

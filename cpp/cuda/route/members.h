@@ -40,7 +40,7 @@ inline fdm_problem member_of(const fdm_problem &p, int64_t member) {
 inline fdm_backward_args member_of(const fdm_problem &p, const fdm_backward_args &args, int64_t member) {
   fdm_backward_args own = args;
   for (fdm_tensor fdm_backward_args::*t :
-       {&fdm_backward_args::out, &fdm_backward_args::dout, &fdm_backward_args::dq, &fdm_backward_args::out_low})
+       {&fdm_backward_args::out, &fdm_backward_args::dout, &fdm_backward_args::dq, &fdm_backward_args::out_rest})
     own.*t = of_member(p, args.*t, 2, member);
   for (fdm_tensor fdm_backward_args::*t :
        {&fdm_backward_args::lse, &fdm_backward_args::dlse, &fdm_backward_args::dbias})

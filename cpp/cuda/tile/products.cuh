@@ -165,26 +165,33 @@ template <class Element> __device__ __forceinline__ uint32_t pack_left(float low
   return ptx::pack<Element>(low - packed_low, high - packed_high);
 }
 
-// Leaves in accumulators what rounding them to Element leaves of them.
-template <class Element, int kLeftTiles, int kRightTiles>
-__device__ __forceinline__ void subtract_rounded(float (&sums)[kLeftTiles][kRightTiles][4]) {
-#pragma unroll
-  for (int m = 0; m < kLeftTiles; ++m)
-#pragma unroll
-    for (int n = 0; n < kRightTiles; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; i += 2) {
-        float low, high;
-        ptx::unpack<Element>(ptx::pack<Element>(sums[m][n][i], sums[m][n][i + 1]), low, high);
-        sums[m][n][i] -= low;
-        sums[m][n][i + 1] -= high;
-      }
+// The rest of a number that is rounded to 16 bits: the difference of the bits of both as float32, in units of 2^-8 of the
+// largest there is where the rounded number is normal. Below, it is as much of the difference as a byte holds. What it adds to
+// makes no finite number infinite and leaves NaN as it is.
+template <class Element> constexpr int kRestShift = std::is_same_v<Element, __half> ? 5 : 8;
+template <class Element> __device__ __forceinline__ int32_t rest_of(float x, float rounded) {
+  constexpr int kShift = kRestShift<Element>;
+  const auto difference = static_cast<int32_t>(__float_as_uint(x) - __float_as_uint(rounded));
+  return min(max((difference + (1 << (kShift - 1))) >> kShift, -128), 127);
+}
+template <class Element> __device__ __forceinline__ float with_rest(float rounded, int8_t rest) {
+  return __int_as_float(__float_as_int(rounded) + rest * (1 << kRestShift<Element>));
 }
 
-// Rounds accumulators to Element and stores them in a tile, from a row and a column on.
-template <class Element, class Tile, int kLeftTiles, int kRightTiles>
-__device__ __forceinline__ void store_accumulators(const float (&sums)[kLeftTiles][kRightTiles][4], uint32_t base,
-                                                   int row, int column) {
+// The rests of a pair, a byte of each half of the word; those of a second pair follow in `joined_rests`.
+template <class Element> __device__ __forceinline__ uint32_t pack_rests(float low, float high) {
+  float packed_low, packed_high;
+  ptx::unpack<Element>(ptx::pack<Element>(low, high), packed_low, packed_high);
+  return (rest_of<Element>(low, packed_low) & 0xffff) | rest_of<Element>(high, packed_high) << 16;
+}
+__device__ __forceinline__ uint32_t joined_rests(uint32_t first, uint32_t second) {
+  return __byte_perm(first, second, 0x6420);
+}
+
+// Packs pairs of accumulators to 32 bits and stores them in a tile of 16-bit elements, from a row and a column on.
+template <class Tile, int kLeftTiles, int kRightTiles, class Pack>
+__device__ __forceinline__ void store_packed(const float (&sums)[kLeftTiles][kRightTiles][4], uint32_t base, int row,
+                                             int column, const Pack &pack) {
 #pragma unroll
   for (int m = 0; m < kLeftTiles; ++m)
 #pragma unroll
@@ -193,7 +200,14 @@ __device__ __forceinline__ void store_accumulators(const float (&sums)[kLeftTile
       for (int n = 0; n < kRightTiles; ++n)
         ptx::store_shared(Tile::chunk_address(base, row + 16 * m + accumulator_row(half), column / 8 + n) +
                               2 * accumulator_column(),
-                          ptx::pack<Element>(sums[m][n][2 * half], sums[m][n][2 * half + 1]));
+                          pack(sums[m][n][2 * half], sums[m][n][2 * half + 1]));
+}
+
+// Rounds accumulators to Element and stores them in a tile, from a row and a column on.
+template <class Element, class Tile, int kLeftTiles, int kRightTiles>
+__device__ __forceinline__ void store_accumulators(const float (&sums)[kLeftTiles][kRightTiles][4], uint32_t base,
+                                                   int row, int column) {
+  store_packed<Tile>(sums, base, row, column, [](float low, float high) { return ptx::pack<Element>(low, high); });
 }
 
 // The four lanes that share rows have a word each of four tiles; afterwards each has the four words of one tile.
@@ -285,10 +299,13 @@ __device__ __forceinline__ void store_element(const fdm_tensor &t, int64_t offse
     static_cast<__nv_bfloat16 *>(t.data)[offset] = __float2bfloat16_rn(value);
 }
 
-// Stores an element of out, and what rounding leaves of it if that is wanted.
+// Stores an element of out, and the rest of it if that is wanted.
 __device__ __forceinline__ void store_out(const fdm_forward_args &a, int64_t offset, float value) {
   store_element(a.out, offset, value);
-  if (present(a.out_low)) store_element(a.out_low, offset, value - load_element(a.out, offset));
+  if (!present(a.out_rest)) return;
+  const float rounded = load_element(a.out, offset);
+  static_cast<uint8_t *>(a.out_rest.data)[offset] =
+      a.out.dtype == FDM_FLOAT16 ? rest_of<__half>(value, rounded) : rest_of<__nv_bfloat16>(value, rounded);
 }
 
 } // namespace fdm::cuda

@@ -29,7 +29,7 @@ __all__ = [
     "lse_dtype",
     "lse_shape",
     "mass_shape",
-    "out_low_bytes",
+    "out_rest_bytes",
     "out_shape",
 ]
 
@@ -202,8 +202,8 @@ def lse_dtype(inputs: AttentionInputs) -> torch.dtype:
     return computing_dtype(inputs.query, inputs.bias)
 
 
-def out_low_bytes(inputs: AttentionInputs) -> int:
-    """Return the bytes of what rounding leaves of out, rounded; 0 if no gradient needs it.
+def out_rest_bytes(inputs: AttentionInputs) -> int:
+    """Return the bytes of what rounding leaves of out, one an element; 0 if no gradient needs it.
 
     The gradients of a row's scores sum to 0 only as exactly as out is known, and the gradient of a
     sink, and sums of that of a bias per key, collect what is missing of all rows.
@@ -212,7 +212,7 @@ def out_low_bytes(inputs: AttentionInputs) -> int:
     sums_rows = inputs.sink is not None if bias is None else bias.shape[-2] == 1
     if query.element_size() > 2 or not sums_rows:
         return 0
-    return 2 * math.prod(query.shape)
+    return math.prod(query.shape)
 
 
 def keep_shape(inputs: SelectionInputs) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from .base import (
     SelectionInputs,
     interval_shape,
     keep_shape,
-    out_low_bytes,
+    out_rest_bytes,
 )
 
 # What the core makes results with, since each crossing between it and Python costs a small call.
@@ -82,7 +82,7 @@ class PackBackend(Backend):
     def kept_bytes(self, inputs: AttentionInputs) -> int:
         """Do what kept_bytes of the core's problem does, with an lse of its own."""
         size = super().kept_bytes(inputs)
-        low = out_low_bytes(inputs) if self.pack.wants_out_low else 0
+        low = out_rest_bytes(inputs) if self.pack.wants_out_rest else 0
         return _padded(size) + _padded(low) if low else size
 
     def make_plan(self, inputs: AttentionInputs, *, zeroed: bool) -> Tensor:

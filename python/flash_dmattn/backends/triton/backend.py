@@ -14,7 +14,7 @@ from flash_dmattn.backends.base import (
     Gradients,
     SelectionInputs,
     lse_shape,
-    out_low_bytes,
+    out_rest_bytes,
 )
 from flash_dmattn.backends.interval_selection import select_intervals
 from flash_dmattn.backends.reference import ReferenceBackend
@@ -44,7 +44,7 @@ class TritonBackend(Backend):
 
     def kept_bytes(self, inputs: AttentionInputs) -> int:
         """Return the length of a plan that is made, and of what rounding leaves of out."""
-        return super().kept_bytes(inputs) + out_low_bytes(inputs)
+        return super().kept_bytes(inputs) + out_rest_bytes(inputs)
 
     def make_plan(self, inputs: AttentionInputs, *, zeroed: bool) -> Tensor:
         """Turn the mask into columns."""
@@ -60,7 +60,7 @@ class TritonBackend(Backend):
             plan = kept = _made_plan(problem, size, zeroed=zeroed)
         else:
             plan, kept = inputs.given_plan, _made_bytes(inputs.query, size, zeroed=zeroed)
-        out, lse = _results(problem, plan, _out_low_in(kept, inputs))
+        out, lse = _results(problem, plan, _out_rest_in(kept, inputs))
         return out, lse, kept if size else None
 
     def attend(self, call: Any, *, need_lse: bool) -> tuple[Tensor, Tensor | None]:
@@ -86,9 +86,9 @@ class TritonBackend(Backend):
         if kept is None:
             kept = inputs.query.new_empty(0, dtype=torch.uint8)
         plan = kept if inputs.given_plan is None else inputs.given_plan
-        out_low = _out_low_in(kept, inputs)
+        out_rest = _out_rest_in(kept, inputs)
         with on_device(out.device):
-            return gradients(problem, plan, dout, dlse, out, out_low, lse, wanted)
+            return gradients(problem, plan, dout, dlse, out, out_rest, lse, wanted)
 
     def key_mass(self, inputs: AttentionInputs, lse: Tensor) -> Tensor:
         """Run the kernel that sums the probabilities of each key."""
@@ -136,24 +136,24 @@ def _made_plan(problem: Problem, size: int, *, zeroed: bool) -> Tensor:
     return plan
 
 
-def _out_low_in(kept: Tensor, inputs: AttentionInputs) -> Tensor | None:
+def _out_rest_in(kept: Tensor, inputs: AttentionInputs) -> Tensor | None:
     """Return what rounding leaves of out, the last part of what is kept."""
-    size = out_low_bytes(inputs)
+    size = out_rest_bytes(inputs)
     if not size:
         return None
-    return kept[kept.numel() - size :].view(inputs.query.dtype).view(inputs.query.shape)
+    return kept[kept.numel() - size :].view(torch.int8).view(inputs.query.shape)
 
 
-def _results(problem: Problem, plan: Tensor, out_low: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return out and lse, and write out_low."""
+def _results(problem: Problem, plan: Tensor, out_rest: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return out and lse, and write out_rest."""
     query = problem.inputs.query
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     lse = torch.empty(lse_shape(query), dtype=torch.float32, device=query.device)
     if problem.inputs.cu_seqlens_q is not None:  # rows of no sequence are written by no kernel
         out.zero_()
         lse.fill_(-torch.inf)
-        if out_low is not None:
-            out_low.zero_()
+        if out_rest is not None:
+            out_rest.zero_()
     with on_device(query.device):
-        run_forward(problem, plan, out, lse, out_low)
+        run_forward(problem, plan, out, lse, out_rest)
     return out, lse

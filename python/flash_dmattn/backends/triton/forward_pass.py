@@ -20,13 +20,13 @@ def run_forward(
     plan: Tensor,
     out: Tensor,
     lse: Tensor,
-    out_low: Tensor | None = None,
+    out_rest: Tensor | None = None,
     *,
     statistics: bool = False,
 ) -> None:
-    """Write out, lse and out_low, or what stands for them with ``statistics``: see the kernel."""
+    """Write out, lse and out_rest, or what stands for them with ``statistics``: see the kernel."""
     arguments = problem.arguments | plan_views(problem.layout, plan)._asdict()
-    arguments |= {"out": out, "lse": lse, "out_low": out_low}
+    arguments |= {"out": out, "lse": lse, "out_rest": out_rest}
 
     def start(tiles: Tiles) -> None:
         launch(
@@ -35,7 +35,7 @@ def run_forward(
             arguments,
             SINK=problem.inputs.sink is not None,
             STATISTICS=statistics,
-            LOW=out_low is not None,
+            REST=out_rest is not None,
             **tiles.constants,
             **problem.constants,
         )

@@ -31,7 +31,7 @@ def gradients(
     dout: Tensor,
     dlse: Tensor | None,
     out: Tensor,
-    out_low: Tensor | None,
+    out_rest: Tensor | None,
     lse: Tensor,
     wanted: tuple[str, ...],
 ) -> Gradients:
@@ -42,7 +42,7 @@ def gradients(
     views = plan_views(problem.layout, plan)
     arguments = problem.arguments | views._asdict()
     statistics = row_statistics(problem, plan, lse.contiguous())
-    outs = out.contiguous(), out_low
+    outs = out.contiguous(), out_rest
     prepared = _prepared(problem, dout.contiguous(), dlse, outs, *statistics)
     arguments |= prepared
     want_query, want_bias = "query" in wanted, "bias" in wanted
@@ -76,7 +76,7 @@ def _prepared(
     row_sums: Tensor | None,
 ) -> dict[str, Tensor]:
     """Return query, the gradient of out, lse and delta as the kernels read them."""
-    out, out_low = outs
+    out, out_rest = outs
     live_q, live_dout = torch.empty_like(dout), torch.empty_like(dout)
     log2_lse, delta = torch.empty_like(lse), torch.empty_like(lse)
     has_sink = problem.inputs.sink is not None
@@ -88,7 +88,7 @@ def _prepared(
         problem.arguments
         | {
             "out": out,
-            "out_low": out_low,
+            "out_rest": out_rest,
             "dout": dout,
             "lse": lse,
             "row_sums": row_sums,
@@ -99,7 +99,7 @@ def _prepared(
         | {"sink_shares": sink_shares},
         HAS_DLSE=dlse is not None,
         HAS_SUMS=row_sums is not None,
-        LOW=out_low is not None,
+        REST=out_rest is not None,
         SINK=has_sink,
         BLOCK_ROWS=_PREPARED_ROWS,
         **{name: problem.constants[name] for name in ("UNIT", "EVEN", "BLOCK_D")},

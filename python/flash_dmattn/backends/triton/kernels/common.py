@@ -233,6 +233,26 @@ def load_tile(
 
 
 @triton.jit
+def rest_of(tile, rounded, HALF: tl.constexpr):
+    """Return what rounding leaves of float32 numbers, in int8: see `with_rest`."""
+    SHIFT: tl.constexpr = 5 if HALF else 9
+    rest = tile.to(tl.int32, bitcast=True) - rounded.to(tl.int32, bitcast=True)
+    rest = (rest + (1 << (SHIFT - 1))) >> SHIFT
+    return tl.minimum(tl.maximum(rest, -128), 127).to(tl.int8)
+
+
+@triton.jit
+def with_rest(rounded, rest, HALF: tl.constexpr):
+    """Return float32 numbers from 16 bits and the rest: the difference of their bits.
+
+    It is in units of 2^-8 of the largest there is: of bfloat16 where an interpreter truncates.
+    """
+    SHIFT: tl.constexpr = 5 if HALF else 9
+    bits = rounded.to(tl.float32).to(tl.int32, bitcast=True)
+    return (bits + (rest.to(tl.int32) << SHIFT)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def store_tile(base, offsets, tile, valid, head_dim, BLOCK_D: tl.constexpr):
     """Store vectors of head_dim elements."""
     d = tl.arange(0, BLOCK_D)

@@ -16,6 +16,7 @@ from .common import (
     dot,
     list_slot,
     load_tile,
+    rest_of,
     sequence_place,
     store_tile,
     tile_counts,
@@ -32,7 +33,7 @@ def forward_kernel(
     bias,
     sink,
     out,
-    out_low,
+    out_rest,
     lse,
     first,
     past,
@@ -84,11 +85,11 @@ def forward_kernel(
     BLOCK_KEYS: tl.constexpr,
     SINK: tl.constexpr,
     STATISTICS: tl.constexpr,
-    LOW: tl.constexpr,
+    REST: tl.constexpr,
 ):
     """Write out and lse of a block of rows. The last rows, which may see the most, come first.
 
-    With LOW also what rounding leaves of out, rounded.
+    With REST also what rounding leaves of out.
 
     With STATISTICS, in place of lse the largest score in units of ln 2, and in place of out the sum
     of exp2(score - largest), as float32 of lse's shape.
@@ -201,6 +202,7 @@ def forward_kernel(
             out_tile = tl.where(empty[:, None], 0.0, out_tile / total[:, None])
             offsets = ((batch * rows + row_places) * heads + head) * head_dim
             store_tile(out, offsets, out_tile, valid_rows, head_dim, BLOCK_D)
-            if LOW:
-                out_tile -= out_tile.to(out.dtype.element_ty).to(tl.float32)
-                store_tile(out_low, offsets, out_tile, valid_rows, head_dim, BLOCK_D)
+            if REST:
+                rounded = out_tile.to(out.dtype.element_ty).to(tl.float32)
+                rests = rest_of(out_tile, rounded, out.dtype.element_ty == tl.float16)
+                store_tile(out_rest, offsets, rests, valid_rows, head_dim, BLOCK_D)

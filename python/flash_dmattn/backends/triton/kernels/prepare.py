@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from .common import LOG2E, SIZES, load_tile, store_tile
+from .common import LOG2E, SIZES, load_tile, store_tile, with_rest
 
 # Beyond it lse has lost the sum of a row to rounding: all that it keeps has a bias like finfo.min.
 # Such a row counts as one that keeps nothing.
@@ -19,7 +19,7 @@ MOST_SINK = tl.constexpr(64.0)
 def prepare_kernel(
     q,
     out,
-    out_low,
+    out_rest,
     dout,
     lse,
     row_sums,
@@ -39,7 +39,7 @@ def prepare_kernel(
     q_head,
     HAS_DLSE: tl.constexpr,
     HAS_SUMS: tl.constexpr,
-    LOW: tl.constexpr,
+    REST: tl.constexpr,
     SINK: tl.constexpr,
     UNIT: tl.constexpr,
     EVEN: tl.constexpr,
@@ -52,7 +52,7 @@ def prepare_kernel(
     with an lse of +inf that makes all its probabilities 0, the kernels that loop over rows need not
     ask, which would make their loads wait for one another.
 
-    With LOW, out is rounded, and out_low what that has left of it.
+    With REST, out is rounded, and out_rest what that has left of it.
 
     With HAS_SUMS, lse is the largest score, in units of ln 2. Then those kernels make of it
     probabilities that are too large by the factor row_sums, and their gradient is too small by it.
@@ -89,9 +89,9 @@ def prepare_kernel(
     out_tile = load_tile(out, offsets, live, head_dim, False, EVEN, BLOCK_D)
     dout_tile = load_tile(dout, offsets, live, head_dim, False, EVEN, BLOCK_D)
     whole_out = out_tile.to(tl.float32)
-    if LOW:
-        low_tile = load_tile(out_low, offsets, live, head_dim, False, EVEN, BLOCK_D)
-        whole_out += low_tile.to(tl.float32)
+    if REST:
+        rests = load_tile(out_rest, offsets, live, head_dim, False, EVEN, BLOCK_D)
+        whole_out = with_rest(out_tile, rests, out.dtype.element_ty == tl.float16)
     result = tl.sum(whole_out * dout_tile.to(tl.float32), 1)
     if SINK:
         sink_share = tl.where(live, sink_weight / whole * result, 0.0)

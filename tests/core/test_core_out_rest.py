@@ -27,7 +27,7 @@ from .core_calls import (
 )
 from .core_packs import Recording, as_tuple, compile_pack, compiler
 
-ROOM = 1024  # of the out_low of these calls, at most
+ROOM = 1024  # of the out_rest of these calls, at most
 SIZES = {"batch": (B, Q, H, D), "packed": (6, H, D)}
 
 
@@ -35,7 +35,7 @@ SIZES = {"batch": (B, Q, H, D), "packed": (6, H, D)}
 def wanting_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if compiler() is None:
         pytest.skip("no C compiler")
-    return compile_pack(tmp_path_factory.mktemp("packs") / "libwanting.so", WANTS_OUT_LOW=1)
+    return compile_pack(tmp_path_factory.mktemp("packs") / "libwanting.so", WANTS_OUT_REST=1)
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ LSE = {"batch": (B, H, Q), "packed": (H, 6)}
 @pytest.mark.parametrize("has_lse", [False, True])
 @pytest.mark.parametrize("has_plan", [False, True])
 @pytest.mark.parametrize("form", SIZES)
-def test_out_low_is_kept(
+def test_out_rest_is_kept(
     form: str, has_plan: bool, has_lse: bool, wanting: tuple[_core.Pack, Recording]
 ) -> None:
     pack, recording = wanting
@@ -71,27 +71,27 @@ def test_out_low_is_kept(
     plan = as_tuple(zeros(4096, dtype="uint8")) if has_plan else None
     given = as_tuple(lse) if has_lse else None
     problem.keep(as_tuple(out), given, plan, as_tuple(kept), None)
-    place, shape, strides = recording.forward.out_low.summary()
+    place, shape, strides = recording.forward.out_rest.summary()
     assert place is not None
     assert shape == recording.forward.out.summary()[1]
     assert strides[1:] == (H * D, D, 1)
     begin = place - kept.ctypes.data
     assert begin >= 0
     assert begin % 256 == 0
-    assert begin + out.nbytes <= (kept.nbytes if has_lse else kept.nbytes - lse.nbytes)
+    assert begin + out.size <= (kept.nbytes if has_lse else kept.nbytes - lse.nbytes)
     if not has_lse:
         assert recording.forward.lse.summary()[0] == kept.ctypes.data + kept.nbytes - lse.nbytes
     dout = zeros(*SIZES[form], dtype="float16")
     results = as_tuple(dout), None, as_tuple(out), given
     problem.backward(*results, {}, plan, None, as_tuple(kept))
-    assert recording.backward.out_low.summary() == (place, shape, strides)
+    assert recording.backward.out_rest.summary() == (place, shape, strides)
     if has_lse:
         problem.backward(*results, {}, plan, None)
-        assert recording.backward.out_low.absent
+        assert recording.backward.out_rest.absent
 
 
 @pytest.mark.parametrize("is_longer", [False, True])
-def test_out_low_lies_behind_a_plan_with_more_room(
+def test_out_rest_lies_behind_a_plan_with_more_room(
     is_longer: bool, wanting: tuple[_core.Pack, Recording]
 ) -> None:
     pack, recording = wanting
@@ -101,9 +101,9 @@ def test_out_low_lies_behind_a_plan_with_more_room(
     out, lse = zeros(B, Q, H, D, dtype="float16"), zeros(B, H, Q)
     problem.keep(as_tuple(out), as_tuple(lse), None, as_tuple(kept), None)
     assert recording.plan.data == kept.ctypes.data
-    place = recording.forward.out_low.summary()[0]
+    place = recording.forward.out_rest.summary()[0]
     assert place is not None
-    assert place - kept.ctypes.data == recording.plan.bytes == len(kept) - 768
+    assert place - kept.ctypes.data == recording.plan.bytes == len(kept) - 512
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_out_low_lies_behind_a_plan_with_more_room(
         {"bias": zeros(B, HK, 1, K), "dtype": "float32"},
     ],
 )
-def test_other_calls_keep_no_out_low(
+def test_other_calls_keep_no_out_rest(
     changes: dict[str, Any], wanting: tuple[_core.Pack, Recording]
 ) -> None:
     pack, recording = wanting
@@ -122,7 +122,7 @@ def test_other_calls_keep_no_out_low(
     out, lse = zeros(B, Q, H, D, dtype=changes.get("dtype", "float16")), zeros(B, H, Q)
     assert problem.kept_bytes(True, True) == 0
     problem.keep(as_tuple(out), as_tuple(lse), None, None, None)
-    assert recording.forward.out_low.absent
+    assert recording.forward.out_rest.absent
 
 
 def test_packs_that_do_not_want_it(pack: _core.Pack, recording: Recording) -> None:
@@ -130,14 +130,14 @@ def test_packs_that_do_not_want_it(pack: _core.Pack, recording: Recording) -> No
     out, lse = zeros(B, Q, H, D, dtype="float16"), zeros(B, H, Q)
     assert problem.kept_bytes(True, False) == 0
     problem.keep(as_tuple(out), as_tuple(lse), None, None, None)
-    assert recording.forward.out_low.absent
+    assert recording.forward.out_rest.absent
 
 
 @pytest.mark.parametrize(
     ("name", "value", "fragments"),
     [
-        ("kept", None, ("kept is None", "768 bytes")),
-        ("kept", zeros(767, dtype="uint8"), ("kept has shape (767,)", "at least 768 bytes")),
+        ("kept", None, ("kept is None", "512 bytes")),
+        ("kept", zeros(511, dtype="uint8"), ("kept has shape (511,)", "at least 512 bytes")),
         (
             "out",
             zeros(B, H, Q, D, dtype="float16").swapaxes(1, 2),
