@@ -44,7 +44,7 @@ FAMILIES = {
     "shared_bias": 1,
 }
 # Of kernels of GPUs: calls that ways.py draws.
-WAYS = {"ways": 8.0}
+WAYS = {"ways": 16.0}
 # Of the most elements: what judges them takes as long as they are many.
 SHARES = {1 / 100: 5, 1 / 20: 2, 1: 0.4}
 # Elements of a sequence and head: of small ones there may be many, and of large ones some.

@@ -113,7 +113,7 @@ def draw(
         if source.chance(0.5):
             call.bias = draw_bias(source, (1, sizes.heads, 1, sizes.keys), dtype, selects=False)
     elif family == "selections" and not isinstance(call.mask, IntervalMask):
-        selects = call.causal = True
+        selects, call.causal = True, source.chance(0.7)
         shape = (source.choice([1, sizes.batch]), source.choice([1, sizes.kv_heads]), 1, sizes.keys)
         call.bias = draw_bias(source, shape, dtype, selects=True)
     elif source.chance(0.7):
