@@ -150,7 +150,6 @@ fdm_pack make_table() {
   table.cuda_version = __CUDACC_VER_MAJOR__ * 1000 + __CUDACC_VER_MINOR__ * 10;
   table.arch = FDM_ARCH;
   table.wants_out_rest = 1;
-  if (!takes_untried()) table.key_bias_dtypes = 0; // no float64
   table.launch_counts = [](fdm_launch_count *counts, int32_t room) {
     const int32_t kernels = launch_counts.read(counts, room);
     return kernels + way_counts.read(counts + std::min(kernels, room), std::max(room - kernels, 0));

@@ -100,8 +100,7 @@ def test_members_of_groups(
     seed: int,
 ) -> None:
     draw = Draw(seed, torch.bfloat16, head_dim)
-    untried = loader.environment.get("FLASH_DMATTN_UNTRIED") == "1"
-    is_divided = pack_target.has_kernels_of_gpu and untried
+    is_divided = pack_target.has_kernels_of_gpu
     call = make(draw, PAIRS * Limits.of(pack_target).sms if is_divided else 1 << 15)
     form(draw, call)
     pack = loader.pack_for(pack_target.device)
