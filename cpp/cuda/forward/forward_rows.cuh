@@ -69,11 +69,11 @@ struct ForwardTask {
 enum class RowsOf { usual, general, decode, one_head };
 
 template <class Element, int kRowTileCount, int kColumnTileCount, int kDimTileCount, RowsOf kRowsOf>
-struct ForwardRows : RunningRows<kRowTileCount, kColumnTileCount, kDimTileCount> {
+struct ForwardRows : RunningRows<Element, kRowTileCount, kColumnTileCount, kDimTileCount> {
   static constexpr bool kGeneral = kRowsOf == RowsOf::general || kRowsOf == RowsOf::decode;
   static constexpr bool kSharedRows = kRowsOf == RowsOf::decode, kOneHead = kRowsOf == RowsOf::one_head;
   static constexpr int kRowTiles = kRowTileCount, kColumnTiles = kColumnTileCount, kDimTiles = kDimTileCount;
-  using Running = RunningRows<kRowTileCount, kColumnTileCount, kDimTileCount>;
+  using Running = RunningRows<Element, kRowTileCount, kColumnTileCount, kDimTileCount>;
   using Running::kSlack, Running::scores, Running::out, Running::maximum, Running::sum;
 
   const ForwardParams &params;

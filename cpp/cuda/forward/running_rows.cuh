@@ -6,8 +6,11 @@
 
 namespace fdm::cuda {
 
-template <int kRowTiles, int kColumnTiles, int kDimTiles> struct RunningRows {
+template <class Element, int kRowTiles, int kColumnTiles, int kDimTiles> struct RunningRows {
   static constexpr float kSlack = 8.0f;
+  // How far above the scores a maximum is put that had to follow them. Where scores rise with the key it has to follow once in
+  // several blocks, not in each. Probabilities of float16 have no exponents for that, those of bfloat16 have enough.
+  static constexpr float kHeadroom = std::is_same_v<Element, __half> ? 0.0f : 48.0f;
 
   float scores[kRowTiles][kColumnTiles][4];
   float out[kRowTiles][kDimTiles][4];
@@ -36,7 +39,10 @@ template <int kRowTiles, int kColumnTiles, int kDimTiles> struct RunningRows {
     for (int n = 0; n < kColumnTiles; ++n)
       largest = fmaxf(largest, fmaxf(scores[m][n][2 * half], scores[m][n][2 * half + 1]));
     largest = fmaxf(maximum[m][half], ptx::row_max(largest) * scale);
-    if (largest <= maximum[m][half] + kSlack) largest = maximum[m][half];
+    if (largest <= maximum[m][half] + kSlack)
+      largest = maximum[m][half];
+    else if (maximum[m][half] != -INFINITY)
+      largest += kHeadroom;
     const float shift = largest == -INFINITY ? 0.0f : largest;
     const float factor = ptx::exp2_approximate(maximum[m][half] - shift);
     maximum[m][half] = largest;

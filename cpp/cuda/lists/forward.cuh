@@ -33,7 +33,7 @@ template <class Config> struct ListForward : ListTile<Config> {
   using Tile = typename Config::Tile;
 
   Shared &own;
-  RunningRows<Config::kRowTiles, Base::kColumnTiles, Config::kHeadDim / 8> rows;
+  RunningRows<typename Config::Element, Config::kRowTiles, Base::kColumnTiles, Config::kHeadDim / 8> rows;
 
   __device__ ListForward(const ListParams &parameters, Shared &memory) : Base(parameters, memory), own(memory) {}
 
