@@ -423,7 +423,9 @@ def test_block_masks_are_exported_and_explained(tmp_path: Path) -> None:
                 return flash_dmattn_func(query, key, value, self.mask)
 
         model = Model(given)
-        torch.export.save(torch.export.export(model, states), tmp_path / "model.pt2")
+        # torch 2.11 cannot save what torch.vmap leaves in a graph before it is decomposed.
+        exported = torch.export.export(model, states).run_decompositions({})
+        torch.export.save(exported, tmp_path / "model.pt2")
         got = torch.export.load(tmp_path / "model.pt2").module()(*states)
         torch.testing.assert_close(got, model(*states))
         told = [str(explain(*states, given)), str(explain(*states, attn_mask=given))]
