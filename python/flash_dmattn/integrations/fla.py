@@ -78,7 +78,8 @@ def parallel_forgetting_attn(
     backend = backend_of(q)
     if cu_seqlens is None:
         bias, mask = forgetting_bias(g.transpose(1, 2), prune)
-        mask = _within(window_size, mask, torch.arange(length, device=q.device)[None])
+        if window_size is not None:
+            mask = _within(window_size, mask, torch.arange(length, device=q.device)[None])
         out = flash_dmattn_func(q, k, v, mask, bias, scale, is_causal=True, backend=backend)
         assert isinstance(out, Tensor)
         return out
@@ -87,7 +88,8 @@ def parallel_forgetting_attn(
     if cu_seqlens.dtype == torch.int64:
         cu_seqlens = cu_seqlens.to(torch.int32)
     bias, mask = forgetting_bias(g[0].transpose(0, 1), prune, cu_seqlens)
-    mask = _within(window_size, mask, packed_positions(cu_seqlens, length))
+    if window_size is not None:
+        mask = _within(window_size, mask, packed_positions(cu_seqlens, length))
     most = longest(cu_seqlens)
     out = flash_dmattn_varlen_func(
         q[0], k[0], v[0], cu_seqlens, cu_seqlens, most, most, scale,
@@ -97,7 +99,7 @@ def parallel_forgetting_attn(
     return out.unsqueeze(0)
 
 
-def _within(window_size: int | None, mask: IntervalMask | None, row: Tensor) -> IntervalMask | None:
+def _within(window_size: int, mask: IntervalMask | None, row: Tensor) -> IntervalMask:
     """Return a mask that also drops what is before the last keys.
 
     Args:
@@ -105,8 +107,6 @@ def _within(window_size: int | None, mask: IntervalMask | None, row: Tensor) -> 
         mask: or None for all keys.
         row: ``(1, N)``, packed ``(total,)``: that of each key.
     """
-    if window_size is None:
-        return mask
     start = row.to(torch.int32).unsqueeze(0)
     window = IntervalMask(start, (start.long() + window_size).clamp(max=checks.MOST_ROWS).int())
     return window if mask is None else window & mask
