@@ -136,6 +136,29 @@ FDM_INLINE Sequence sequence(const fdm_selection &s, int64_t b) {
   return packed_sequence(s.cu_seqlens_q, s.cu_seqlens_k, b, room);
 }
 
+// The first token of the sequence of a token, and one past its last. Bounds that are wrong give a range with the token in it.
+struct TokenRange {
+  int32_t begin, past;
+};
+
+FDM_INLINE TokenRange sequence_of(const fdm_forgetting &f, int64_t token) {
+  const int64_t tokens = f.log_forget.shape[3], sequences = f.cu_seqlens.shape[0] - 1;
+  if (!present(f.cu_seqlens) || sequences < 1) return {0, static_cast<int32_t>(tokens)};
+  int64_t low = 1, high = sequences; // the first bound above the token, or the last one
+  while (low < high) {
+    const int64_t middle = (low + high) / 2;
+    if (cu_bound(f.cu_seqlens, middle) > token)
+      high = middle;
+    else
+      low = middle + 1;
+  }
+  return {static_cast<int32_t>(clamp64(cu_bound(f.cu_seqlens, low - 1), 0, token)),
+          static_cast<int32_t>(clamp64(cu_bound(f.cu_seqlens, low), token + 1, tokens))};
+}
+
+// What a gate adds to the sums of its row. NaN stays NaN.
+FDM_INLINE double bounded_gate(const fdm_forgetting &f, double gate) { return gate < f.least ? f.least : gate; }
+
 // Sequences that each list of a plan runs over. Without cu_seqlens a list belongs to one element of the batch, or to all
 // alike.
 FDM_INLINE int64_t list_sequences(const fdm_problem &p) { return is_varlen(p) ? p.batch : 1; }

@@ -208,6 +208,28 @@ typedef struct fdm_selection {
   int64_t keep_last, keep_first; /* 0 to K */
 } fdm_selection;
 
+/* What forget gates add to the scores of causal self-attention. Row i adds the gates j + 1 to i of its sequence to the
+ * score of key j, and drops the key once they sum to less than prune. The sums of row i are the same for all keys, so a
+ * bias per key does: with F_i the sum of the gates of the sequence up to i, in float64,
+ *
+ *   bias_j = -F_j, -inf for what is no token;  start_j = j;  end_j = the first row i with F_i < F_j + prune, 0 for no token
+ *
+ * A gate below `least` counts as `least`, and one of no token as 0; neither has a gradient. Gates of a sequence act within
+ * it, and its rows count from its first. What is in no sequence gets any finite result. */
+typedef struct fdm_forgetting {
+  uint32_t struct_size;
+  uint32_t reserved;
+  fdm_context context;
+  double least, prune;    /* at most 0; prune is read where end is present */
+  fdm_tensor log_forget;  /* float32, float16, bfloat16 or float64 (B, H, 1, N); varlen (1, H, 1, total) */
+  fdm_tensor padding;     /* bool (B, 1, 1, N), true is a token; or absent */
+  fdm_tensor cu_seqlens;  /* int32 (sequences + 1, 1, 1, 1); or absent */
+  fdm_tensor bias;        /* float32 or float64, the shape of log_forget: written by `forget` */
+  fdm_tensor start, end;  /* int32, the shape of log_forget: written by `forget`; or both absent: nothing is dropped */
+  fdm_tensor dbias;       /* float32 or float64, the shape of log_forget: read by `forget_backward` */
+  fdm_tensor dlog_forget; /* the shape and dtype of log_forget: written by `forget_backward` */
+} fdm_forgetting;
+
 /* An upper bound of the bytes of a plan, as data, so that it can be evaluated on symbolic sizes too:
  *
  *   fixed + lists * (per_list + keys * per_key + tiles * (per_tile + tile_keys * per_tile_key))
@@ -280,6 +302,10 @@ typedef struct fdm_pack {
   int32_t key_mass_biases; /* enum fdm_key_mass_biases */
   int32_t lists_keys;      /* 1: forward serves problems with indices, and backward those without FDM_DETERMINISTIC */
   int32_t reserved;
+  /* Bias and intervals of forget gates, and the gradient of the gates. The workspace is the same for both. */
+  int32_t (*forget_workspace_bytes)(const fdm_forgetting *, int64_t *bytes, char *message, size_t message_bytes);
+  int32_t (*forget)(const fdm_forgetting *, fdm_buffer workspace, char *message, size_t message_bytes);
+  int32_t (*forget_backward)(const fdm_forgetting *, fdm_buffer workspace, char *message, size_t message_bytes);
 } fdm_pack;
 
 typedef const fdm_pack *(*fdm_pack_function)(void);

@@ -82,6 +82,16 @@ static inline int32_t check_selection(const fdm_selection *s, const Message &mes
       static_cast<long long>(s->keep_last), static_cast<long long>(s->keep_first), s->context.threads);
 }
 
+static inline int32_t check_forgetting(const fdm_forgetting *f, const Message &message) {
+  if (int32_t status = check_args(f, "fdm_forgetting", message)) return status;
+  if (f->log_forget.shape[3] > INT32_MAX)
+    return message.fail(FDM_UNSUPPORTED, "%lld gates: a row has at most 2^31 - 1",
+                        static_cast<long long>(f->log_forget.shape[3]));
+  if (f->context.threads >= 1 && f->least <= 0 && !(f->prune > 0)) return FDM_OK;
+  return message.fail(FDM_INVALID_ARGUMENT, "least %g, prune %g or threads %d is out of range", f->least, f->prune,
+                      f->context.threads);
+}
+
 // Runs work that returns a status, and turns what it throws into one: an exception must not cross the C interface.
 template <class Work> int32_t run_guarded(const Message &message, const Work &work) {
   try {

@@ -4,13 +4,14 @@
 // A Pack has these static members:
 //   kLimits, kKeyMassBiases, kListsKeys                        what it was built for
 //   plan_layout(kind), plan_bytes(p), plan_workspace_bytes(p), forward_workspace_bytes(p), backward_workspace_bytes(p),
-//   key_mass_workspace_bytes(p), selection_workspace_bytes(s)
+//   key_mass_workspace_bytes(p), selection_workspace_bytes(s), forget_workspace_bytes(f)
 //   is_filled(p, plan)                                         true if forward and backward may read this plan
 //   describe(p, s, forward, backward)                          JSON: how the passes whose arguments are there are computed
 //   run(context, message, work)                                calls work where the pack computes; returns a status
 //   plan(p, plan, workspace), forward(p, args, plan, workspace), backward(p, args, plan, workspace),
 //   key_mass(p, args, plan, workspace),
-//   select(s, workspace), select_and_plan(s, p, plan, workspace)  the work; `run` knows what they return
+//   select(s, workspace), select_and_plan(s, p, plan, workspace), forget(f, workspace), forget_backward(f, workspace)
+//                                                              the work; `run` knows what they return
 #pragma once
 
 #include <string>
@@ -92,6 +93,20 @@ template <class Pack> struct PackEntries {
     return Pack::run(s->context, message, [&] { return Pack::select_and_plan(*s, *p, plan.data, workspace.data); });
   }
 
+  static int32_t forget_workspace_bytes(const fdm_forgetting *f, int64_t *bytes, char *text, size_t text_bytes) {
+    if (int32_t status = check_forgetting(f, {text, text_bytes})) return status;
+    *bytes = Pack::forget_workspace_bytes(*f);
+    return FDM_OK;
+  }
+
+  static int32_t forget(const fdm_forgetting *f, fdm_buffer workspace, char *text, size_t text_bytes) {
+    return run_forgetting(f, workspace, {text, text_bytes}, [&] { return Pack::forget(*f, workspace.data); });
+  }
+
+  static int32_t forget_backward(const fdm_forgetting *f, fdm_buffer workspace, char *text, size_t text_bytes) {
+    return run_forgetting(f, workspace, {text, text_bytes}, [&] { return Pack::forget_backward(*f, workspace.data); });
+  }
+
   static int32_t describe(const fdm_problem *p, const fdm_selection *s, const fdm_forward_args *forward,
                           const fdm_backward_args *backward, char *text, size_t text_bytes, char *words,
                           size_t word_bytes) {
@@ -127,10 +142,22 @@ template <class Pack> struct PackEntries {
     table.key_mass = key_mass;
     table.key_mass_biases = Pack::kKeyMassBiases;
     table.lists_keys = Pack::kListsKeys;
+    table.forget_workspace_bytes = forget_workspace_bytes;
+    table.forget = forget;
+    table.forget_backward = forget_backward;
     return table;
   }
 
 private:
+  template <class Work>
+  static int32_t run_forgetting(const fdm_forgetting *f, fdm_buffer workspace, const Message &message,
+                                const Work &work) {
+    if (int32_t status = check_forgetting(f, message)) return status;
+    const int64_t needed = Pack::forget_workspace_bytes(*f);
+    if (int32_t status = check_buffer("workspace", workspace, needed, message)) return status;
+    return Pack::run(f->context, message, work);
+  }
+
   static int64_t workspace_needed(const fdm_problem &p, int32_t pass) {
     switch (pass) {
     case FDM_PASS_PLAN:

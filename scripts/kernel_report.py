@@ -198,6 +198,12 @@ ALLOWANCES = (
         "a tile of the bias, one of scores and two of results fill 216 registers; mostly in "
         "the run that knows the rare cases, else outside of the loop over keys",
     ),
+    Allowance(
+        "write_decay",
+        "sm_120",
+        68,
+        "three blocks of an SM leave a thread 80 registers; a place and a factor are spilled",
+    ),
 )
 
 

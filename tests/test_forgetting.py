@@ -21,7 +21,7 @@ from flash_dmattn import (
     forgetting_bias,
     pruning_threshold,
 )
-from flash_dmattn.forgetting import running_sums
+from flash_dmattn.forgetting_formula import running_sums
 from support import Target, assert_accurate, randn
 
 LOG_GATE = st.one_of(st.floats(-6, 0), st.just(-math.inf), st.just(-1e30), st.just(0.0))

@@ -8,6 +8,7 @@
 #include "call.h"
 #include "checks.h"
 #include "error.h"
+#include "forgetting.h"
 #include "library.h"
 #include "problem.h"
 #include "selection.h"
@@ -81,6 +82,7 @@ void bind_pack(nb::module_ &module) {
       .def_prop_ro("wants_out_rest", [](const Pack &pack) { return pack.table().wants_out_rest != 0; })
       .def_prop_ro("plan_layouts", &plan_layouts_of)
       .def_prop_ro("lists_keys", [](const Pack &pack) { return pack.table().lists_keys != 0; })
+      .def_prop_ro("forgets", [](const Pack &pack) { return pack.table().forget != nullptr; })
       .def_prop_ro("launch_counts", &launch_counts_of)
       .def_prop_ro("key_mass_biases", &key_mass_biases_of)
       .def("plan_bytes", &plan_bytes_of, "kind"_a, "lists"_a, "keys"_a, "row_keys"_a, "rows"_a, "sequences"_a,
@@ -157,6 +159,30 @@ void bind_selection(nb::module_ &module) {
           "keep"_a, "workspace"_a.none());
 }
 
+void bind_forgetting(nb::module_ &module) {
+  nb::class_<Forgetting>(module, "Forgetting")
+      .def(
+          "__init__",
+          [](Forgetting *self, const Pack &pack, const TensorField &log_forget, const TensorField &padding,
+             const TensorField &cu_seqlens, double least, int32_t threads, uintptr_t stream) {
+            new (self) Forgetting(pack.table(), log_forget, padding, cu_seqlens, least, {threads, stream});
+          },
+          "pack"_a, "log_forget"_a, "padding"_a.none(), "cu_seqlens"_a.none(), "least"_a, "threads"_a = 1,
+          "stream"_a = 0)
+      .def_prop_ro("workspace_bytes", &Forgetting::workspace_bytes)
+      .def(
+          "forget",
+          [](const Forgetting &self, const TensorField &bias, const TensorField &start, const TensorField &end,
+             double prune,
+             const TensorField &workspace) { self.forget(bias, start, end, prune, {workspace, "workspace"}); },
+          "bias"_a, "start"_a.none(), "end"_a.none(), "prune"_a, "workspace"_a.none())
+      .def(
+          "forget_backward",
+          [](const Forgetting &self, const TensorField &dbias, const TensorField &dlog_forget,
+             const TensorField &workspace) { self.forget_backward(dbias, dlog_forget, {workspace, "workspace"}); },
+          "dbias"_a, "dlog_forget"_a, "workspace"_a.none());
+}
+
 // The results are start and end, or keep.
 void bind_select(nb::module_ &module) {
   module.def(
@@ -214,6 +240,7 @@ NB_MODULE(_core, module) {
            "float32"_a, "float64"_a, "uint8"_a);
   bind_call(module);
   bind_selection(module);
+  bind_forgetting(module);
   bind_select(module);
   bind_checks(module);
   module.attr("ATTENTION_FIELDS") = field_names<AttentionRecord>();

@@ -12,6 +12,8 @@ namespace {
 
 const int32_t *values_of(const fdm_tensor &tensor) { return static_cast<const int32_t *>(tensor.data); }
 
+} // namespace
+
 SequenceLengths read_bounds(const TensorField &field, const char *name, const char *longest_name, Device device) {
   const TensorView &view = read_argument(field, name, only(FDM_INT32), device);
   require_rank(view, name, 1, "(batch + 1,)");
@@ -32,8 +34,6 @@ SequenceLengths read_bounds(const TensorField &field, const char *name, const ch
   }
   return lengths;
 }
-
-} // namespace
 
 bool is_varlen(const CuSeqlens &cu_seqlens) {
   const bool no_queries = is_absent(cu_seqlens.q), no_keys = is_absent(cu_seqlens.k);

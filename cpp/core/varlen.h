@@ -23,6 +23,9 @@ struct PackedLengths {
   int64_t batch() const { return queries.batch; }
 };
 
+// Reads bounds of sequences; `longest_name` is of the argument with their longest length.
+SequenceLengths read_bounds(const TensorField &field, const char *name, const char *longest_name, Device device);
+
 // Both cu_seqlens or none.
 bool is_varlen(const CuSeqlens &cu_seqlens);
 

@@ -2,6 +2,7 @@
 // The table of the cpu pack.
 #include "../pack_entries.h"
 #include "columns.h"
+#include "forgetting.h"
 #include "kernels.h"
 #include "passes.h"
 #include "plan.h"
@@ -24,6 +25,7 @@ struct CpuPack {
   static int64_t backward_workspace_bytes(const fdm_problem &p) { return cpu::backward_workspace_bytes(p); }
   static int64_t key_mass_workspace_bytes(const fdm_problem &p) { return cpu::key_mass_workspace_bytes(p); }
   static int64_t selection_workspace_bytes(const fdm_selection &s) { return cpu::selection_workspace_bytes(s); }
+  static int64_t forget_workspace_bytes(const fdm_forgetting &f) { return cpu::forget_workspace_bytes(f); }
 
   static std::string describe(const fdm_problem &p, const fdm_selection *s, const fdm_forward_args *forward,
                               const fdm_backward_args *backward) {
@@ -69,6 +71,8 @@ struct CpuPack {
     select_keys(s, workspace);
     make_plan(p, plan, workspace);
   }
+  static void forget(const fdm_forgetting &f, void *workspace) { forget_pass(f, workspace); }
+  static void forget_backward(const fdm_forgetting &f, void *) { forget_backward_pass(f); }
 };
 
 #if defined(__clang__)

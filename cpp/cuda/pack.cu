@@ -9,6 +9,7 @@
 #include "../pack_entries.h"
 #include "backward/backward.h"
 #include "forward/forward.h"
+#include "gates/gates.h"
 #include "host/facts.h"
 #include "host/launch_counts.h"
 #include "host/way_counts.h"
@@ -17,6 +18,7 @@
 #include "plan/make_plan.h"
 #include "plan/plan.cuh"
 #include "route/describe.h"
+#include "route/gate_route.h"
 #include "select/select.h"
 
 namespace fdm::cuda {
@@ -66,6 +68,7 @@ struct CudaPack {
     return key_mass_workspace(p, any_device(built_for()));
   }
   static int64_t selection_workspace_bytes(const fdm_selection &s) { return cuda::selection_workspace_bytes(s); }
+  static int64_t forget_workspace_bytes(const fdm_forgetting &f) { return gate_route(f).workspace_bytes; }
 
   static std::string describe(const fdm_problem &p, const fdm_selection *s, const fdm_forward_args *forward,
                               const fdm_backward_args *backward) {
@@ -134,6 +137,10 @@ struct CudaPack {
     if (route.kernel == SelectionKernel::list) return launch_short_lists(s, p, plan_of(p, plan_base), route, stream);
     if (cudaError_t error = select(s, workspace)) return error;
     return plan(p, plan_base, workspace);
+  }
+  static cudaError_t forget(const fdm_forgetting &f, void *workspace) { return run_forget(f, workspace); }
+  static cudaError_t forget_backward(const fdm_forgetting &f, void *workspace) {
+    return run_forget_backward(f, workspace);
   }
 };
 

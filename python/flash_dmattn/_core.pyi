@@ -76,6 +76,9 @@ class Pack:
     def lists_keys(self) -> bool:
         """Whether `Problem.list_keys` can be called."""
     @property
+    def forgets(self) -> bool:
+        """Whether it has kernels for forget gates."""
+    @property
     def launch_counts(self) -> dict[str, int]:
         """How often this process has launched each kernel, by mangled name, and how many calls took
         which way ("forward: ...", "backward: ..."); empty for cpu packs.
@@ -314,6 +317,43 @@ class Selection:
         """Writes start and end, int32, of the broadcast shape of bias and mask without queries."""
     def keep(self, keep: TensorLike, workspace: TensorLike | None) -> None:
         """Writes keep, bool, of the broadcast shape of bias and mask."""
+
+class Forgetting:
+    """Validated forget gates of causal self-attention.
+
+    log_forget: ``(B, H, N)``, any float dtype; packed ``(H, total)``.
+    padding: bool ``(B, N)``, True is a token.
+    cu_seqlens: int32 ``(sequences + 1,)``, of packed gates.
+    least: a gate below it counts as this.
+    """
+
+    def __init__(
+        self,
+        pack: Pack,
+        log_forget: TensorLike,
+        padding: TensorLike | None,
+        cu_seqlens: TensorLike | None,
+        least: float,
+        threads: int = 1,
+        stream: int = 0,
+    ) -> None: ...
+    @property
+    def workspace_bytes(self) -> int: ...
+    def forget(
+        self,
+        bias: TensorLike,
+        start: TensorLike | None,
+        end: TensorLike | None,
+        prune: float,
+        workspace: TensorLike | None,
+    ) -> None:
+        """Writes what `forgetting_bias` returns: float32 or float64 ``(B, H, 1, N)``, packed
+        ``(H, 1, total)``, and int32 start and end of the gates' shape, both or none.
+        """
+    def forget_backward(
+        self, dbias: TensorLike, dlog_forget: TensorLike, workspace: TensorLike | None
+    ) -> None:
+        """Writes the gradient of the gates, in their dtype; dbias is float32 or float64."""
 
 def select(
     pack: Pack, threads: int, results: tuple[TensorLike, ...], inputs: SelectionInputs

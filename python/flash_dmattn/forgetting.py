@@ -15,27 +15,19 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from . import checks
+from . import checks, forgetting_ops
+from .forgetting_formula import plain_results
 from .mask_checks import check_token_mask
 from .masks import IntervalMask
 from .wrong_keywords import refuse_keywords, without_unknown
 
 __all__ = [
-    "bounded_gates",
     "check_gates",
     "check_log_forget",
     "checked_prune",
     "forgetting_bias",
-    "kept_until",
-    "key_bias_dtype",
     "pruning_threshold",
-    "remembered",
 ]
-
-# What -inf counts as where nothing is pruned: no score makes up for it.
-_FORGETS_ALL = -1000.0
-# Gates of a chunk of which `running_sums` makes sums.
-_SUMMED_TOGETHER = 128
 
 
 @without_unknown
@@ -79,20 +71,12 @@ def forgetting_bias(
     prune = checked_prune(prune)
     if prune is not None:
         check_gates(log_forget)
-    # (..., 1, N) broadcasts over the heads.
-    tokens = None if padding is None else padding.unsqueeze(-2)
-    total = running_sums(bounded_gates(log_forget, prune, tokens))
-    within = None
-    sums = total
-    if cu_seqlens is not None:
-        within = _bounds_of_tokens(cu_seqlens, total.shape[-1])
-        before = torch.nn.functional.pad(total, (1, 0))
-        sums = total - before.gather(-1, within[0].expand_as(total))
-    bias = -sums if tokens is None else (-sums).masked_fill(~tokens, -torch.inf)
-    mask = None
-    if prune is not None:
-        mask = _intervals(total.detach(), prune, within, tokens)
-    return bias.to(key_bias_dtype(bias.device)).unsqueeze(-2), mask
+    compute = forgetting_ops.forget if forgetting_ops.serves(log_forget) else plain_results
+    bias, start, end = compute(log_forget, padding, cu_seqlens, prune)
+    if prune is None:
+        return bias, None
+    length = log_forget.shape[-1] if cu_seqlens is None else None
+    return bias, IntervalMask(start, end, query_length=length)
 
 
 def pruning_threshold(score_bound: float, length: int, *, error: float = 1e-4) -> float:
@@ -137,95 +121,6 @@ def checked_prune(prune: float | None) -> float | None:
             f"keys, got {given}"
         )
     return given
-
-
-def key_bias_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype of a bias that sums the gates of a whole sequence, which no float32 holds.
-
-    On GPUs it is float32: kernels of Triton and FlexAttention, which may serve them, read no
-    float64.
-    """
-    return torch.float64 if device.type == "cpu" else torch.float32
-
-
-def bounded_gates(log_forget: Tensor, prune: float | None, tokens: Tensor | None) -> Tensor:
-    """Return gates in float64 that can be summed: finite, and 0 for what is no token."""
-    gates = log_forget.to(torch.float64)
-    gates = gates.clamp(min=_FORGETS_ALL if prune is None else prune - 1)
-    return gates if tokens is None else gates.masked_fill(~tokens, 0)
-
-
-def running_sums(gates: Tensor) -> Tensor:
-    """Return the cumulated sums along the last dimension.
-
-    Chunks are summed first: on a GPU one block of threads goes through each row, and there are few.
-    """
-    length = gates.shape[-1]
-    if length < 2 * _SUMMED_TOGETHER:
-        return gates.cumsum(-1)
-    padded = torch.nn.functional.pad(gates, (0, -length % _SUMMED_TOGETHER))
-    within = padded.reshape(*gates.shape[:-1], -1, _SUMMED_TOGETHER).cumsum(-1)
-    before = torch.nn.functional.pad(within[..., :-1, -1].cumsum(-1), (1, 0))
-    return (within + before.unsqueeze(-1)).flatten(-2)[..., :length]
-
-
-def kept_until(rows: Tensor, keys: Tensor, prune: float) -> Tensor:
-    """Return the first row, int64, for which each key has decayed below a threshold.
-
-    Args:
-        rows: ``(..., rows)``, what the gates have summed to at each row, which only falls.
-        keys: ``(..., keys)``, the same at each key; inf for a key that no row keeps.
-        prune: the threshold.
-    """
-    return torch.searchsorted((-rows).contiguous(), (-prune - keys).contiguous(), right=True)
-
-
-def remembered(
-    rows: Tensor, keys: Tensor, prune: float | None, capacity: int | None = None
-) -> IntervalMask:
-    """Return the mask of causal queries, whose tokens are the last of the keys.
-
-    Args:
-        rows, keys: as in `kept_until`, without gradients.
-        prune: the threshold, or None.
-        capacity: keys that a query sees at most, itself included; or None.
-    """
-    count = rows.shape[-1]
-    row = torch.arange(keys.shape[-1], device=keys.device) - (keys.shape[-1] - count)
-    end = torch.full_like(row, count).expand_as(keys)
-    if prune is not None:
-        end = kept_until(rows, keys, prune)
-    if capacity is not None:
-        end = torch.minimum(end, row + capacity)
-    start = row.clamp(min=0).to(torch.int32).expand_as(end).contiguous()
-    return IntervalMask(start, end.clamp(min=0).to(torch.int32), query_length=count)
-
-
-def _intervals(
-    total: Tensor, prune: float, within: tuple[Tensor, Tensor] | None, tokens: Tensor | None
-) -> IntervalMask:
-    length = total.shape[-1]
-    start = torch.arange(length, device=total.device)
-    end = kept_until(total, total, prune)
-    if within is not None:
-        begin, past = within
-        start, end = start - begin, torch.minimum(end, past) - begin
-    if tokens is not None:
-        end = end.masked_fill(~tokens, 0)
-    return IntervalMask(
-        start.to(torch.int32).expand_as(end).contiguous(),
-        end.to(torch.int32),
-        query_length=length if within is None else None,
-    )
-
-
-def _bounds_of_tokens(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """Return int64 ``(total,)``, twice: where the sequence of each token begins and ends."""
-    # What is wrong on another device than a CPU must not be read from outside of a tensor.
-    bounds = cu_seqlens.to(torch.int64).clamp(0, total)
-    token = torch.arange(total, device=cu_seqlens.device)
-    after = torch.searchsorted(bounds, token, right=True).clamp(1, max(len(bounds) - 1, 1))
-    return bounds[after - 1], bounds[after.clamp(max=len(bounds) - 1)]
 
 
 def check_log_forget(log_forget: Tensor, cu_seqlens: Tensor | None, padding: Tensor | None) -> None:

@@ -167,6 +167,12 @@ def test_threads_are_inside_a_pack_together(pack: _core.Pack, recording: Recordi
     assert not failures
 
 
+def test_packs_without_kernels_for_gates(pack: _core.Pack) -> None:
+    assert not pack.forgets
+    with pytest.raises(NotImplementedError, match="pack recording has no kernels for forget gates"):
+        _core.Forgetting(pack, as_tuple(zeros(2, 3, 7)), None, None, -1.0)
+
+
 @pytest.mark.skipif(compiler() is None, reason="no C compiler")
 def test_packs_without_float32_name_the_backend_that_has_it(tmp_path: Path) -> None:
     pack = _core.load_pack(str(compile_pack(tmp_path / "libhalf.so", DTYPES="(1 << FDM_FLOAT16)")))

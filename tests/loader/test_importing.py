@@ -62,6 +62,8 @@ APART = {
         "explanation",
         "recorder",
         "forgetting",
+        "forgetting_formula",
+        "forgetting_ops",
         "modules.forgetting",
         "modules.forgetting_cache",
     )

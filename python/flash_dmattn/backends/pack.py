@@ -219,6 +219,33 @@ class PackBackend(Backend):
         """
         return torch_memory.list_backward(self.pack, self._threads(), inputs, given, wanted)
 
+    def forget(
+        self,
+        results: tuple[Tensor, Tensor | None, Tensor | None],
+        gates: tuple[Tensor, Tensor | None, Tensor | None],
+        least: float,
+        prune: float,
+    ) -> None:
+        """Write the bias of forget gates, and start and end if there are any.
+
+        Args:
+            results: what is written.
+            gates: the gates, their padding and the bounds of packed sequences.
+            least: a gate below it counts as this.
+            prune: the threshold below which keys are dropped; 0 where none are.
+        """
+        torch_memory.forget(self.pack, self._threads(), results, gates, (least, prune))
+
+    def forget_backward(
+        self,
+        gradient: Tensor,
+        dbias: Tensor,
+        gates: tuple[Tensor, Tensor | None, Tensor | None],
+        least: float,
+    ) -> None:
+        """Write the gradient of forget gates, which are as in `forget`."""
+        torch_memory.forget_backward(self.pack, self._threads(), (gradient, dbias), gates, least)
+
     def _has_key_mass(self, inputs: AttentionInputs) -> bool:
         biases = self.pack.key_mass_biases
         if biases == "none" or (self.name == "cuda" and not KEY_MASS_OF_GPU_PACKS):

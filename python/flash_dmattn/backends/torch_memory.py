@@ -30,6 +30,8 @@ __all__ = [
     "attend",
     "backward",
     "exchanged",
+    "forget",
+    "forget_backward",
     "keep",
     "key_mass",
     "list_backward",
@@ -157,6 +159,46 @@ def select(
     workspace = _scratch(selection.workspace_bytes, inputs.bias.device)
     write = selection.keep if len(results) == 1 else selection.intervals
     write(*map(exchanged, (*results, workspace)))
+
+
+def forget(
+    pack: _core.Pack,
+    threads: int,
+    results: tuple[Tensor, Tensor | None, Tensor | None],
+    gates: tuple[Tensor, Tensor | None, Tensor | None],
+    bounds: tuple[float, float],
+) -> None:
+    """Write the bias of forget gates, and start and end if there are any; bounds: least, prune."""
+    least, prune = bounds
+    call, workspace = _forgetting(pack, threads, gates, least)
+    bias, start, end = map(exchanged, results)
+    call.forget(bias, start, end, prune, exchanged(workspace))
+
+
+def forget_backward(
+    pack: _core.Pack,
+    threads: int,
+    gradients: tuple[Tensor, Tensor],
+    gates: tuple[Tensor, Tensor | None, Tensor | None],
+    least: float,
+) -> None:
+    """Write the gradient of forget gates, the first of the gradients, from that of the bias."""
+    call, workspace = _forgetting(pack, threads, gates, least)
+    written, dbias = map(exchanged, gradients)
+    call.forget_backward(dbias, written, exchanged(workspace))
+
+
+def _forgetting(
+    pack: _core.Pack,
+    threads: int,
+    gates: tuple[Tensor, Tensor | None, Tensor | None],
+    least: float,
+) -> tuple[_core.Forgetting, Tensor | None]:
+    """Return a call and its workspace."""
+    log_forget, padding, cu_seqlens = map(exchanged, gates)
+    stream = _stream(gates[0])
+    call = _core.Forgetting(pack, log_forget, padding, cu_seqlens, least, threads, stream)
+    return call, _scratch(call.workspace_bytes, gates[0].device)
 
 
 def exchanged(field: object) -> Any:

@@ -11,14 +11,8 @@ from torch import Tensor
 
 from ..arguments import backend_name
 from ..backends import portable
-from ..forgetting import (
-    bounded_gates,
-    check_gates,
-    check_log_forget,
-    checked_prune,
-    key_bias_dtype,
-    remembered,
-)
+from ..forgetting import check_gates, check_log_forget, checked_prune
+from ..forgetting_formula import bounded_gates, key_bias_dtype, remembered
 from ..interface import flash_dmattn_func
 from ..modules import ForgettingAttention
 from ..modules.forgetting_cache import check_tokens

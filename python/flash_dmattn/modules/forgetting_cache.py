@@ -11,7 +11,8 @@ from torch import Tensor
 
 from .. import checks
 from ..arguments import writable
-from ..forgetting import bounded_gates, check_gates, checked_prune, key_bias_dtype, remembered
+from ..forgetting import check_gates, checked_prune
+from ..forgetting_formula import bounded_gates, key_bias_dtype, remembered
 from ..masks import IntervalMask
 from ..refusals import current_backward, refuse_recomputation
 from ..state.chunks import check_left, check_sequences

@@ -1,0 +1,119 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "forgetting.h"
+
+#include <cmath>
+
+#include "../indexing.h"
+#include "scalar.h"
+#include "thread_pool.h"
+
+namespace fdm::cpu {
+namespace {
+
+// What a gate takes, in multiply-adds, as threads are counted by: a few loads, stores and additions.
+constexpr double kWorkOfGate = 200.0;
+// Sums of so many numbers are added to what is before them, so that a long row has fewer roundings.
+constexpr int64_t kSummedTogether = 128;
+
+int64_t rows_of(const fdm_forgetting &f) { return f.log_forget.shape[0] * f.log_forget.shape[1]; }
+
+int threads_of(const fdm_forgetting &f) {
+  const auto gates = double(rows_of(f)) * double(f.log_forget.shape[3]);
+  return int(clamp64(rows_of(f), 1, useful_threads(f.context.threads, kWorkOfGate * gates)));
+}
+
+double load_number(const fdm_tensor &t, int64_t offset) {
+  return t.dtype == FDM_FLOAT64 ? static_cast<const double *>(t.data)[offset] : load_scalar(t.data, t.dtype, offset);
+}
+
+// The gates of one head of one element of the batch.
+struct GateRow {
+  const fdm_forgetting &f;
+  int64_t batch, head;
+
+  int64_t tokens() const { return f.log_forget.shape[3]; }
+  int64_t place(const fdm_tensor &t, int64_t token) const {
+    return batch * t.stride[0] + head * t.stride[1] + token * t.stride[3];
+  }
+  double load(const fdm_tensor &t, int64_t token) const { return load_number(t, place(t, token)); }
+  bool is_token(int64_t token) const {
+    const fdm_tensor &t = f.padding;
+    return !present(t) || static_cast<const uint8_t *>(t.data)[batch * t.stride[0] + token * t.stride[3]];
+  }
+  void write(const fdm_tensor &t, int64_t token, double value) const {
+    store_scalar(t.data, t.dtype, place(t, token), value);
+  }
+  void write_row(const fdm_tensor &t, int64_t token, int64_t row) const {
+    static_cast<int32_t *>(t.data)[place(t, token)] = int32_t(row);
+  }
+};
+
+class RunningSum {
+public:
+  double add(double value) {
+    if (count_++ % kSummedTogether == 0) {
+      before_ += within_;
+      within_ = 0;
+    }
+    within_ += value;
+    return before_ + within_;
+  }
+
+private:
+  double before_ = 0, within_ = 0;
+  int64_t count_ = 0;
+};
+
+// Calls work(row, worker) for each row.
+template <class Work> void for_rows(const fdm_forgetting &f, const Work &work) {
+  const int64_t heads = f.log_forget.shape[1];
+  parallel_for(threads_of(f), rows_of(f),
+               [&](int64_t number, int worker) { work(GateRow{f, number / heads, number % heads}, worker); });
+}
+
+} // namespace
+
+int64_t forget_workspace_bytes(const fdm_forgetting &f) {
+  return f.log_forget.shape[3] * threads_of(f) * int64_t(sizeof(double)); // the sums of a row, of each worker
+}
+
+void forget_pass(const fdm_forgetting &f, void *workspace) {
+  for_rows(f, [&](const GateRow &row, int worker) {
+    double *sums = static_cast<double *>(workspace) + worker * row.tokens();
+    for (int64_t begin = 0, past; begin < row.tokens(); begin = past) {
+      past = sequence_of(f, begin).past;
+      RunningSum running;
+      for (int64_t j = begin; j < past; ++j) {
+        const bool is_token = row.is_token(j);
+        sums[j] = running.add(is_token ? bounded_gate(f, row.load(f.log_forget, j)) : 0.0);
+        row.write(f.bias, j, is_token ? -sums[j] : -INFINITY);
+      }
+      if (!present(f.end)) continue;
+      // Sums only fall, so a later key is never dropped earlier.
+      int64_t end = begin;
+      for (int64_t j = begin; j < past; ++j) {
+        end = max64(end, j + 1);
+        while (end < past && !(sums[end] < sums[j] + f.prune)) ++end;
+        row.write_row(f.start, j, j - begin);
+        row.write_row(f.end, j, row.is_token(j) ? end - begin : 0);
+      }
+    }
+  });
+}
+
+void forget_backward_pass(const fdm_forgetting &f) {
+  for_rows(f, [&](const GateRow &row, int) {
+    for (int64_t past = row.tokens(), begin; past > 0; past = begin) {
+      begin = sequence_of(f, past - 1).begin;
+      RunningSum running;
+      for (int64_t j = past - 1; j >= begin; --j) {
+        const bool is_token = row.is_token(j);
+        const double sum = running.add(is_token ? row.load(f.dbias, j) : 0.0);
+        const bool has_gradient = is_token && row.load(f.log_forget, j) >= f.least;
+        row.write(f.dlog_forget, j, has_gradient ? -sum : 0.0);
+      }
+    }
+  });
+}
+
+} // namespace fdm::cpu

@@ -1,0 +1,266 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Forget gates as a bias for each key, the rows at which keys have decayed, and the gradient of the gates.
+//
+// A key decays in its own chunk of the row, or in a later one. Sums only fall, so the ends of the keys of a chunk are in order: the
+// totals of the chunks tell in which the end of each key is, and the block sums those chunks anew, all blocks of a row together at
+// most twice as many as there are.
+#include "gates.h"
+
+#include "../host/launch.cuh"
+#include "chunk_sums.cuh"
+#include "ptx/dependent.cuh"
+
+namespace fdm::cuda {
+namespace {
+
+template <bool kBackward>
+__global__ void __launch_bounds__(kGateThreads) sum_chunks(const __grid_constant__ GateParams params) {
+  __shared__ ChunkSums shared;
+  ptx::start_dependents();
+  const GateChunk chunk(params);
+  const GateRow<kBackward> row(params.f, chunk.row);
+  const int32_t begin = row.places(chunk.past - 1).begin; // of the sequence that may go on in the next chunk
+  double sum = 0;
+#pragma unroll
+  for (int i = 0; i < kThreadGates; ++i) {
+    const int32_t place = chunk.place(i);
+    if (place >= begin && place < chunk.past) sum += row(place);
+  }
+  sum = shared.total(sum);
+  if (threadIdx.x == 0) params.totals[blockIdx.x] = sum;
+}
+
+// The numbers of a chunk summed, and the sequences of its places.
+template <class Row> struct SummedChunk {
+  double sum[kThreadGates];
+  int32_t begin[kThreadGates], past[kThreadGates];
+
+  __device__ SummedChunk(ChunkSums &shared, const Row &row, int32_t first, int32_t past_place) {
+#pragma unroll
+    for (int i = 0; i < kThreadGates; ++i) {
+      const int32_t place = first + i * kGateThreads + static_cast<int32_t>(threadIdx.x);
+      const bool exists = place < past_place;
+      const TokenRange sequence = exists ? row.places(place) : TokenRange{INT32_MAX, INT32_MAX};
+      begin[i] = sequence.begin;
+      past[i] = sequence.past;
+      sum[i] = exists ? row(place) : 0;
+    }
+    shared.sum(first, sum, begin);
+  }
+};
+
+struct DecayShared {
+  ChunkSums sums;
+  double of_chunk[kGateChunk]; // running sums of the chunk that is searched
+  double reached[kGateChunk];  // sums up to the ends of chunks, in order, from the begin of the block's own chunk on
+  uint32_t next;
+};
+
+// The item of a thread in an array of a chunk's.
+__device__ __forceinline__ int own_item(int i) { return i * kGateThreads + static_cast<int>(threadIdx.x); }
+
+// Moves each place on to the first number, of those before `most`, which only fall, that is with `base` below the limit; or to
+// `most`. The searches of a thread go on together, so that their loads overlap.
+__device__ __forceinline__ void search_below(const double *numbers, double base, const double (&limit)[kThreadGates],
+                                             const int32_t (&most)[kThreadGates], int32_t (&place)[kThreadGates]) {
+#pragma unroll 1
+  for (int step = kGateChunk; step > 0; step /= 2)
+#pragma unroll
+    for (int i = 0; i < kThreadGates; ++i) {
+      const int32_t next = place[i] + step;
+      if (next <= most[i] && !(base + numbers[next - 1] < limit[i])) place[i] = next;
+    }
+}
+
+using Row = GateRow<false>;
+
+// Finds the places at which the keys of a chunk have decayed.
+struct DecaySearch {
+  static constexpr uint32_t kNone = UINT32_MAX;
+  const GateParams &params;
+  const Row &row;
+  DecayShared &shared;
+  int32_t end[kThreadGates], past[kThreadGates]; // of sequences
+  double limit[kThreadGates];                    // below which a key has decayed
+  bool open[kThreadGates];                       // the end is still to be found
+
+  __device__ DecaySearch(DecayShared &shared_, const GateParams &params_, const Row &row_, const GateChunk &chunk,
+                         const SummedChunk<Row> &own)
+      : params(params_), row(row_), shared(shared_) {
+    keep_sums(own);
+    int32_t found[kThreadGates], most[kThreadGates];
+#pragma unroll
+    for (int i = 0; i < kThreadGates; ++i) {
+      past[i] = own.past[i];
+      limit[i] = own.sum[i] + params.f.prune;
+      found[i] = chunk.place(i) + 1 - chunk.begin;
+      most[i] = chunk.place(i) < chunk.past ? min(past[i], chunk.past) - chunk.begin : 0;
+    }
+    search_below(shared.of_chunk, 0, limit, most, found);
+#pragma unroll
+    for (int i = 0; i < kThreadGates; ++i) {
+      end[i] = chunk.begin + found[i];
+      open[i] = chunk.place(i) < chunk.past && end[i] == chunk.past && past[i] > chunk.past;
+    }
+    double before = shared.of_chunk[kGateChunk - 1];
+    // As many chunks at a time as one has gates.
+    for (int32_t first = chunk.number + 1; __syncthreads_or(any_open()); first += kGateChunk) {
+      reach(chunk, first, before);
+      search(first, before);
+      before = shared.reached[kGateChunk - 1];
+    }
+  }
+
+private:
+  __device__ bool any_open() const {
+    bool any = false;
+#pragma unroll
+    for (int i = 0; i < kThreadGates; ++i) any |= open[i];
+    return any;
+  }
+
+  __device__ void keep_sums(const SummedChunk<Row> &summed) {
+#pragma unroll
+    for (int i = 0; i < kThreadGates; ++i) shared.of_chunk[own_item(i)] = summed.sum[i];
+    __syncthreads();
+  }
+
+  // Sums the totals of the chunks from `first` on.
+  __device__ void reach(const GateChunk &chunk, int32_t first, double before) {
+    double value[kThreadGates];
+    int32_t all[kThreadGates];
+#pragma unroll
+    for (int i = 0; i < kThreadGates; ++i) {
+      const int64_t number = int64_t{first} + own_item(i);
+      value[i] = number < params.chunks ? chunk.totals(params)[number] : 0;
+      all[i] = -1;
+    }
+    shared.sums.sum(0, value, all);
+#pragma unroll
+    for (int i = 0; i < kThreadGates; ++i) shared.reached[own_item(i)] = before + value[i];
+    __syncthreads();
+  }
+
+  // Looks for ends in the chunks from `first` on of which sums are reached.
+  __device__ void search(int32_t first, double before) {
+    int32_t found[kThreadGates] = {}, most[kThreadGates] = {};
+#pragma unroll
+    for (int i = 0; i < kThreadGates; ++i) {
+      // The last chunk of a sequence has a total of it if it has nothing of the next one.
+      const bool whole = past[i] == row.count || past[i] % kGateChunk == 0;
+      if (open[i]) most[i] = static_cast<int32_t>(min64(last_chunk(i) + whole - first, kGateChunk));
+    }
+    search_below(shared.reached, 0, limit, most, found);
+    uint32_t wanted[kThreadGates]; // the chunk with the end
+#pragma unroll
+    for (int i = 0; i < kThreadGates; ++i) {
+      wanted[i] = kNone;
+      if (!open[i]) continue;
+      const int32_t number = first + found[i], last = last_chunk(i);
+      if (found[i] < most[i] || number == last) wanted[i] = static_cast<uint32_t>(number);
+      if (number > last) end[i] = past[i];
+      open[i] = found[i] == most[i] && number < last;
+    }
+    for (uint32_t number = least(wanted); number != kNone; number = least(wanted)) {
+      const int32_t begin = static_cast<int32_t>(number) * kGateChunk;
+      const auto past_chunk = static_cast<int32_t>(min64(row.count, int64_t{begin} + kGateChunk));
+      keep_sums(SummedChunk<Row>(shared.sums, row, begin, past_chunk));
+      const int32_t n = static_cast<int32_t>(number) - first;
+#pragma unroll
+      for (int i = 0; i < kThreadGates; ++i) {
+        found[i] = 0;
+        most[i] = wanted[i] == number ? min(past[i], past_chunk) - begin : 0;
+      }
+      search_below(shared.of_chunk, n == 0 ? before : shared.reached[n - 1], limit, most, found);
+#pragma unroll
+      for (int i = 0; i < kThreadGates; ++i) {
+        if (wanted[i] != number) continue;
+        end[i] = begin + found[i];
+        wanted[i] = kNone;
+      }
+    }
+  }
+
+  __device__ int32_t last_chunk(int i) const { return (past[i] - 1) / kGateChunk; } // of the sequence
+
+  // The least number that a thread wants.
+  __device__ uint32_t least(const uint32_t (&wanted)[kThreadGates]) {
+    uint32_t own = kNone;
+#pragma unroll
+    for (int i = 0; i < kThreadGates; ++i) own = min(own, wanted[i]);
+    own = __reduce_min_sync(kAllLanes, own);
+    if (threadIdx.x == 0) shared.next = kNone;
+    __syncthreads();
+    if (lane_id() == 0) atomicMin(&shared.next, own);
+    __syncthreads();
+    return shared.next; // there is a barrier before the next call, in keep_sums or beyond the search
+  }
+};
+
+__global__ void __launch_bounds__(kGateThreads, 3) write_decay(const __grid_constant__ GateParams params) {
+  __shared__ DecayShared shared;
+  const fdm_forgetting &f = params.f;
+  const GateChunk chunk(params);
+  const Row row(f, chunk.row);
+  const SummedChunk<Row> own(shared.sums, row, chunk.begin, chunk.past);
+  ptx::wait_for_kernel_ahead();
+  const double before = sum_before(shared.sums, params, chunk, row.places(chunk.begin).begin);
+#pragma unroll
+  for (int i = 0; i < kThreadGates; ++i) {
+    const int32_t place = chunk.place(i);
+    if (place >= chunk.past) continue;
+    const double sum = own.begin[i] < chunk.begin ? before + own.sum[i] : own.sum[i];
+    store_number(f.bias, row.offset(f.bias, place), row.is_token(place) ? -sum : -INFINITY);
+  }
+  if (!present(f.end)) return;
+  const DecaySearch ends(shared, params, row, chunk, own);
+#pragma unroll
+  for (int i = 0; i < kThreadGates; ++i) {
+    const int32_t place = chunk.place(i);
+    if (place >= chunk.past) continue;
+    const int32_t begin = row.places(place).begin; // found anew, since the search has no registers for it
+    static_cast<int32_t *>(f.start.data)[row.offset(f.start, place)] = place - begin;
+    static_cast<int32_t *>(f.end.data)[row.offset(f.end, place)] = row.is_token(place) ? ends.end[i] - begin : 0;
+  }
+}
+
+__global__ void __launch_bounds__(kGateThreads, 3) write_gate_gradient(const __grid_constant__ GateParams params) {
+  __shared__ ChunkSums shared;
+  const fdm_forgetting &f = params.f;
+  const GateChunk chunk(params);
+  const GateRow<true> row(f, chunk.row);
+  const SummedChunk<GateRow<true>> own(shared, row, chunk.begin, chunk.past);
+  ptx::wait_for_kernel_ahead();
+  const double before = sum_before(shared, params, chunk, row.places(chunk.begin).begin);
+#pragma unroll
+  for (int i = 0; i < kThreadGates; ++i) {
+    const int32_t place = chunk.place(i);
+    if (place >= chunk.past) continue;
+    const double sum = own.begin[i] < chunk.begin ? before + own.sum[i] : own.sum[i];
+    const bool has_gradient = row.is_token(place) && row.gate(place) >= f.least;
+    store_number(f.dlog_forget, row.offset(f.dlog_forget, place), has_gradient ? -sum : 0);
+  }
+}
+
+// A kernel, behind that of the totals if there is more than one chunk.
+template <bool kBackward>
+cudaError_t launch_gates(void (*kernel)(GateParams), const fdm_forgetting &f, void *workspace) {
+  const GateRoute route = gate_route(f);
+  const auto stream = static_cast<cudaStream_t>(f.context.stream);
+  const GateParams params{f, route.chunks, at<double>(workspace, route.totals)};
+  if (!route.totals.exists()) return launch(kernel, route.blocks, kGateThreads, 0, stream, params);
+  const cudaError_t error = launch(sum_chunks<kBackward>, route.blocks, kGateThreads, 0, stream, params);
+  return error ? error : launch<Overlap::kernel_ahead>(kernel, route.blocks, kGateThreads, 0, stream, params);
+}
+
+} // namespace
+
+cudaError_t run_forget(const fdm_forgetting &f, void *workspace) {
+  return launch_gates<false>(write_decay, f, workspace);
+}
+
+cudaError_t run_forget_backward(const fdm_forgetting &f, void *workspace) {
+  return launch_gates<true>(write_gate_gradient, f, workspace);
+}
+
+} // namespace fdm::cuda

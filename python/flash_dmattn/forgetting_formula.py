@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The formula of forget gates in PyTorch operations, which torch transforms as all of its own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .masks import IntervalMask
+
+__all__ = [
+    "Results",
+    "bounded_gates",
+    "empty_results",
+    "kept_until",
+    "key_bias_dtype",
+    "least_gate",
+    "plain_gradient",
+    "plain_results",
+    "remembered",
+]
+
+# The bias, start and end; the last two without elements where nothing is pruned.
+Results = tuple[Tensor, Tensor, Tensor]
+# What -inf counts as where nothing is pruned: no score makes up for it.
+_FORGETS_ALL = -1000.0
+# Gates of a chunk of which `running_sums` makes sums.
+_SUMMED_TOGETHER = 128
+
+
+def plain_results(
+    log_forget: Tensor, padding: Tensor | None, cu_seqlens: Tensor | None, prune: float | None
+) -> Results:
+    """Return the bias, with gradients, start and end that `forgetting_bias` is made of."""
+    tokens = _tokens(padding)
+    total = running_sums(bounded_gates(log_forget, prune, tokens))
+    within = None if cu_seqlens is None else _bounds_of_tokens(cu_seqlens, total.shape[-1])
+    sums = total
+    if within is not None:
+        before = torch.nn.functional.pad(total, (1, 0))
+        sums = total - before.gather(-1, within[0].expand_as(total))
+    bias = -sums if tokens is None else (-sums).masked_fill(~tokens, -torch.inf)
+    bias = bias.to(key_bias_dtype(bias.device)).unsqueeze(-2)
+    if prune is None:
+        return bias, *empty_results(log_forget, prune)[1:]
+    return bias, *_intervals(total.detach(), prune, within, tokens)
+
+
+def plain_gradient(
+    dbias: Tensor,
+    log_forget: Tensor,
+    padding: Tensor | None,
+    cu_seqlens: Tensor | None,
+    prune: float | None,
+) -> Tensor:
+    """Return the gradient of the gates, which is differentiable with respect to dbias."""
+    tokens = _tokens(padding)
+    given = dbias.squeeze(-2).to(torch.float64)
+    if tokens is not None:
+        given = given.masked_fill(~tokens, 0)
+    sums = running_sums(given.flip(-1)).flip(-1)
+    if cu_seqlens is not None:
+        _, past = _bounds_of_tokens(cu_seqlens, given.shape[-1])
+        behind = torch.nn.functional.pad(sums, (0, 1))
+        sums = sums - behind.gather(-1, past.expand_as(sums))
+    counted = log_forget >= least_gate(prune)
+    if tokens is not None:
+        counted = counted & tokens
+    return torch.where(counted, -sums, 0).to(log_forget.dtype)
+
+
+def empty_results(log_forget: Tensor, prune: float | None) -> Results:
+    """Return tensors for what `plain_results` returns."""
+    shape = log_forget.shape
+    bias = log_forget.new_empty(
+        (*shape[:-1], 1, shape[-1]), dtype=key_bias_dtype(log_forget.device)
+    )
+    rows = (0,) if prune is None else shape
+    start, end = (log_forget.new_empty(rows, dtype=torch.int32) for _ in range(2))
+    return bias, start, end
+
+
+def least_gate(prune: float | None) -> float:
+    """Return what a gate below it counts as."""
+    return _FORGETS_ALL if prune is None else prune - 1
+
+
+def key_bias_dtype(device: torch.device) -> torch.dtype:
+    """Return the dtype of a bias that sums the gates of a whole sequence, which no float32 holds.
+
+    On GPUs it is float32: kernels of Triton and FlexAttention, which may serve them, read no
+    float64.
+    """
+    return torch.float64 if device.type == "cpu" else torch.float32
+
+
+def bounded_gates(log_forget: Tensor, prune: float | None, tokens: Tensor | None) -> Tensor:
+    """Return gates in float64 that can be summed: finite, and 0 for what is no token."""
+    gates = log_forget.to(torch.float64)
+    gates = gates.clamp(min=least_gate(prune))
+    return gates if tokens is None else gates.masked_fill(~tokens, 0)
+
+
+def running_sums(gates: Tensor) -> Tensor:
+    """Return the cumulated sums along the last dimension.
+
+    Chunks are summed first: on a GPU one block of threads goes through each row, and there are few.
+    """
+    length = gates.shape[-1]
+    if length < 2 * _SUMMED_TOGETHER:
+        return gates.cumsum(-1)
+    padded = torch.nn.functional.pad(gates, (0, -length % _SUMMED_TOGETHER))
+    within = padded.reshape(*gates.shape[:-1], -1, _SUMMED_TOGETHER).cumsum(-1)
+    before = torch.nn.functional.pad(within[..., :-1, -1].cumsum(-1), (1, 0))
+    return (within + before.unsqueeze(-1)).flatten(-2)[..., :length]
+
+
+def kept_until(rows: Tensor, keys: Tensor, prune: float) -> Tensor:
+    """Return the first row, int64, for which each key has decayed below a threshold.
+
+    Args:
+        rows: ``(..., rows)``, what the gates have summed to at each row, which only falls.
+        keys: ``(..., keys)``, the same at each key; inf for a key that no row keeps.
+        prune: the threshold.
+    """
+    return torch.searchsorted((-rows).contiguous(), (-prune - keys).contiguous(), right=True)
+
+
+def remembered(
+    rows: Tensor, keys: Tensor, prune: float | None, capacity: int | None = None
+) -> IntervalMask:
+    """Return the mask of causal queries, whose tokens are the last of the keys.
+
+    Args:
+        rows, keys: as in `kept_until`, without gradients.
+        prune: the threshold, or None.
+        capacity: keys that a query sees at most, itself included; or None.
+    """
+    count = rows.shape[-1]
+    row = torch.arange(keys.shape[-1], device=keys.device) - (keys.shape[-1] - count)
+    end = torch.full_like(row, count).expand_as(keys)
+    if prune is not None:
+        end = kept_until(rows, keys, prune)
+    if capacity is not None:
+        end = torch.minimum(end, row + capacity)
+    start = row.clamp(min=0).to(torch.int32).expand_as(end).contiguous()
+    return IntervalMask(start, end.clamp(min=0).to(torch.int32), query_length=count)
+
+
+def _intervals(
+    total: Tensor, prune: float, within: tuple[Tensor, Tensor] | None, tokens: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    length = total.shape[-1]
+    start = torch.arange(length, device=total.device)
+    end = kept_until(total, total, prune)
+    if within is not None:
+        begin, past = within
+        start, end = start - begin, torch.minimum(end, past) - begin
+    if tokens is not None:
+        end = end.masked_fill(~tokens, 0)
+    return start.to(torch.int32).expand_as(end).contiguous(), end.to(torch.int32)
+
+
+def _bounds_of_tokens(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """Return int64 ``(total,)``, twice: where the sequence of each token begins and ends."""
+    # What is wrong on another device than a CPU must not be read from outside of a tensor.
+    bounds = cu_seqlens.to(torch.int64).clamp(0, total)
+    token = torch.arange(total, device=cu_seqlens.device)
+    after = torch.searchsorted(bounds, token, right=True).clamp(1, max(len(bounds) - 1, 1))
+    return bounds[after - 1], bounds[after.clamp(max=len(bounds) - 1)]
+
+
+def _tokens(padding: Tensor | None) -> Tensor | None:
+    """Return ``(..., 1, N)``, which broadcasts over the heads."""
+    return None if padding is None else padding.unsqueeze(-2)
