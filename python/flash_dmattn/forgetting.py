@@ -57,8 +57,8 @@ def forgetting_bias(
 
     Returns:
         The bias ``(B, {H|Hk}, 1, N)``, packed ``({H|Hk}, 1, total)``, through which gradients flow
-        to the gates, in float64, on GPUs rounded to float32; and an `IntervalMask`, or None without
-        prune.
+        to the gates, in float64 (backends triton and flex read float32); and an `IntervalMask`, or
+        None without prune.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.

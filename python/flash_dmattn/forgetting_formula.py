@@ -6,6 +6,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .arguments import backend_name
+from .backends import portable
+from .loader import environment
 from .masks import IntervalMask
 
 __all__ = [
@@ -13,10 +16,10 @@ __all__ = [
     "bounded_gates",
     "empty_results",
     "kept_until",
-    "key_bias_dtype",
     "least_gate",
     "plain_gradient",
     "plain_results",
+    "read_by",
     "remembered",
 ]
 
@@ -40,7 +43,7 @@ def plain_results(
         before = torch.nn.functional.pad(total, (1, 0))
         sums = total - before.gather(-1, within[0].expand_as(total))
     bias = -sums if tokens is None else (-sums).masked_fill(~tokens, -torch.inf)
-    bias = bias.to(key_bias_dtype(bias.device)).unsqueeze(-2)
+    bias = bias.unsqueeze(-2)
     if prune is None:
         return bias, *empty_results(log_forget, prune)[1:]
     return bias, *_intervals(total.detach(), prune, within, tokens)
@@ -72,9 +75,7 @@ def plain_gradient(
 def empty_results(log_forget: Tensor, prune: float | None) -> Results:
     """Return tensors for what `plain_results` returns."""
     shape = log_forget.shape
-    bias = log_forget.new_empty(
-        (*shape[:-1], 1, shape[-1]), dtype=key_bias_dtype(log_forget.device)
-    )
+    bias = log_forget.new_empty((*shape[:-1], 1, shape[-1]), dtype=torch.float64)
     rows = (0,) if prune is None else shape
     start, end = (log_forget.new_empty(rows, dtype=torch.int32) for _ in range(2))
     return bias, start, end
@@ -85,13 +86,19 @@ def least_gate(prune: float | None) -> float:
     return _FORGETS_ALL if prune is None else prune - 1
 
 
-def key_bias_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype of a bias that sums the gates of a whole sequence, which no float32 holds.
+def read_by(backend: str | None, bias: Tensor) -> Tensor:
+    """Return a bias of float64 in a dtype that a backend reads: portable ones read float32."""
+    name = backend_name(backend)
+    chosen = _default_backend() if name == "auto" else name
+    return bias.float() if chosen in portable.NAMES else bias
 
-    On GPUs it is float32: kernels of Triton and FlexAttention, which may serve them, read no
-    float64.
-    """
-    return torch.float64 if device.type == "cpu" else torch.float32
+
+def _default_backend() -> str:
+    return environment.get("FLASH_DMATTN_BACKEND")
+
+
+# As torch.compiler.assume_constant_result, which imports torch._dynamo, marks it.
+_default_backend._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def bounded_gates(log_forget: Tensor, prune: float | None, tokens: Tensor | None) -> Tensor:

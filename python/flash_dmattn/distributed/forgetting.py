@@ -9,10 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..arguments import backend_name
-from ..backends import portable
 from ..forgetting import check_gates, check_log_forget, checked_prune
-from ..forgetting_formula import bounded_gates, key_bias_dtype, remembered
+from ..forgetting_formula import bounded_gates, read_by, remembered
 from ..interface import flash_dmattn_func
 from ..modules import ForgettingAttention
 from ..modules.forgetting_cache import check_tokens
@@ -86,7 +84,6 @@ def context_parallel_forgetting(
             "prune must be a log decay, such as -16.0, in context parallelism, got None: without "
             "it each rank needs all keys of those before it"
         )
-    name = backend_name(backend)
     check_heads("query", query)
     check_tokens(key, value, log_forget)
     check_log_forget(log_forget, None, padding)
@@ -104,7 +101,7 @@ def context_parallel_forgetting(
         key,
         value,
         remembered(rows.detach(), seen.detach(), threshold),
-        bias.float() if name in portable.NAMES else bias.to(key_bias_dtype(bias.device)),
+        read_by(backend, bias),
         softmax_scale,
         True,
         softcap,

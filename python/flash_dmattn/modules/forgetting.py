@@ -12,8 +12,8 @@ from torch.nn.functional import logsigmoid
 
 from .. import checks
 from ..arguments import flag, index
-from ..backends import portable
 from ..forgetting import checked_prune, forgetting_bias
+from ..forgetting_formula import read_by
 from ..interface import flash_dmattn_func, flash_dmattn_varlen_func
 from ..masks import IntervalMask
 from .arguments import (
@@ -267,7 +267,7 @@ class ForgettingAttention(nn.Module):
     ) -> Tensor:
         settings: dict[str, Any] = {
             "attn_mask": mask,
-            "attn_bias": bias.float() if self.backend in portable.NAMES else bias,
+            "attn_bias": read_by(self.backend, bias),
             "softmax_scale": self.softmax_scale,
             "is_causal": True,
             "backend": self.backend,

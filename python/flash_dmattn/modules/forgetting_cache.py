@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import checks
 from ..arguments import writable
 from ..forgetting import check_gates, checked_prune
-from ..forgetting_formula import bounded_gates, key_bias_dtype, remembered
+from ..forgetting_formula import bounded_gates, remembered
 from ..masks import IntervalMask
 from ..refusals import current_backward, refuse_recomputation
 from ..state.chunks import check_left, check_sequences
@@ -310,8 +310,11 @@ class ForgettingCache:
             kept = kept.masked_fill(~tokens, torch.inf)
         sums = torch.cat([earlier[..., :-1], total], -1)[..., -1 - self.rollback :]
         following, seen = self._extended({"key": key, "value": value, "total": kept}, sums, prune)
-        # The same but for a constant of the row, and small however long the sequence.
-        bias = (before - seen["total"]).to(key_bias_dtype(key.device)).unsqueeze(2)
+        # The same but for a constant of the row, and small however long the sequence: of one token
+        # float32 holds what weighs.
+        bias = (before - seen["total"]).unsqueeze(2)
+        if log_forget.shape[-1] == 1:
+            bias = bias.float()
         mask = None
         if prune is not None or self.capacity is not None:
             among = total[..., 1:].detach(), seen["total"].detach()
