@@ -73,6 +73,32 @@ def test_a_workspace_has_room_on_every_device(routes: Routes, arch: int) -> None
                 assert used <= room, f"pass {of}: {spec.values()}"
 
 
+@pytest.mark.parametrize("arch", ARCHS)
+def test_parts_of_rows_that_are_selected(routes: Routes, arch: int) -> None:
+    """They have each key once, and places of their own in the workspace."""
+    shared = 0
+    for seed in range(1, 5000, 5):  # of one query
+        spec = routes.draw(arch, seed)
+        route = routes.route(arch, spec, "selection")
+        if route.get("kernel") != "parts":
+            continue
+        shared += 1
+        keys, parts = route["part_keys"], route["row_parts"]
+        assert keys * (parts - 1) < spec.keys <= keys * parts
+        rows, rest = divmod(route["blocks"], parts)
+        assert (rest, keys % 8192) == (0, 0)
+        assert len(route["launches"]) == (5 if spec.float32 else 4)
+        assert ("seen" in route["workspace"]) == bool(spec.mask and spec.sink)  # keeps last keys
+        sizes = {"states": 128 * rows, "lists": 64 * (route.get("listed", 0) + 1) * route["blocks"]}
+        end = 0
+        for name, (offset, size) in route["workspace"].items():
+            assert offset == end
+            assert size >= sizes.get(name, 1)
+            end += size
+        assert end == route["workspace_bytes"]
+    assert shared > 50
+
+
 def everyday(**changed: int) -> Spec:
     return problem(4, 8, 8, 64, 1024, 1024, causal=1, **changed)
 
@@ -161,7 +187,7 @@ def test_tuned_constants_stand_in_the_tables() -> None:
 
 
 def test_routes_name_the_kernels_that_there_are() -> None:
-    """All but those of what known routes do not have: rows selected, the mass, lists, gates."""
+    """All but those of what known routes do not have: the mass, lists, gates."""
     launched = {
         name
         for arch in ARCHS
@@ -171,7 +197,7 @@ def test_routes_name_the_kernels_that_there_are() -> None:
     sources = (path.read_text() for path in (ROOT / "cpp" / "cuda").glob("**/*.cu*"))
     kernel = re.compile(r"__global__[^;{]*?(\w+)\(const __grid_constant__")
     there = {name for source in sources for name in kernel.findall(source)}
-    others = {"select_keep_rows", "key_mass_kernel_sm90", "round_list_sums"}
+    others = {"key_mass_kernel_sm90", "round_list_sums"}
     others |= {"list_forward_kernel", "list_backward_kernel"}
     others |= {"sum_chunks", "write_decay", "write_gate_gradient"}
     assert launched == there - others

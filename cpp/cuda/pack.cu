@@ -78,7 +78,7 @@ struct CudaPack {
     PlanRoute plan = plan_route(p, device);
     std::string json = "{";
     if (s) {
-      const SelectionRoute selection = selection_route(*s, &p, *device.table);
+      const SelectionRoute selection = selection_route(*s, &p, device);
       if (selection.kernel == SelectionKernel::list) plan.launches = {}; // which makes the plan as well
       json += "\"selection\": " + cuda::describe(selection) + ", ";
     }
@@ -133,7 +133,7 @@ struct CudaPack {
   }
   static cudaError_t select_and_plan(const fdm_selection &s, const fdm_problem &p, void *plan_base, void *workspace) {
     const auto stream = static_cast<cudaStream_t>(s.context.stream);
-    const SelectionRoute route = selection_route(s, &p, kRouteTable);
+    const SelectionRoute route = selection_route(s, &p, any_device(built_for()));
     if (route.kernel == SelectionKernel::list) return launch_short_lists(s, p, plan_of(p, plan_base), route, stream);
     if (cudaError_t error = select(s, workspace)) return error;
     return plan(p, plan_base, workspace);

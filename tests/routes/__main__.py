@@ -12,7 +12,7 @@ from .library import ARCHS, HEAD_DIMS, PASSES, Routes, Spec, known_routes, table
 
 # What problems are drawn for constants whose names begin so, as Focus of routes.cpp numbers it.
 FOCUS = {
-    1: ("direct", "cluster", "decode"),
+    1: ("direct", "cluster", "decode", "keep"),
     2: ("segment", "consecutive", "list", "plan", "select", "clear", "few_columns"),
     3: ("pair_bias", "dbias", "share_", "half", "window", "live", "fused", "row_bias"),
     4: (

@@ -130,6 +130,10 @@ struct Call {
     selection.queries = s.queries, selection.keys = s.keys;
     selection.start = p.start, selection.end = p.end;
     selection.cu_seqlens_q = p.cu_seqlens_q, selection.cu_seqlens_k = p.cu_seqlens_k;
+    // Without intervals, a bias selects booleans.
+    if (!has_intervals(p)) selection.bias = p.bias, selection.mask = p.mask;
+    selection.window = s.max_kept > 0 ? s.max_kept : std::max<int64_t>(1, s.keys / 64);
+    selection.keep_last = s.sink ? s.keys / 128 : 0;
   }
 
   Alignment forward_lies(const Spec &s) const {
@@ -159,8 +163,8 @@ struct Routes {
     return describe(backward_route(call.p, device, backward_alignment(call.p, call.backward), call.wanted()));
   }
   std::string selection() const {
-    if (!present(call.p.start)) return "{}";
-    return describe(selection_route(call.selection, nullptr, *device.table));
+    if (!present(call.selection.start) && (!present(call.selection.bias) || spec.float64)) return "{}";
+    return describe(selection_route(call.selection, nullptr, device));
   }
   std::string of(int pass) const {
     switch (pass) {

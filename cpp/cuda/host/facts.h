@@ -37,11 +37,17 @@ inline bool takes_untried() {
   return takes;
 }
 
+// Facts of the pack on any device.
+inline DeviceFacts facts_of_pack() {
+  DeviceFacts facts = any_device(built_for());
+  facts.untried = takes_untried();
+  return facts;
+}
+
 // Facts of the device of a call's tensors, which need not be the current one. The driver is asked once for each device.
 inline cudaError_t device_facts(int device, DeviceFacts *facts) {
   static std::atomic<int> known[kMaxDevices];
-  *facts = any_device(built_for());
-  facts->untried = takes_untried();
+  *facts = facts_of_pack();
   const bool may_be_known = device >= 0 && device < kMaxDevices;
   facts->sms = may_be_known ? known[device].load(std::memory_order_relaxed) : 0;
   if (facts->sms) return cudaSuccess;

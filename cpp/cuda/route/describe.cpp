@@ -14,7 +14,7 @@ constexpr const char *kQueryNames[] = {"none", "general", "usual", "wgmma"};
 constexpr const char *kKeyNames[] = {"none",  "general",  "usual",  "wgmma",  "all",
                                      "fused", "row_bias", "shared", "chained"};
 constexpr const char *kPlanNames[] = {"none", "rows", "list", "tiles", "chunks"};
-constexpr const char *kSelectionNames[] = {"none", "keep", "intervals", "list"};
+constexpr const char *kSelectionNames[] = {"none", "keep", "parts", "intervals", "list"};
 constexpr const char *kInsideNames[] = {"none", "few", "all"};
 constexpr const char *kPartsNames[] = {"none", "workspace", "in_dk"};
 
@@ -205,7 +205,16 @@ std::string describe(const SelectionRoute &route) {
   own.number("parts", route.parts);
   own.number("chunk_keys", route.chunks.keys);
   own.number("chunks", route.chunks.count);
+  own.number("part_keys", route.keep.keys);
+  own.number("row_parts", route.keep.count);
+  own.number("listed", route.keep.listed);
   own.number("blocks", route.blocks);
+  own.parts({{"states", &route.states},
+             {"digits", &route.digits},
+             {"part_digits", &route.part_digits},
+             {"seen", &route.seen},
+             {"lists", &route.lists}});
+  own.number("workspace_bytes", route.workspace_bytes);
   own.launches(route.launches);
   return own.json();
 }

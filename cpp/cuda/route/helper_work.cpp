@@ -39,6 +39,19 @@ ReductionWork reduction_work(int64_t elements, bool by_block) {
   return {by_block, by_block ? elements : ceil_div(elements, kReduceThreads)};
 }
 
+KeepParts keep_parts(const fdm_selection &s, int64_t all_rows, int64_t blocks) {
+  constexpr int64_t kWarps = kKeepThreads / 32, kLeast = kWarps * kWarpKeys;
+  KeepParts parts{};
+  parts.rows = kept_rows(s);
+  parts.keys = round_up(ceil_div(s.keys, max64(1, blocks / max64(1, all_rows))), kLeast);
+  parts.count = ceil_div(s.keys, parts.keys);
+  const double rank = sampled_rank(s, s.keys);
+  if (rank > kSampledKeys / 8.0) return parts;
+  // Half as many again as the sample tells, and some, since warps have not all the same number.
+  parts.listed = round_up(int64_t(1.5 * rank / kSampledKeys * double(parts.keys / kWarps)) + 24, 8);
+  return parts;
+}
+
 SelectionChunks selection_chunks(const fdm_selection &s, const RouteTable &table) {
   const int64_t least = table.select_chunk_keys, wanted = round_up(ceil_div(s.keys, table.select_chunks), least);
   const int64_t keys = max64(least, min64(kChunkRoom, wanted));

@@ -2,6 +2,8 @@
 // How the kernels before and behind the mainloops divide their work.
 #pragma once
 
+#include <math.h>
+
 #include <cstdint>
 
 #include "facts.h"
@@ -81,6 +83,34 @@ FDM_INLINE int64_t selection_sequences(const fdm_selection &s, const fdm_tensor 
 inline int64_t kept_rows(const fdm_selection &s) {
   return is_varlen(s) && s.keep.shape[2] > 1 ? s.queries : s.keep.shape[2];
 }
+
+// Whether seen keys have to be counted: otherwise their numbers are those of the keys, or do not matter.
+FDM_INLINE bool counts_seen_keys(const fdm_selection &s) {
+  return present(s.mask) && (s.keep_last > 0 || s.keep_first > 0);
+}
+
+// keep_parts.cu: a row of booleans is cut into parts, each of a block of threads.
+struct KeepParts {
+  int64_t rows;  // of each head and sequence
+  int64_t keys;  // of a part
+  int64_t count; // of a row
+  // Keys that a warp of a part has room to list; 0: so many reach the threshold of a sample that rows have none.
+  int64_t listed;
+};
+constexpr int kKeepThreads = 512, kKeepDigits = 2048, kSampledKeys = 4096, kRowStateBytes = 128;
+constexpr int kWarpKeys = 512; // of a warp, or a multiple
+// Launches that count keys by digit: 11 bits each, and what is left in the last one.
+FDM_INLINE constexpr int keep_passes(int bias_bits) { return bias_bits == 32 ? 3 : 2; }
+FDM_INLINE constexpr int keep_last_digits(int bias_bits) { return bias_bits == 32 ? 1 << 10 : 1 << 5; }
+// The rank in a sample of a row of `keys` keys that selected ones all but surely do not reach: the number of those that are
+// sampled has a standard deviation of at most its root.
+FDM_INLINE float sampled_rank(const fdm_selection &s, int64_t keys) {
+  const float selected = float(min64(s.window, keys) + s.keep_last + s.keep_first);
+  const float expected = selected * kSampledKeys / float(keys);
+  return expected + 4.0f * sqrtf(expected) + 4.0f;
+}
+// `blocks` are about those wanted for all rows.
+KeepParts keep_parts(const fdm_selection &s, int64_t all_rows, int64_t blocks);
 
 // intervals.cu: chunks of keys.
 struct SelectionChunks {

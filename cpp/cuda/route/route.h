@@ -272,18 +272,23 @@ PlanRoute plan_route(const fdm_problem &p, const DeviceFacts &device);
 // How keys are selected.
 enum class SelectionKernel : uint8_t {
   none,      // there are no keys, and no plan to make
-  keep,      // keep.cu: a row of booleans for each row of the bias
+  keep,      // keep.cu: a row of booleans for each row of the bias, by a block of threads each
+  parts,     // keep_parts.cu: the same, several blocks for each
   intervals, // intervals.cu
   list       // short_lists.cu, which makes the plan as well if one is wanted
 };
 struct SelectionRoute {
   SelectionKernel kernel;
-  int32_t threads, keys_of_thread, parts; // list
-  SelectionChunks chunks;                 // intervals
+  int32_t threads, keys_of_thread, parts;        // list
+  SelectionChunks chunks;                        // intervals
+  KeepParts keep;                                // parts
+  Part states, digits, part_digits, seen, lists; // of keep_parts.cu
   int64_t blocks;
+  int64_t workspace_bytes; // parts
   Launches launches;
 };
-// `p` is the problem whose plan is made in the same launch, or null.
-SelectionRoute selection_route(const fdm_selection &s, const fdm_problem *p, const RouteTable &table);
+// `p` is the problem whose plan is made in the same launch, or null. A selection without results, which callers have only once
+// they know the workspace, is one of booleans.
+SelectionRoute selection_route(const fdm_selection &s, const fdm_problem *p, const DeviceFacts &device);
 
 } // namespace fdm::cuda

@@ -22,6 +22,40 @@ bool mask_rows_are_aligned(const fdm_tensor &mask) {
          multiple(mask.stride[2]) && reinterpret_cast<uintptr_t>(mask.data) % kMaskBytes == 0;
 }
 
+// The sizes of the rows of booleans, which follow from bias and mask: the result itself may not be there yet.
+fdm_selection with_kept_shape(fdm_selection s) {
+  if (present(s.keep)) return s;
+  for (int d = 0; d < 4; ++d) s.keep.shape[d] = max64(s.bias.shape[d], present(s.mask) ? s.mask.shape[d] : 1);
+  return s;
+}
+
+void choose_keep(SelectionRoute *route, const fdm_selection &selection, const DeviceFacts &device) {
+  const RouteTable &table = *device.table;
+  const fdm_selection s = with_kept_shape(selection);
+  const int64_t rows = s.keep.shape[3] > 0 ? selection_sequences(s, s.keep) * s.keep.shape[1] * kept_rows(s) : 0;
+  if (!device.untried || rows == 0 || rows > table.keep_rows || s.keys < table.keep_keys) {
+    route->kernel = SelectionKernel::keep;
+    route->blocks = rows;
+    route->launches.add("select_keep_rows");
+    return;
+  }
+  const int bits = s.bias.dtype == FDM_FLOAT32 ? 32 : 16;
+  route->kernel = SelectionKernel::parts;
+  route->keep = keep_parts(s, rows, table.keep_blocks);
+  route->blocks = rows * route->keep.count;
+  WorkspaceParts parts;
+  route->states = parts.take_bytes(align_256(rows * kRowStateBytes));
+  route->digits = parts.take<uint32_t>(rows * keep_passes(bits) * kKeepDigits);
+  route->part_digits = parts.take<uint32_t>(route->blocks * keep_last_digits(bits));
+  if (counts_seen_keys(s)) route->seen = parts.take<uint32_t>(route->blocks);
+  if (route->keep.listed > 0)
+    route->lists = parts.take<int32_t>(route->blocks * (kKeepThreads / 32) * (route->keep.listed + 1));
+  route->workspace_bytes = parts.bytes;
+  route->launches.add("sample_keys");
+  for (int pass = 0; pass < keep_passes(bits); ++pass) route->launches.add("count_keys");
+  route->launches.add("write_kept_keys");
+}
+
 } // namespace
 
 PlanRoute plan_route(const fdm_problem &p, const DeviceFacts &device) {
@@ -71,12 +105,11 @@ PlanRoute plan_route(const fdm_problem &p, const DeviceFacts &device) {
   return route;
 }
 
-SelectionRoute selection_route(const fdm_selection &s, const fdm_problem *p, const RouteTable &table) {
+SelectionRoute selection_route(const fdm_selection &s, const fdm_problem *p, const DeviceFacts &device) {
+  const RouteTable &table = *device.table;
   SelectionRoute route{};
-  if (present(s.keep)) {
-    route.kernel = SelectionKernel::keep;
-    if (s.keep.shape[3] > 0) route.blocks = selection_sequences(s, s.keep) * s.keep.shape[1] * kept_rows(s);
-    route.launches.add("select_keep_rows");
+  if (!present(s.start) && !p) {
+    choose_keep(&route, s, device);
   } else if (s.keys == 0 && !p) {
     route.kernel = SelectionKernel::none;
   } else if (s.keys <= table.list_keys && s.queries <= table.list_rows && s.flags & FDM_CAUSAL) {

@@ -229,6 +229,12 @@ struct RouteTable {
   int64_t select_chunks = 64;
   // Least keys of a chunk: with fewer, more time goes into finding windows than into their changes
   int64_t select_chunk_keys = 256;
+  // Least keys of a row of booleans that several blocks of threads select: with fewer, one has done before so many launches
+  int64_t keep_keys = 16384;
+  // Most such rows: with more, one block for each is enough for a GPU, and their counts take much memory
+  int64_t keep_rows = 512;
+  // Blocks of threads wanted for all of them: two turns of those that an H100 has room for
+  int64_t keep_blocks = 528;
   // Most keys of a plan that one launch makes: it reads the keys before each part again [plans]
   int64_t plan_keys = 16384;
   // Most tiles that blocks of 512 threads list: enough for the GPU, but no more [plans]

@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "../../indexing.h"
+#include "../tile/mask_bytes.cuh"
 
 namespace fdm::cuda {
 
@@ -47,6 +48,12 @@ template <int kBits> __device__ __forceinline__ uint32_t ordered_bias(uint32_t b
   return ordered << (32 - kBits);
 }
 
+// Values of neighbouring keys, as many as have 16 bytes of biases.
+template <int kBits> struct NeighbourValues {
+  static constexpr int kCount = 128 / kBits;
+  uint32_t value[kCount];
+};
+
 template <int kBiasBits> struct Candidates {
   static constexpr int kBits = kBiasBits;
   KeyRow<std::conditional_t<kBits == 32, uint32_t, uint16_t>> bias;
@@ -68,6 +75,52 @@ template <int kBiasBits> struct Candidates {
     const uint32_t bits = bias.load(j);
     if (masked && !mask.load(j)) return 0;
     return ordered_bias<kBits>(bits, infinity);
+  }
+  // The biases of neighbouring keys from a multiple of their number on, and bytes that are not 0 for those that the mask keeps
+  // and that come before `past`.
+  using Values = NeighbourValues<kBits>;
+  struct Loaded {
+    uint4 bias;
+    uint32_t kept[Values::kCount / 4];
+  };
+  __device__ Loaded load_neighbours(int32_t j, int32_t past) const {
+    constexpr int kCount = Values::kCount;
+    Loaded loaded{};
+    const int count = min(kCount, past - j);
+    if (count <= 0) return loaded;
+    const bool words = mask.stride == 1 && reinterpret_cast<uintptr_t>(mask.base) % 4 == 0;
+#pragma unroll
+    for (int w = 0; w < kCount / 4; ++w) {
+      const int left = count - 4 * w;
+      if (left <= 0) continue;
+      const uint8_t *first = mask.base + (j + 4 * w) * mask.stride;
+      if (!masked)
+        loaded.kept[w] = left >= 4 ? ~0u : ~0u >> (32 - 8 * left);
+      else if (words && left >= 4)
+        loaded.kept[w] = load_mask<MaskLoad::word>(first, 1, 4);
+      else
+        loaded.kept[w] = load_mask<MaskLoad::bytes>(first, mask.stride, left);
+    }
+    if (count == kCount && bias.stride == 1 && reinterpret_cast<uintptr_t>(bias.base) % sizeof(uint4) == 0) {
+      loaded.bias = __ldg(reinterpret_cast<const uint4 *>(bias.base + j));
+      return loaded;
+    }
+    uint32_t words_of_bias[4] = {};
+#pragma unroll
+    for (int i = 0; i < kCount; ++i)
+      if (i < count) words_of_bias[i * kBits / 32] |= uint32_t{bias.load(j + i)} << i * kBits % 32;
+    loaded.bias = {words_of_bias[0], words_of_bias[1], words_of_bias[2], words_of_bias[3]};
+    return loaded;
+  }
+  __device__ Values values(const Loaded &loaded) const {
+    const uint32_t words[4] = {loaded.bias.x, loaded.bias.y, loaded.bias.z, loaded.bias.w};
+    Values found;
+#pragma unroll
+    for (int i = 0; i < Values::kCount; ++i) {
+      const uint32_t bits = kBits == 32 ? words[i * kBits / 32] : words[i * kBits / 32] >> i * kBits % 32 & 0xffff;
+      found.value[i] = (loaded.kept[i / 4] >> i % 4 * 8 & 0xff) != 0 ? ordered_bias<kBits>(bits, infinity) : 0;
+    }
+    return found;
   }
   __device__ bool ranks(int32_t j) const { return static_cast<uint32_t>(j - first_ranked) < ranked_count; }
   // The same, and 0 for a key that is not ranked.

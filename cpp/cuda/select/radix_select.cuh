@@ -18,7 +18,7 @@ template <int kThreads> struct RadixSelect {
   static_assert(kDigits % kThreads == 0);
 
   struct Shared {
-    uint32_t digits[kDigits];
+    uint32_t digits[kDigits]; // keys by digit, the largest first
     BlockSum<kThreads> sum;
     uint32_t digit, remaining, equal;
     uint32_t warp_equal[kWarps];
@@ -64,6 +64,31 @@ template <int kThreads> struct RadixSelect {
     return total;
   }
 
+  // Returns to all threads how many keys the digits count.
+  static __device__ uint32_t total(Shared &shared) {
+    uint32_t own = 0, sum;
+    for (int d = threadIdx.x; d < kDigits; d += kThreads) own += shared.digits[d];
+    shared.sum.exclusive(own, &sum);
+    return sum;
+  }
+
+  // Finds the digit that holds the remaining-th key, how many of its keys are still wanted, and how many there are. All
+  // threads may read them in `shared` afterwards.
+  static __device__ void find_digit(Shared &shared, uint32_t remaining) {
+    uint32_t own = 0, sum;
+#pragma unroll
+    for (int n = 0; n < kPerThread; ++n) own += shared.digits[threadIdx.x * kPerThread + n];
+    uint32_t before = shared.sum.exclusive(own, &sum);
+    if (before < remaining && before + own >= remaining) {
+      int d = threadIdx.x * kPerThread;
+      for (; before + shared.digits[d] < remaining; ++d) before += shared.digits[d];
+      shared.digit = kDigits - 1 - d;
+      shared.remaining = remaining - before;
+      shared.equal = shared.digits[d];
+    }
+    __syncthreads();
+  }
+
 private:
   // Calls visit(value) for the keys begin + lane, begin + lane + step, ... below end, several loads at a time.
   template <class Source, class Visit>
@@ -77,7 +102,7 @@ private:
     }
   }
 
-  // Counts the keys by digit. Digits are numbered from the largest.
+  // Counts the keys by digit.
   template <class Source>
   static __device__ void count_digits(Shared &shared, const Source &source, int32_t keys, int shift, uint32_t decided,
                                       int above) {
@@ -89,29 +114,6 @@ private:
       if (value != 0 && (value & decided_mask) == decided)
         atomicAdd(&shared.digits[kDigits - 1 - (value >> shift & digit_mask)], 1u);
     });
-    __syncthreads();
-  }
-
-  static __device__ uint32_t total(Shared &shared) {
-    uint32_t own = 0, sum;
-    for (int d = threadIdx.x; d < kDigits; d += kThreads) own += shared.digits[d];
-    shared.sum.exclusive(own, &sum);
-    return sum;
-  }
-
-  // Finds the digit that holds the remaining-th key, how many of its keys are still wanted, and how many there are.
-  static __device__ void find_digit(Shared &shared, uint32_t remaining) {
-    uint32_t own = 0, sum;
-#pragma unroll
-    for (int n = 0; n < kPerThread; ++n) own += shared.digits[threadIdx.x * kPerThread + n];
-    uint32_t before = shared.sum.exclusive(own, &sum);
-    if (before < remaining && before + own >= remaining) {
-      int d = threadIdx.x * kPerThread;
-      for (; before + shared.digits[d] < remaining; ++d) before += shared.digits[d];
-      shared.digit = kDigits - 1 - d;
-      shared.remaining = remaining - before;
-      shared.equal = shared.digits[d];
-    }
     __syncthreads();
   }
 

@@ -52,11 +52,6 @@ struct SeenKeys {
   }
 };
 
-// Whether seen keys have to be counted: otherwise their numbers are those of the keys, or do not matter.
-FDM_INLINE bool counts_seen_keys(const fdm_selection &s) {
-  return present(s.mask) && (s.keep_last > 0 || s.keep_first > 0);
-}
-
 // Writes `count` words of the keys from `first` to before `past`, before which so many are seen. Returns how many of these
 // are. All threads of the block call this.
 template <int kThreads, int kItems>

@@ -1,19 +1,26 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "select.h"
 
+#include "../host/facts.h"
 #include "../plan/make_plan.h"
 
 namespace fdm::cuda {
 
+// Callers that have no result yet may want either form.
 int64_t selection_workspace_bytes(const fdm_selection &s) {
-  return present(s.keep) ? 0 : interval_selection_workspace_bytes(s);
+  int64_t bytes = 0;
+  if (!present(s.keep)) bytes = interval_selection_workspace_bytes(s);
+  if (!present(s.start)) bytes = max64(bytes, selection_route(s, nullptr, facts_of_pack()).workspace_bytes);
+  return bytes;
 }
 
 cudaError_t select_keys(const fdm_selection &s, void *workspace, cudaStream_t stream) {
-  const SelectionRoute route = selection_route(s, nullptr, route_table(FDM_TILE_ARCH));
+  const SelectionRoute route = selection_route(s, nullptr, facts_of_pack());
   switch (route.kernel) {
   case SelectionKernel::keep:
     return select_keep(s, route, stream);
+  case SelectionKernel::parts:
+    return select_keep_parts(s, route, workspace, stream);
   case SelectionKernel::list:
     return launch_short_selection(s, route, stream);
   case SelectionKernel::intervals:

@@ -1,0 +1,490 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Selection of few long rows into booleans: many blocks of threads share a row.
+//
+// A row is cut into parts, and radix selection takes a launch for each digit, in which each block counts the keys of its part;
+// the next launch finds the digit of the last selected key in the sums. Of equal keys the lower ones are selected, so parts
+// also count the last digit by themselves.
+//
+// Reading the biases is most of the work, so later launches read few of them again. A sample of the row gives a threshold which
+// about a window and some more keys reach. The first launch that counts has only those counted, has each warp list its own,
+// and writes that all others are dropped. A warp whose list is too short for its keys goes through all of them in each launch.
+// Should fewer keys than the window reach the threshold, which the sample makes all but impossible, one block selects the row.
+#include "../host/launch.cuh"
+#include "keep_row.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/dependent.cuh"
+#include "radix_select.cuh"
+#include "seen_keys.cuh"
+#include "select.h"
+
+namespace fdm::cuda {
+namespace {
+
+constexpr int kThreads = kKeepThreads, kWarps = kThreads / 32;
+using Select = RadixSelect<kThreads>;
+static_assert(Select::kDigits == kKeepDigits);
+
+// What is known of the last selected key: its bits from some bit on, and how many of the keys that have the same are selected.
+// If settled, the window is final.
+struct Step {
+  uint32_t decided, remaining;
+  Window window;
+  bool settled, ignores_threshold;
+};
+
+struct RowState {
+  uint32_t threshold; // least value that is counted
+  int32_t first_ranked;
+  uint32_t ranked_count;
+  Step steps[2]; // after each digit but the last
+};
+static_assert(sizeof(RowState) <= kRowStateBytes);
+
+struct KeepWork {
+  fdm_selection s;
+  KeepParts parts;
+  char *states;          // of rows
+  uint32_t *digits;      // of each row and pass: keys by digit, the largest first
+  uint32_t *part_digits; // of each part: keys by the last digit
+  uint32_t *seen;        // of each part: its seen keys; null: they are not counted
+  int32_t *lists;        // of each warp of a part: how many keys it would list, and the first ones
+};
+
+// The digits of a value: the upper bits first, and none of those that are 0 in all values.
+template <int kBits> struct Digits {
+  static constexpr int kPasses = keep_passes(kBits), kLast = kPasses - 1;
+  FDM_MEMBER static constexpr int above(int pass) { return 32 - pass * Select::kDigitBits; }
+  FDM_MEMBER static constexpr int shift(int pass) {
+    return above(pass) - Select::kDigitBits < 32 - kBits ? 32 - kBits : above(pass) - Select::kDigitBits;
+  }
+};
+
+struct Shared {
+  typename Select::Shared select;
+  int32_t part;
+  uint32_t before;
+};
+
+// The part of a row that has the wanted-th of what parts count, how many come before that part, and how many there are.
+struct PartPlace {
+  int32_t part;
+  uint32_t before, total;
+
+  template <class CountOf>
+  __device__ PartPlace(Shared &shared, int32_t parts, int64_t wanted, const CountOf &count_of)
+      : part(parts), before(0), total(0) {
+    for (int32_t first = 0; first < parts; first += kThreads) {
+      const int32_t own = first + static_cast<int32_t>(threadIdx.x);
+      uint32_t sum, count = own < parts ? count_of(own) : 0;
+      const int64_t own_before = total + shared.select.sum.exclusive(count, &sum);
+      if (own_before < wanted && own_before + count >= wanted) {
+        shared.part = own;
+        shared.before = static_cast<uint32_t>(own_before);
+      }
+      total += sum;
+    }
+    __syncthreads();
+    if (wanted <= 0 || wanted > total) return;
+    part = shared.part;
+    before = shared.before;
+    __syncthreads(); // another place may be looked for
+  }
+};
+
+template <int kBits> struct RowPart {
+  using RowDigits = Digits<kBits>;
+  using Values = NeighbourValues<kBits>;
+  static constexpr int kCount = Values::kCount;
+  static constexpr int kTurn = 32 * kCount;        // keys that the lanes load at once
+  static constexpr int kLoads = kWarpKeys / kTurn; // under way together
+  static_assert(kWarpKeys % kTurn == 0);
+
+  const KeepWork &work;
+  uint32_t number;     // of the row
+  int32_t part;        // of the row
+  int32_t begin, past; // this warp's keys
+  KeepRow row;
+  Candidates<kBits> source;
+  uint32_t threshold = 1;
+  int32_t listed = -1; // keys of this warp's list; -1: it has none, or one that lacks some
+
+  __device__ explicit RowPart(const KeepWork &w)
+      : work(w), number(blockIdx.x / static_cast<uint32_t>(w.parts.count)),
+        part(static_cast<int32_t>(blockIdx.x % static_cast<uint32_t>(w.parts.count))),
+        row(w.s, static_cast<uint32_t>(w.parts.rows), number), source(w.s, row, row.query) {
+    const int64_t keys = w.parts.keys / kWarps, first = part * w.parts.keys + warp_id() * keys;
+    begin = static_cast<int32_t>(min64(first, row.columns));
+    past = static_cast<int32_t>(min64(first + keys, row.columns));
+  }
+
+  // The number of a part among those of all rows.
+  __device__ int64_t part_number(int32_t other) const { return number * work.parts.count + other; }
+  __device__ RowState &state() const {
+    return *reinterpret_cast<RowState *>(work.states + number * int64_t{kRowStateBytes});
+  }
+  __device__ uint32_t *digits(int pass) const {
+    return work.digits + (number * int64_t{RowDigits::kPasses} + pass) * Select::kDigits;
+  }
+  __device__ uint32_t *part_digits(int32_t other) const {
+    return work.part_digits + part_number(other) * keep_last_digits(kBits);
+  }
+  __device__ int32_t *list() const {
+    return work.lists + (part_number(part) * kWarps + warp_id()) * (work.parts.listed + 1);
+  }
+  __device__ bool is_first_thread() const { return part == 0 && threadIdx.x == 0; }
+
+  // What earlier launches found.
+  __device__ void read_state() {
+    const RowState &known = state();
+    threshold = known.threshold;
+    source.first_ranked = known.first_ranked;
+    source.ranked_count = known.ranked_count;
+    if (work.parts.listed == 0) return;
+    const int32_t count = list()[0];
+    if (count <= work.parts.listed) listed = count;
+  }
+
+  __device__ bool counts(uint32_t value, int32_t key) const { return value >= threshold && source.ranks(key); }
+
+  // Calls visit(key, values) for the keys of this warp that come before `end`, in their order, or for all that it listed. Each
+  // lane has those of neighbours, or of one listed key and zeros. Values of keys that the row does not see are 0.
+  template <class Visit> __device__ void visit_keys(int32_t end, const Visit &visit) const {
+    if (listed >= 0) {
+      for (int32_t first = 0; first < listed; first += 32) {
+        const bool exists = first + lane_id() < listed;
+        const int32_t key = exists ? list()[1 + first + lane_id()] : 0;
+        visit(key, Values{{exists ? source.value(key) : 0}});
+      }
+      return;
+    }
+    for (int32_t first = begin; first < min(end, past); first += kLoads * kTurn) {
+      typename Candidates<kBits>::Loaded loaded[kLoads];
+#pragma unroll
+      for (int n = 0; n < kLoads; ++n)
+        loaded[n] = source.load_neighbours(first + n * kTurn + kCount * lane_id(), row.visible);
+#pragma unroll
+      for (int n = 0; n < kLoads; ++n) visit(first + n * kTurn + kCount * lane_id(), source.values(loaded[n]));
+    }
+  }
+
+  // Writes the booleans of neighbours, of which each has a bit.
+  __device__ void write(int32_t key, uint32_t kept) const {
+    if (row.stride == 1 && key + kCount <= row.columns && reinterpret_cast<uintptr_t>(row.keep) % kCount == 0) {
+      if constexpr (kCount == 8)
+        *reinterpret_cast<uint2 *>(row.keep + key) = {bytes_of(kept), bytes_of(kept >> 4)};
+      else
+        *reinterpret_cast<uint32_t *>(row.keep + key) = bytes_of(kept);
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; ++i)
+      if (key + i < row.columns) row.keep[(key + i) * row.stride] = static_cast<uint8_t>(kept >> i & 1);
+  }
+
+  // Asks L2 for the first of this warp's biases, while the launch ahead samples rows.
+  __device__ void prefetch() const {
+    const int32_t key = begin + lane_id() * (128 * 8 / kBits); // the first of a line
+    if (!row.absent && source.bias.stride == 1 && key < min(past, row.visible))
+      ptx::prefetch_l2(source.bias.base + key);
+  }
+
+  // Seen keys of this part.
+  __device__ uint32_t count_seen(Shared &shared) const {
+    return Select::count_seen(shared.select, mask_of(part), keys_of(part));
+  }
+
+  // Finds the keys that are ranked, for all threads and for the launches behind.
+  __device__ void find_ranked(Shared &shared) {
+    const fdm_selection &s = work.s;
+    int64_t seen = row.visible;
+    if (work.seen) seen = place_of_seen(shared, 0).total;
+    const int32_t first = past_seen(shared, s.keep_first, seen);
+    const int32_t last = s.keep_last > 0 ? past_seen(shared, seen - s.keep_last, seen) : row.visible;
+    source.first_ranked = first;
+    source.ranked_count = static_cast<uint32_t>(max(0, last - first));
+    if (!is_first_thread()) return;
+    state().first_ranked = source.first_ranked;
+    state().ranked_count = source.ranked_count;
+  }
+
+private:
+  // The lower four bits, one in each byte.
+  __device__ static uint32_t bytes_of(uint32_t bits) { return (bits & 0xf) * 0x00204081u & 0x01010101u; }
+
+  // The keys of a part that the row sees, and their booleans of the mask.
+  __device__ int32_t keys_of(int32_t other) const {
+    return static_cast<int32_t>(clamp64(row.visible - other * work.parts.keys, 0, work.parts.keys));
+  }
+  __device__ KeyRow<uint8_t> mask_of(int32_t other) const {
+    KeyRow<uint8_t> mask = source.mask;
+    mask.base += other * work.parts.keys * mask.stride;
+    return mask;
+  }
+  __device__ PartPlace place_of_seen(Shared &shared, int64_t wanted) const {
+    const uint32_t *seen = work.seen + part_number(0);
+    return PartPlace(shared, static_cast<int32_t>(work.parts.count), wanted,
+                     [&](int32_t other) { return seen[other]; });
+  }
+  // The key behind the first `wanted` of all seen ones.
+  __device__ int32_t past_seen(Shared &shared, int64_t wanted, int64_t all) const {
+    if (!work.seen || wanted <= 0 || wanted >= all)
+      return wanted >= all ? row.visible : static_cast<int32_t>(max64(0, wanted));
+    const PartPlace place = place_of_seen(shared, wanted);
+    const int32_t last =
+        Select::last_seen(shared.select, mask_of(place.part), keys_of(place.part), wanted - place.before);
+    return static_cast<int32_t>(place.part * work.parts.keys) + last + 1;
+  }
+};
+
+// A key in each of equal shares of a row is sampled, at places that no pattern of biases follows.
+__device__ int32_t sampled_key(int32_t sample, int32_t keys) {
+  uint32_t chance = (static_cast<uint32_t>(sample) + 1) * 0x9e3779b1u;
+  chance = (chance ^ chance >> 15) * 0x85ebca6bu;
+  chance ^= chance >> 13;
+  const auto offset = static_cast<int64_t>(uint64_t{chance} * static_cast<uint64_t>(keys) >> 32);
+  return static_cast<int32_t>((sample * int64_t{keys} + offset) / kSampledKeys);
+}
+
+template <int kSourceBits> struct SampledValues {
+  static constexpr int kBits = kSourceBits;
+  const uint32_t *values;
+  __device__ uint32_t operator()(int32_t n) const { return values[n]; }
+};
+
+// Finds the threshold of each row and clears its counts. Where seen keys are counted, each part counts its own.
+template <int kBits> __global__ void __launch_bounds__(kThreads, 2) sample_keys(const __grid_constant__ KeepWork work) {
+  __shared__ Shared shared;
+  __shared__ uint32_t values[kSampledKeys];
+  ptx::start_dependents();
+  const RowPart<kBits> own(work);
+  if (own.row.absent) return;
+  if (work.seen) {
+    const uint32_t seen = own.count_seen(shared);
+    if (threadIdx.x == 0) work.seen[own.part_number(own.part)] = seen;
+  }
+  if (own.part != 0) return;
+  for (int d = threadIdx.x; d < Digits<kBits>::kPasses * Select::kDigits; d += kThreads) own.digits(0)[d] = 0;
+  const fdm_selection &s = work.s;
+  const int32_t keys = own.row.visible;
+  // Values are at least 1 where a key may be selected.
+  uint32_t threshold = s.window > 0 ? 1 : ~0u;
+  const float rank = keys == 0 ? 0 : sampled_rank(s, keys);
+  if (s.window > 0 && work.parts.listed > 0 && keys > 0 && rank < kSampledKeys) {
+#pragma unroll
+    for (int n = 0; n < kSampledKeys / kThreads; ++n) {
+      const int sample = n * kThreads + static_cast<int>(threadIdx.x);
+      values[sample] = own.source.value(sampled_key(sample, keys));
+    }
+    const SampledValues<kBits> sampled{values};
+    const Window window = Select::select(shared.select, sampled, kSampledKeys, static_cast<int64_t>(rank));
+    threshold = max(1u, window.value);
+  }
+  if (threadIdx.x == 0) own.state().threshold = threshold;
+}
+
+__device__ void load_digits(Shared &shared, const uint32_t *digits) {
+  __syncthreads(); // readers of other digits are done
+  for (int d = threadIdx.x; d < Select::kDigits; d += kThreads) shared.select.digits[d] = digits[d];
+  __syncthreads();
+}
+
+// What is known after the digit of a pass, whose counts have been loaded.
+template <int kBits> __device__ Step next_step(Shared &shared, const Step &before, int pass) {
+  Select::find_digit(shared.select, before.remaining);
+  Step step = before;
+  step.decided |= shared.select.digit << Digits<kBits>::shift(pass);
+  step.remaining = shared.select.remaining;
+  // All keys that have these bits are selected: what their other bits are does not matter.
+  step.settled = shared.select.equal == shared.select.remaining;
+  step.window = {step.decided, INT32_MAX, before.window.size};
+  __syncthreads(); // another digit may be looked for
+  return step;
+}
+
+// The step before a launch that counts the digits of a pass.
+template <int kBits> __device__ Step step_before(Shared &shared, const RowPart<kBits> &own, int pass) {
+  if (pass > 1) {
+    const Step &step = own.state().steps[pass - 2];
+    if (step.settled) return step;
+    load_digits(shared, own.digits(pass - 1));
+    return next_step<kBits>(shared, step, pass - 1);
+  }
+  load_digits(shared, own.digits(0));
+  const int64_t count = own.work.s.window;
+  const uint32_t total = Select::total(shared.select);
+  const auto size = static_cast<int32_t>(min64(count, total));
+  if (total > count)
+    return next_step<kBits>(shared, {0, static_cast<uint32_t>(count), open_window(size), false, false}, 0);
+  Step step{0, 0, open_window(size), true, false};
+  if (total == count || own.threshold == 1) return step;
+  step.ignores_threshold = true;
+  if (own.part == 0) step.window = Select::select(shared.select, own.source, own.row.visible, count);
+  return step;
+}
+
+// Counts the keys of each part by the digit of a pass. In the first one warps list those that reach the threshold.
+template <int kBits, int kPass>
+__global__ void __launch_bounds__(kThreads, 2) count_keys(const __grid_constant__ KeepWork work) {
+  using RowDigits = Digits<kBits>;
+  __shared__ Shared shared;
+  ptx::start_dependents();
+  RowPart<kBits> own(work);
+  if constexpr (kPass == 0) own.prefetch();
+  ptx::wait_for_kernel_ahead();
+  if (own.row.absent) return;
+  uint32_t decided = 0;
+  if constexpr (kPass == 0) {
+    own.find_ranked(shared);
+    own.threshold = own.state().threshold;
+  } else {
+    own.read_state();
+    const Step step = step_before(shared, own, kPass);
+    if (own.is_first_thread()) own.state().steps[kPass - 1] = step;
+    if (step.settled) return;
+    decided = step.decided;
+  }
+  uint32_t *digits = shared.select.digits;
+  __syncthreads(); // readers of other digits are done
+  for (int d = threadIdx.x; d < Select::kDigits; d += kThreads) digits[d] = 0;
+  __syncthreads();
+  constexpr int kShift = RowDigits::shift(kPass), kAbove = RowDigits::above(kPass);
+  constexpr uint32_t kDecided = kAbove == 32 ? 0 : ~0u << (kAbove % 32), kDigit = ~kDecided >> kShift;
+  const auto count = [&](uint32_t value) {
+    if ((value & kDecided) == decided) atomicAdd(&digits[Select::kDigits - 1 - (value >> kShift & kDigit)], 1u);
+  };
+  if (kPass == 0 && work.parts.listed > 0) {
+    int32_t *list = own.list() + 1, found = 0;
+    own.visit_keys(own.past, [&](int32_t key, const auto &values) {
+      uint32_t counted = 0, kept = 0;
+#pragma unroll
+      for (int i = 0; i < own.kCount; ++i) {
+        const uint32_t value = values.value[i];
+        if (own.counts(value, key + i)) {
+          counted |= 1u << i;
+          count(value);
+        } else if (value != 0 && !own.source.ranks(key + i)) {
+          kept |= 1u << i;
+        }
+      }
+      own.write(key, kept);
+      if (!__any_sync(kAllLanes, counted != 0)) return;
+      const uint32_t up_to_own = warp_inclusive_sum(__popc(counted));
+      int32_t place = found + static_cast<int32_t>(up_to_own) - __popc(counted);
+#pragma unroll
+      for (int i = 0; i < own.kCount; ++i) {
+        if (!(counted >> i & 1)) continue;
+        if (place < work.parts.listed) list[place] = key + i;
+        ++place;
+      }
+      found += static_cast<int32_t>(__shfl_sync(kAllLanes, up_to_own, 31));
+    });
+    if (lane_id() == 0) own.list()[0] = found;
+  } else {
+    own.visit_keys(own.row.visible, [&](int32_t key, const auto &values) {
+#pragma unroll
+      for (int i = 0; i < own.kCount; ++i)
+        if (own.counts(values.value[i], key + i)) count(values.value[i]);
+    });
+  }
+  __syncthreads();
+  for (int d = threadIdx.x; d < Select::kDigits; d += kThreads)
+    if (digits[d] != 0) atomicAdd(&own.digits(kPass)[d], digits[d]);
+  if (kPass == RowDigits::kLast)
+    for (int d = threadIdx.x; d < keep_last_digits(kBits); d += kThreads)
+      own.part_digits(own.part)[d] = digits[Select::kDigits - 1 - d];
+}
+
+// The last of the selected keys of one value, as far as it matters to this part: none, or any, is so where another part has it.
+template <int kBits> __device__ int32_t last_equal(Shared &shared, const RowPart<kBits> &own, const Step &step) {
+  const uint32_t digit = step.decided >> Digits<kBits>::shift(Digits<kBits>::kLast) & (keep_last_digits(kBits) - 1);
+  const PartPlace place(shared, static_cast<int32_t>(own.work.parts.count), step.remaining,
+                        [&](int32_t other) { return own.part_digits(other)[digit]; });
+  if (own.part != place.part) return own.part < place.part ? INT32_MAX : -1;
+  const uint32_t wanted = step.remaining - place.before;
+  const auto equal_of = [&](int32_t key, const auto &values) {
+    uint32_t equal = 0;
+#pragma unroll
+    for (int i = 0; i < own.kCount; ++i)
+      equal |= uint32_t{values.value[i] == step.decided && own.counts(values.value[i], key + i)} << i;
+    return equal;
+  };
+  uint32_t own_equal = 0;
+  own.visit_keys(own.row.visible, [&](int32_t key, const auto &values) { own_equal += __popc(equal_of(key, values)); });
+  own_equal = __reduce_add_sync(kAllLanes, own_equal);
+  if (lane_id() == 0) shared.select.warp_equal[warp_id()] = own_equal;
+  __syncthreads();
+  uint32_t before = 0;
+  for (int w = 0; w < warp_id(); ++w) before += shared.select.warp_equal[w];
+  if (before < wanted && before + own_equal >= wanted)
+    own.visit_keys(own.row.visible, [&](int32_t key, const auto &values) {
+      const uint32_t equal = equal_of(key, values), up_to_own = warp_inclusive_sum(__popc(equal));
+      uint32_t place_of_own = before + up_to_own - __popc(equal);
+#pragma unroll
+      for (int i = 0; i < own.kCount; ++i)
+        if (equal >> i & 1 && ++place_of_own == wanted) shared.select.last = key + i;
+      before += __shfl_sync(kAllLanes, up_to_own, 31);
+    });
+  __syncthreads();
+  return shared.select.last;
+}
+
+template <int kBits>
+__global__ void __launch_bounds__(kThreads, 2) write_kept_keys(const __grid_constant__ KeepWork work) {
+  constexpr int kLast = Digits<kBits>::kLast;
+  __shared__ Shared shared;
+  RowPart<kBits> own(work);
+  ptx::wait_for_kernel_ahead();
+  if (own.row.absent) return;
+  own.read_state();
+  Step step = own.state().steps[kLast - 1];
+  if (step.ignores_threshold) {
+    own.threshold = 1;
+    own.listed = -1;
+  }
+  if (!step.settled) {
+    load_digits(shared, own.digits(kLast));
+    step = next_step<kBits>(shared, step, kLast);
+    if (!step.settled) step.window.last = last_equal(shared, own, step);
+  }
+  own.visit_keys(own.past, [&](int32_t key, const auto &values) {
+    uint32_t kept = 0;
+#pragma unroll
+    for (int i = 0; i < own.kCount; ++i) {
+      const uint32_t value = values.value[i];
+      const bool holds = own.counts(value, key + i) ? step.window.holds(value, key + i) : !own.source.ranks(key + i);
+      kept |= uint32_t{value != 0 && holds} << i;
+    }
+    if (own.listed < 0)
+      own.write(key, kept);
+    else if (kept != 0)
+      own.row.keep[key * own.row.stride] = 1;
+  });
+}
+
+} // namespace
+
+cudaError_t select_keep_parts(const fdm_selection &s, const SelectionRoute &route, void *workspace,
+                              cudaStream_t stream) {
+  const KeepWork work{s,
+                      route.keep,
+                      at<char>(workspace, route.states),
+                      at<uint32_t>(workspace, route.digits),
+                      at<uint32_t>(workspace, route.part_digits),
+                      at<uint32_t>(workspace, route.seen),
+                      at<int32_t>(workspace, route.lists)};
+  const auto run = [&](auto kernel) {
+    return launch<Overlap::kernel_ahead>(kernel, route.blocks, kThreads, 0, stream, work);
+  };
+  return with_bias_bits(s, [&](auto bits) {
+    constexpr int kBits = decltype(bits)::value;
+    cudaError_t error = launch(sample_keys<kBits>, route.blocks, kThreads, 0, stream, work);
+    if (!error) error = run(count_keys<kBits, 0>);
+    if (!error) error = run(count_keys<kBits, 1>);
+    if constexpr (kBits == 32)
+      if (!error) error = run(count_keys<kBits, 2>);
+    if (!error) error = run(write_kept_keys<kBits>);
+    return error;
+  });
+}
+
+} // namespace fdm::cuda
