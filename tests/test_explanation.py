@@ -44,6 +44,10 @@ CALLS = {
     "selection of all": call(attn_bias=bias(), window_size=40, is_causal=True),
     "mask": call(attn_mask=torch.ones(2, 40, dtype=torch.bool)),
     "one query": {**call(), "query": torch.randn(2, 1, 4, 16)},
+    "selection for one query": {
+        **call(attn_bias=bias(), window_size=8, is_causal=True),
+        "query": torch.randn(2, 1, 4, 16),
+    },
     "no keys": {**call(), "key": torch.randn(2, 0, 2, 16), "value": torch.randn(2, 0, 2, 16)},
     "packed": packed(),
     "packed selection": packed(attn_bias=torch.randn(1, 1, 9), window_size=2, is_causal=True),
@@ -72,7 +76,7 @@ def test_a_call_is_explained_without_being_made(name: str, nothing_runs: None) -
     assert found.forward["kernel"]
     assert found.backward is None
     assert found.gradients == ()
-    assert (found.selection is not None) == (name in ("selection", "packed selection"))
+    assert (found.selection is not None) == ("selection" in name and name != "selection of all")
     assert (found.plan is not None) == (
         ("selection" in name and "all" not in name) or name == "mask"
     )

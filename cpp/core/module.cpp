@@ -110,7 +110,7 @@ void bind_problem(nb::module_ &module) {
       .def_prop_ro("key_mass_workspace_bytes",
                    [](const Problem &self) { return self.workspace_bytes(FDM_PASS_KEY_MASS); })
       .def("key_mass", &Problem::key_mass, "mass"_a, "lse"_a, "plan"_a.none(), "workspace"_a.none())
-      .def("describe", &Problem::describe, "gradients"_a)
+      .def("describe", &Problem::describe, "gradients"_a, "selection"_a.none() = nb::none())
       .def("plan", &Problem::plan, "plan"_a.none(), "workspace"_a.none())
       .def("forward", &Problem::forward, "out"_a, "lse"_a, "plan"_a.none(), "workspace"_a.none(), "splits"_a = 0)
       .def("attend_bytes", &Problem::attend_bytes, "has_lse"_a, "has_plan"_a)

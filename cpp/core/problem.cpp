@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "error.h"
+#include "selection.h"
 
 namespace fdm {
 
@@ -257,7 +258,7 @@ int64_t Problem::workspace_bytes(fdm_pass pass) const {
   return std::max(bytes, selection_bytes);
 }
 
-std::string Problem::describe(nb::tuple gradients) const {
+std::string Problem::describe(nb::tuple gradients, const Selection *before) const {
   if (pack_.describe == nullptr) return "{}";
   // Memory that results would have. Nothing is written there.
   alignas(256) static std::byte memory[256];
@@ -285,8 +286,9 @@ std::string Problem::describe(nb::tuple gradients) const {
       if (std::strcmp(nb::cast<const char *>(wanted), name) == 0) *tensors.first = like(*tensors.second);
   std::string text(size_t{1} << 14, '\0');
   call_pack<Gil::hold>(pack_, "describe", [&](char *message, size_t message_bytes) {
-    return pack_.describe(&problem, selects_ ? &selection_ : nullptr, &forward, gradients.size() ? &backward : nullptr,
-                          text.data(), text.size(), message, message_bytes);
+    const fdm_selection *selection = selects_ ? &selection_ : before ? &before->of_booleans() : nullptr;
+    return pack_.describe(&problem, selection, &forward, gradients.size() ? &backward : nullptr, text.data(),
+                          text.size(), message, message_bytes);
   });
   text.resize(std::strlen(text.c_str()));
   return text;

@@ -11,6 +11,8 @@
 
 namespace fdm {
 
+class Selection;
+
 // The gradients of a call, None where one is not wanted, by the fields of AttentionRecord that they belong to, and that of
 // Problem::list_keys.
 struct Gradients {
@@ -55,8 +57,8 @@ public:
   int64_t needed_plan_bytes() const;
   int64_t workspace_bytes(fdm_pass pass) const;
   // How a call is computed, as the JSON text of fdm_pack.describe: with a backward pass for the gradients of these fields, if
-  // there are any. Results are taken to be contiguous. Runs nothing.
-  std::string describe(nb::tuple gradients) const;
+  // there are any. `before` selects the booleans that are the mask, or is null. Results are taken to be contiguous. Runs nothing.
+  std::string describe(nb::tuple gradients, const Selection *before) const;
 
   void plan(const TensorField &plan, const TensorField &workspace) const;
   void forward(const TensorField &out, const TensorField &lse, const TensorField &plan, const TensorField &workspace,

@@ -15,6 +15,9 @@ class Selection {
 public:
   Selection(const fdm_pack &pack, const SelectionRecord &record, const Execution &execution);
 
+  // Of booleans, as packs describe it.
+  const fdm_selection &of_booleans() const { return selection_; }
+
   // The same for intervals and for keep.
   int64_t workspace_bytes() const { return workspace_bytes(selection_); }
 

@@ -36,7 +36,7 @@ struct CpuPack {
       if (workspace > 0) json += ", \"workspace_bytes\": " + std::to_string(workspace);
       json += "}";
     };
-    if (s) add("selection", "heap", 0, selection_workspace_bytes(*s));
+    if (s) add("selection", present(s->start) ? "heap" : "keep", 0, selection_workspace_bytes(*s));
     if (plan_bytes(p) > 0) add("plan", "columns of tiles", plan_bytes(p), plan_workspace_bytes(p));
     if (forward) add("forward", best_kernels().name, 0, forward_workspace_bytes(p));
     if (backward) add("backward", best_kernels().name, 0, backward_workspace_bytes(p));

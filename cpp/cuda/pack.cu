@@ -78,7 +78,7 @@ struct CudaPack {
     PlanRoute plan = plan_route(p, device);
     std::string json = "{";
     if (s) {
-      const SelectionRoute selection = selection_route(*s, &p, device);
+      const SelectionRoute selection = selection_route(*s, present(s->start) ? &p : nullptr, device);
       if (selection.kernel == SelectionKernel::list) plan.launches = {}; // which makes the plan as well
       json += "\"selection\": " + cuda::describe(selection) + ", ";
     }

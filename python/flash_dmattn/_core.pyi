@@ -148,8 +148,11 @@ class Problem:
     def forward_workspace_bytes(self) -> int: ...
     @property
     def backward_workspace_bytes(self) -> int: ...
-    def describe(self, gradients: tuple[str, ...]) -> str:
-        """How a call is computed, as JSON; gradients of these fields are wanted, or none."""
+    def describe(self, gradients: tuple[str, ...], selection: Selection | None = None) -> str:
+        """How a call is computed, as JSON; gradients of these fields are wanted, or none.
+
+        selection: of the booleans that are the problem's mask.
+        """
     def plan(self, plan: TensorLike | None, workspace: TensorLike | None) -> None:
         """Writes the plan that forward and backward read.
 

@@ -18,7 +18,7 @@ from .backends import select_backend
 from .backends.shapes import MOST_HEAD_DIM
 from .checks import flag
 from .ops import RecordedError
-from .record import ATTENTION, KEY_LISTS, AttentionInputs, KeyListInputs
+from .record import ATTENTION, KEY_LISTS, AttentionInputs, KeyListInputs, SelectionInputs
 from .recorder import recorded_calls
 
 __all__ = ["Explanation", "Obstacle", "explain"]
@@ -89,7 +89,7 @@ def explain(
     if packed:
         function = interface.flash_dmattn_varlen_func
     arguments, named = _with_plain_mask(query, key, arguments, named)
-    inputs, name = _recorded(function, (query, key, value, *arguments), named)
+    inputs, name, keep = _recorded(function, (query, key, value, *arguments), named)
     widths = _widths(inputs, key, value)
     wants_mass = flag("return_key_mass", named.get("return_key_mass", False))
     if isinstance(inputs, KeyListInputs):
@@ -107,7 +107,7 @@ def explain(
         step = _kernel(f"those of the {chosen.name} backend")
         steps = (None, None, step, step if gradients else None)
         return Explanation(chosen.name, None, *steps, gradients, obstacles, key_mass)
-    told: dict[str, Any] = json.loads(chosen.describe(inputs, gradients))
+    told: dict[str, Any] = json.loads(chosen.describe(inputs, gradients, keep))
     told_steps = {
         step: types.MappingProxyType(told[step]) if _is_step(told.get(step)) else None
         for step in ("selection", "plan", "forward", "backward")
@@ -145,13 +145,15 @@ def _kernel(name: str) -> Mapping[str, Any]:
 
 def _recorded(
     function: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]
-) -> tuple[AttentionInputs | KeyListInputs, str]:
-    """Return the record of a call and the name of its backend, by the call's own code."""
+) -> tuple[AttentionInputs | KeyListInputs, str, SelectionInputs | None]:
+    """Return the record of a call and the name of its backend, by the call's own code, and the
+    selection of its mask, if it makes one by itself.
+    """
     try:
-        with recorded_calls():
+        with recorded_calls() as selections:
             function(*arguments, **named)
     except RecordedError as found:
-        return found.inputs, found.backend
+        return found.inputs, found.backend, selections[-1] if selections else None
     raise AssertionError("a call did not come to its computation")
 
 

@@ -13,18 +13,21 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .ops import RECORDS_CALLS
+from .record import SelectionInputs
 
 
 @contextmanager
-def recorded_calls() -> Iterator[None]:
+def recorded_calls() -> Iterator[list[SelectionInputs]]:
     """Let calls of attention of this thread raise RecordedError, and whatever operation comes
     before that and makes a tensor make one without contents.
+
+    Yields what `select_keep` got since then.
     """
     token = RECORDS_CALLS.set(True)
     try:
         # Under a dispatch mode no call leaves the dispatcher out.
-        with _EmptyTensors():  # type: ignore[no-untyped-call]
-            yield
+        with _EmptyTensors() as mode:
+            yield mode.selections
     finally:
         RECORDS_CALLS.reset(token)
 
@@ -32,9 +35,15 @@ def recorded_calls() -> Iterator[None]:
 class _EmptyTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Answers operations that make tensors; what only looks at tensors runs as it is."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.selections: list[SelectionInputs] = []
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func is torch.ops.flash_dmattn.select_keep.default:
+            self.selections.append(SelectionInputs(*args[:-1]))
         return _answers().get(func, func)(*args, **(kwargs or {}))
 
 

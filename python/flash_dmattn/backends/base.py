@@ -75,8 +75,12 @@ class Backend(Protocol):
         """Return a call in the form that `attend` and `keep` take."""
         return inputs
 
-    def describe(self, inputs: AttentionInputs, gradients: tuple[str, ...]) -> str:
+    def describe(
+        self, inputs: AttentionInputs, gradients: tuple[str, ...], keep: SelectionInputs | None
+    ) -> str:
         """Tell how a call is computed, as JSON; gradients of these fields are wanted.
+
+        ``keep`` is what `select_keep` got to make the mask of the call.
 
         What the backend tells nothing of is left out.
         """

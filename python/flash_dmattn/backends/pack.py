@@ -275,9 +275,11 @@ class PackBackend(Backend):
         if not _core.select(pack, threads, results, inputs):
             torch_memory.select(pack, threads, results, inputs)
 
-    def describe(self, inputs: AttentionInputs, gradients: tuple[str, ...]) -> str:
+    def describe(
+        self, inputs: AttentionInputs, gradients: tuple[str, ...], keep: SelectionInputs | None
+    ) -> str:
         """Tell how a call is computed, as JSON; gradients of these fields are wanted."""
-        return torch_memory.describe(self.pack, self._threads(), inputs, gradients)
+        return torch_memory.describe(self.pack, self._threads(), inputs, gradients, keep)
 
 
 def _one_thread() -> int:

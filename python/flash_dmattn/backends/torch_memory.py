@@ -144,18 +144,27 @@ def list_backward(
 
 
 def describe(
-    pack: _core.Pack, threads: int, inputs: AttentionInputs, gradients: tuple[str, ...]
+    pack: _core.Pack,
+    threads: int,
+    inputs: AttentionInputs,
+    gradients: tuple[str, ...],
+    keep: SelectionInputs | None,
 ) -> str:
     """Tell how a call is computed, as JSON; gradients of these fields are wanted."""
-    return _problem(pack, threads, inputs).describe(gradients)
+    selection = None if keep is None else _selection(pack, threads, keep)
+    return _problem(pack, threads, inputs).describe(gradients, selection)
+
+
+def _selection(pack: _core.Pack, threads: int, inputs: SelectionInputs) -> _core.Selection:
+    fields, stream = map(exchanged, inputs), _stream(inputs.bias)
+    return _core.Selection(pack, *fields, threads=threads, stream=stream)
 
 
 def select(
     pack: _core.Pack, threads: int, results: tuple[Tensor, ...], inputs: SelectionInputs
 ) -> None:
     """Write start and end, or keep."""
-    fields, stream = map(exchanged, inputs), _stream(inputs.bias)
-    selection = _core.Selection(pack, *fields, threads=threads, stream=stream)
+    selection = _selection(pack, threads, inputs)
     workspace = _scratch(selection.workspace_bytes, inputs.bias.device)
     write = selection.keep if len(results) == 1 else selection.intervals
     write(*map(exchanged, (*results, workspace)))
