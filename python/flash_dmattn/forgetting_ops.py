@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["forget", "serves"]
 
 # Whether packs of GPUs compute them.
-GATES_OF_GPU_PACKS = False
+GATES_OF_GPU_PACKS = True
 _INPUTS = "Tensor log_forget, Tensor? padding, Tensor? cu_seqlens, float? prune"
 
 

@@ -153,7 +153,7 @@ struct Routes {
   bool differentiable;
 
   Routes(const Spec &s, int arch, const RouteTable &table)
-      : call(s), built(built_for(arch, s.missing)), device{&built, &table, int(s.sms), true}, spec(s),
+      : call(s), built(built_for(arch, s.missing)), device{&built, &table, int(s.sms)}, spec(s),
         differentiable(s.page == 0) {}
 
   std::string plan() const { return describe(plan_route(call.p, device)); }
@@ -180,7 +180,7 @@ struct Routes {
   }
   // For any device.
   int64_t room(int pass) const {
-    const DeviceFacts any{device.built, device.table, int(spec.sms), true};
+    const DeviceFacts any{device.built, device.table, int(spec.sms)};
     return pass == 1 ? forward_workspace(call.p, any) : differentiable ? backward_workspace(call.p, any) : 0;
   }
   int64_t used(int pass) const {

@@ -5,8 +5,6 @@
 #include <cuda_runtime_api.h>
 
 #include <atomic>
-#include <cstdlib>
-#include <cstring>
 
 #include "../route/facts.h"
 #include "device.h"
@@ -29,25 +27,10 @@ inline const BuiltFor &built_for() {
   return kBuilt;
 }
 
-inline bool takes_untried() {
-  static const bool takes = [] {
-    const char *value = std::getenv("FLASH_DMATTN_UNTRIED");
-    return value && std::strcmp(value, "1") == 0;
-  }();
-  return takes;
-}
-
-// Facts of the pack on any device.
-inline DeviceFacts facts_of_pack() {
-  DeviceFacts facts = any_device(built_for());
-  facts.untried = takes_untried();
-  return facts;
-}
-
 // Facts of the device of a call's tensors, which need not be the current one. The driver is asked once for each device.
 inline cudaError_t device_facts(int device, DeviceFacts *facts) {
   static std::atomic<int> known[kMaxDevices];
-  *facts = facts_of_pack();
+  *facts = any_device(built_for());
   const bool may_be_known = device >= 0 && device < kMaxDevices;
   facts->sms = may_be_known ? known[device].load(std::memory_order_relaxed) : 0;
   if (facts->sms) return cudaSuccess;

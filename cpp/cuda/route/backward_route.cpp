@@ -490,8 +490,7 @@ BackwardRoute backward_route(const fdm_problem &p, const DeviceFacts &device, co
     choose_pair_bias_backward(&route, p, device, lies, wanted);
     return route;
   }
-  if (is_divided_by_members(p, *device.table, device.sms, wanted.dbias))
-    return member_route(p, device, lies, wanted);
+  if (is_divided_by_members(p, *device.table, device.sms, wanted.dbias)) return member_route(p, device, lies, wanted);
   route.wants_bias_sums = wanted.dbias && sums_bias_of_keys(p);
   route.wants_dkdv = wanted.dk || wanted.dv;
   route.wants_keys = route.wants_dkdv || route.wants_bias_sums;

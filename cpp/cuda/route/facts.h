@@ -33,7 +33,6 @@ struct DeviceFacts {
   const BuiltFor *built;
   const RouteTable *table;
   int sms;
-  bool untried; // whether calls take ways that await a run of all tests on a GPU
 
   bool has_wgmma() const { return built->tile_arch == 90; } // and clusters, and copies of boxes
   // The head dimension of the instantiation that serves a problem. Rare calls have fewer of them.
@@ -46,7 +45,7 @@ struct DeviceFacts {
 constexpr int kSmLimit = 256;
 
 // Facts that stand for every device of an architecture, where the device is not known yet.
-inline DeviceFacts any_device(const BuiltFor &built) { return {&built, &route_table(built.tile_arch), kSmLimit, true}; }
+inline DeviceFacts any_device(const BuiltFor &built) { return {&built, &route_table(built.tile_arch), kSmLimit}; }
 
 // Whether the rows of a (B, rows, heads, D) tensor can be copied 16 bytes at a time.
 inline bool rows_are_aligned(const fdm_tensor &t, int64_t head_dim) {

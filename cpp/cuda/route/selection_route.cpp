@@ -33,7 +33,7 @@ void choose_keep(SelectionRoute *route, const fdm_selection &selection, const De
   const RouteTable &table = *device.table;
   const fdm_selection s = with_kept_shape(selection);
   const int64_t rows = s.keep.shape[3] > 0 ? selection_sequences(s, s.keep) * s.keep.shape[1] * kept_rows(s) : 0;
-  if (!device.untried || rows == 0 || rows > table.keep_rows || s.keys < table.keep_keys) {
+  if (rows == 0 || rows > table.keep_rows || s.keys < table.keep_keys) {
     route->kernel = SelectionKernel::keep;
     route->blocks = rows;
     route->launches.add("select_keep_rows");

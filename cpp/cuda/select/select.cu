@@ -10,12 +10,12 @@ namespace fdm::cuda {
 int64_t selection_workspace_bytes(const fdm_selection &s) {
   int64_t bytes = 0;
   if (!present(s.keep)) bytes = interval_selection_workspace_bytes(s);
-  if (!present(s.start)) bytes = max64(bytes, selection_route(s, nullptr, facts_of_pack()).workspace_bytes);
+  if (!present(s.start)) bytes = max64(bytes, selection_route(s, nullptr, any_device(built_for())).workspace_bytes);
   return bytes;
 }
 
 cudaError_t select_keys(const fdm_selection &s, void *workspace, cudaStream_t stream) {
-  const SelectionRoute route = selection_route(s, nullptr, facts_of_pack());
+  const SelectionRoute route = selection_route(s, nullptr, any_device(built_for()));
   switch (route.kernel) {
   case SelectionKernel::keep:
     return select_keep(s, route, stream);
