@@ -14,6 +14,7 @@ import torch.utils.checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_dmattn
+from flash_dmattn import loader
 from flash_dmattn.key_lists import formula, ops
 from flash_dmattn.record import KEY_LISTS, KeyListInputs
 from good_arguments import dense, on_device, varlen, zeros
@@ -47,6 +48,44 @@ def test_groups_that_share_a_list(target: Target, group: int, length: int) -> No
     fixed = {"group": group, "length": length, "head_dim": 64, "bias_heads": 1, "index_heads": 1}
     sizes = [(2, 300), (1, 100)]
     check_listed(ListedCall(group, target, kv_heads=1, list_heads=1, sizes=sizes, **fixed))
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"bias_heads": None, "index_heads": None, "causal": False, "softcap": 0.0},
+        {"bias_heads": 1, "index_heads": None, "causal": True, "sink": True, "dropped": 0.3},
+        {"bias_heads": None, "index_heads": 2, "softcap": 2.0, "sink": True, "packed": True},
+        {"bias_heads": 2, "index_heads": 1, "softcap": 0.0, "packed": True, "scale": 0.3},
+    ],
+    ids=["plain", "bias", "softcap", "both"],
+)
+@pytest.mark.parametrize("group", [40, 64, 129])
+def test_groups_of_many_heads(target: Target, group: int, form: dict[str, Any]) -> None:
+    """Of more heads than a tile of few has; the lists have holes, and some queries see no key."""
+    fixed = {"group": group, "kv_heads": 2, "list_heads": 2, "length": 300}
+    fixed |= {"head_dim": 64, "value_dim": 64}
+    sizes = [(3, 2), (0, 4), (2, 90)] if "packed" in form else [(4, 3), (4, 3)]
+    call = ListedCall(group, target, **{"packed": False, "sizes": sizes, **fixed, **form})
+    # A list of one key, one that begins with holes, and one whose scores grow.
+    call.indices[..., 0, 1:] = -1
+    call.indices[..., 1, :200] = -1
+    call.tensors["query"][..., -1, :, :] *= 8
+    before = launched(target, "ListedColumns")
+    check_listed(call)
+    if is_on_gpu_with_wgmma(target) and loader.environment.get("FLASH_DMATTN_UNTRIED") == "1":
+        assert launched(target, "ListedColumns") > before
+
+
+def launched(target: Target, name: str) -> int:
+    """Return how often kernels with this in their name were launched."""
+    counts = loader.pack_for(target.device).launch_counts if target.is_pack else {}
+    return sum(count for kernel, count in counts.items() if name in kernel)
+
+
+def is_on_gpu_with_wgmma(target: Target) -> bool:
+    """Say whether the pack's kernels, which have names on GPUs only, are those for Hopper."""
+    return target == ("cuda", "cuda") and "wgmma" in loader.pack_for("cuda").features
 
 
 def test_packs_with_kernels_for_lists_compute_them(target: Target) -> None:
@@ -105,9 +144,13 @@ def with_lists(call: ListedCall, *lists: list[int]) -> ListedCall:
 LISTS = ([0, 4, 2], [], [3, 3, 3, 0], [8, 1, -7, 9])
 
 
+@pytest.mark.parametrize("group", [3, 40])
 @pytest.mark.parametrize(("packed", "softcap"), [(False, 0.0), (True, 2.0)])
-def test_what_is_not_listed_reaches_nothing(target: Target, packed: bool, softcap: float) -> None:
-    call = small_call(target, packed=packed, causal=False, softcap=softcap)
+def test_what_is_not_listed_reaches_nothing(
+    target: Target, packed: bool, softcap: float, group: int
+) -> None:
+    call = small_call(target, packed=packed, causal=False, softcap=softcap, group=group)
+    heads = 2 * group
     with_lists(call, *LISTS)
     # Keys 5, 6 and 7 are in no list, the second query has none, and two places are no keys.
     clean = call.got()
@@ -115,8 +158,8 @@ def test_what_is_not_listed_reaches_nothing(target: Target, packed: bool, softca
     for name in ("key", "value"):
         poisoned[name].view(9, 2, 8)[5:8] = torch.nan
     poisoned["attn_bias"].view(-1)[5:8] = torch.nan
-    poisoned["query"].view(4, 6, 8)[1] = torch.nan
-    call.dout.view(4, 6, 8)[1] = torch.nan
+    poisoned["query"].view(4, heads, 8)[1] = torch.nan
+    call.dout.view(4, heads, 8)[1] = torch.nan
     assert call.dlse is not None
     (call.dlse if packed else call.dlse[0])[:, 1] = torch.nan
     own = poisoned["index_bias"].view(2, 4, 5)
@@ -126,8 +169,8 @@ def test_what_is_not_listed_reaches_nothing(target: Target, packed: bool, softca
     call.tensors = poisoned
     for name, value in call.got().items():
         torch.testing.assert_close(value, clean[name])
-    assert not clean["out"].view(4, 6, 8)[1].any()
-    assert (clean["lse"].view(6, 4)[:, 1] == -torch.inf).all()
+    assert not clean["out"].view(4, heads, 8)[1].any()
+    assert (clean["lse"].view(heads, 4)[:, 1] == -torch.inf).all()
     assert not clean["dkey"].view(9, 2, 8)[5:8].any()
 
 
@@ -201,9 +244,9 @@ def test_gradient_of_one_tensor_alone(target: Target, name: str) -> None:
     torch.testing.assert_close(gradient.cpu(), whole[f"d{name}"])
 
 
-@pytest.mark.parametrize("table", [[2, 0, 3, 1], [1, 3, 0, 2]])
-def test_listed_pages(target: Target, table: list[int]) -> None:
-    call = small_call(target, packed=True, sizes=[(2, 7), (3, 5)], causal=True)
+@pytest.mark.parametrize(("table", "group"), [([2, 0, 3, 1], 3), ([1, 3, 0, 2], 40)])
+def test_listed_pages(target: Target, table: list[int], group: int) -> None:
+    call = small_call(target, packed=True, sizes=[(2, 7), (3, 5)], causal=True, group=group)
     tensors = {name: t.to(target.device) for name, t in call.tensors.items()}
     with torch.no_grad():
         want = call.call(tensors)

@@ -118,8 +118,9 @@ struct CudaPack {
     return make_plan(p, plan_of(p, plan), any_device(built_for()), workspace, stream);
   }
   static cudaError_t forward(const fdm_problem &p, const fdm_forward_args &args, const void *plan, void *workspace) {
-    if (lists_keys(p)) return run_list_forward(p, args, any_device(built_for()));
-    return with_facts(p, [&](const DeviceFacts &facts) { return run_forward(p, args, facts, plan, workspace); });
+    return with_facts(p, [&](const DeviceFacts &facts) {
+      return lists_keys(p) ? run_list_forward(p, args, facts) : run_forward(p, args, facts, plan, workspace);
+    });
   }
   static cudaError_t backward(const fdm_problem &p, const fdm_backward_args &args, const void *plan, void *workspace) {
     if (lists_keys(p)) return run_list_backward(p, args, any_device(built_for()), workspace);

@@ -629,11 +629,19 @@ Work pair_bias_routes() {
 }
 
 // Each query head of each row, those of no sequence included.
-void list_kernel(const ListParams &params) {
+void count_list_tile(const ListParams &params, int64_t number) {
   ListTask task{};
-  task.set(params, blockIdx.x);
+  task.set(params.p, params.tiles, number);
   for (int32_t r = 0; r < task.heads; ++r)
     count(is_varlen(params.p) ? 0 : task.s.batch, task.s.q_begin + task.query, task.head + r);
+}
+void list_kernel(const ListParams &params) { count_list_tile(params, blockIdx.x); }
+void list_kernel_sm90(const ListParams &params, int64_t tiles) {
+  for (uint32_t index = 0;; ++index) {
+    const int64_t number = tile_of_round(index);
+    if (number >= tiles) return;
+    count_list_tile(params, number);
+  }
 }
 template <bool kPacked> Work routes_of_lists() {
   fdm_problem p = draw_problem();
@@ -658,12 +666,14 @@ template <bool kPacked> Work routes_of_lists() {
   p.indices = biases(1);
   if (draw(0, 1)) p.bias = biases(draw(0, 1) ? p.kv_heads : p.heads);
   if (draw(0, 1)) p.index_bias = biases(draw(0, 1) ? 1 : p.heads);
-  const ListRoute route = list_forward_route(p, draw_device());
+  const ListRoute route = list_forward_route(p, draw_device(), aligned(p));
   ListParams params{};
   params.p = p;
-  params.heads_per_tile = route.heads_per_tile;
-  params.head_tiles = route.head_tiles;
-  launch_blocks(list_kernel, dim3(route.blocks), 32, params);
+  params.tiles = route.tiles;
+  if (route.kernel == ListKernel::wgmma)
+    launch_blocks(list_kernel_sm90, dim3(route.blocks), 32, params, route.count);
+  else
+    launch_blocks(list_kernel, dim3(route.blocks), 32, params);
   const int64_t batches = kPacked ? 1 : p.batch, heads = p.heads;
   return {batches * rows * heads, [=](int64_t batch, int64_t row, int64_t head) {
             return within(batch, batches) && within(row, rows) && within(head, heads);

@@ -65,13 +65,15 @@ struct ForwardTask {
 };
 
 // The rows of a warp: usual and general ones may be of several heads. In a decode kernel all warps of the block have the same
-// rows, and each its own columns. With one_head, heads_per_tile is 1 and the block's tile is the plan's.
-enum class RowsOf { usual, general, decode, one_head };
+// rows, and each its own columns. With one_head, heads_per_tile is 1 and the block's tile is the plan's. With one_query, rows are
+// heads, and what stands for the head is the query: strides of Q and of the results are exchanged (lists/sm90/forward.cuh).
+enum class RowsOf { usual, general, decode, one_head, one_query };
 
 template <class Element, int kRowTileCount, int kColumnTileCount, int kDimTileCount, RowsOf kRowsOf>
 struct ForwardRows : RunningRows<Element, kRowTileCount, kColumnTileCount, kDimTileCount> {
   static constexpr bool kGeneral = kRowsOf == RowsOf::general || kRowsOf == RowsOf::decode;
-  static constexpr bool kSharedRows = kRowsOf == RowsOf::decode, kOneHead = kRowsOf == RowsOf::one_head;
+  static constexpr bool kSharedRows = kRowsOf == RowsOf::decode, kOneQuery = kRowsOf == RowsOf::one_query,
+                        kOneHead = kRowsOf == RowsOf::one_head || kOneQuery;
   static constexpr int kRowTiles = kRowTileCount, kColumnTiles = kColumnTileCount, kDimTiles = kDimTileCount;
   using Running = RunningRows<Element, kRowTileCount, kColumnTileCount, kDimTileCount>;
   using Running::kSlack, Running::scores, Running::out, Running::maximum, Running::sum;
@@ -247,6 +249,7 @@ struct ForwardRows : RunningRows<Element, kRowTileCount, kColumnTileCount, kDimT
 
   // Whether row r keeps a key. Where it does, the first column mostly tells.
   __device__ bool keeps_any(int r) const {
+    if constexpr (kOneQuery) return true; // listed columns without a key are dropped by their words
     const TileColumns &columns = task->columns;
     const int tile_row = row_of_tile(r), part = tile_row / 32;
 #pragma unroll 1
@@ -264,6 +267,8 @@ struct ForwardRows : RunningRows<Element, kRowTileCount, kColumnTileCount, kDimT
   }
 
   __device__ float sink(int r) const {
+    if constexpr (kOneQuery) return exists(r) ? sink_score(params.p, task->s.q_begin + query(r)) : -INFINITY;
+    if constexpr (kOneHead) return task->sink;
     return params.heads_per_tile == 1 ? task->sink : sink_score(params.p, head(r), task->bias);
   }
 
@@ -283,7 +288,7 @@ struct ForwardRows : RunningRows<Element, kRowTileCount, kColumnTileCount, kDimT
     for (int half = 0; half < 2; ++half) {
       const int r = row(0, half);
       const float total = sum[0][half], top = maximum[0][half];
-      const float inverse = __fdividef(1.0f, total + ptx::exp2_approximate(task->sink - top));
+      const float inverse = __fdividef(1.0f, total + ptx::exp2_approximate(sink(r) - top));
       const bool exists = r < task->rows, blank = total == 0.0f;
       auto *out_row = static_cast<StoredPart<kPart> *>(first_row) + r * params.a.out.stride[1];
 #pragma unroll

@@ -34,7 +34,7 @@ struct ListTask {
   ScoreView index_bias;  // of what is listed
   const uint16_t *k, *v; // place 0
 
-  __device__ void set(const ListParams &params, int64_t number);
+  __device__ void set(const fdm_problem &p, const ListTiles &tiles, int64_t number);
 };
 
 // The sequence that a packed row belongs to, if it belongs to any: the first one that ends behind it.
@@ -51,15 +51,14 @@ __device__ inline int64_t sequence_of_row(const fdm_problem &p, int64_t row) {
 }
 
 // Blocks are numbered so that those which run at a time read the keys of one KV head.
-__device__ inline void ListTask::set(const ListParams &params, int64_t number) {
-  const fdm_problem &p = params.p;
-  const int64_t of_tile = quotient(number, params.head_tiles), rows = total_rows(p);
+__device__ inline void ListTask::set(const fdm_problem &p, const ListTiles &tiles, int64_t number) {
+  const int64_t of_tile = quotient(number, tiles.head_tiles), rows = total_rows(p);
   const int64_t of_head = quotient(of_tile, rows), row = of_tile - of_head * rows;
   const int64_t batch = quotient(of_head, p.kv_heads), group = group_size(p);
-  const int64_t first = (number - of_tile * params.head_tiles) * params.heads_per_tile;
+  const int64_t first = (number - of_tile * tiles.head_tiles) * tiles.heads_per_tile;
   kv_head = of_head - batch * p.kv_heads;
   head = kv_head * group + first;
-  heads = int32_t(min64(params.heads_per_tile, group - first));
+  heads = int32_t(min64(tiles.heads_per_tile, group - first));
   sequence_index = batch;
   if (is_varlen(p)) sequence_index = p.batch > 0 ? sequence_of_row(p, row) : -1;
   if (sequence_index >= 0) s = sequence(p, sequence_index);

@@ -11,8 +11,7 @@ ListParams make_params(const fdm_problem &p, const ListRoute &route, const Align
   ListParams params{};
   params.p = p;
   params.factors = ScoreFactors(p);
-  params.heads_per_tile = route.heads_per_tile;
-  params.head_tiles = route.head_tiles;
+  params.tiles = route.tiles;
   params.aligned = lies.inputs;
   return params;
 }
@@ -20,8 +19,9 @@ ListParams make_params(const fdm_problem &p, const ListRoute &route, const Align
 } // namespace
 
 cudaError_t run_list_forward(const fdm_problem &p, const fdm_forward_args &args, const DeviceFacts &device) {
-  const ListRoute route = list_forward_route(p, device);
-  ListParams params = make_params(p, route, forward_alignment(p, args));
+  const Alignment lies = forward_alignment(p, args);
+  const ListRoute route = list_forward_route(p, device, lies);
+  ListParams params = make_params(p, route, lies);
   params.forward = args;
   return with_kernel_types(p, route.head_dim, [&](auto element, auto dim) {
     using Element = typename decltype(element)::Type;

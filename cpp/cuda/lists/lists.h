@@ -13,7 +13,7 @@ struct ListParams {
   fdm_problem p;
   fdm_forward_args forward;
   ScoreFactors factors;
-  int32_t heads_per_tile, head_tiles;
+  ListTiles tiles;
   bool aligned; // what rows_are_aligned says of q, k and v
 };
 

@@ -15,6 +15,20 @@ bool heads_share_keys(const fdm_problem &p) {
   return p.heads == p.kv_heads || (shared(p.bias) && shared(p.index_bias));
 }
 
+void divide(ListRoute *route, const fdm_problem &p, int64_t heads_per_tile) {
+  route->tiles.heads_per_tile = int32_t(heads_per_tile);
+  route->tiles.head_tiles = int32_t(ceil_div(group_size(p), heads_per_tile));
+  route->count = route->blocks = route->rows * p.kv_heads * route->tiles.head_tiles;
+}
+
+// Whether the persistent forward kernel serves a call whose heads share lists. Its rows are heads, and its lists have no gaps.
+bool may_use_wgmma(const fdm_problem &p, const DeviceFacts &device, const Alignment &lies) {
+  const int64_t head_bytes = 2 * p.q.stride[2];
+  const bool contiguous = p.indices.shape[3] == 1 || p.indices.stride[3] == 1;
+  return device.has_wgmma() && device.untried && lies.inputs && lies.out && lies.row_places &&
+         head_bytes == int32_t(head_bytes) && contiguous;
+}
+
 ListRoute route_of(const fdm_problem &p, const DeviceFacts &device,
                    ListTileChoice (*tile)(int head_dim, ListHeads heads)) {
   ListRoute route{};
@@ -22,10 +36,8 @@ ListRoute route_of(const fdm_problem &p, const DeviceFacts &device,
   route.head_dim = device.built->all.serving(p.head_dim);
   route.heads = together <= kListFewHeads ? ListHeads::few : ListHeads::many;
   route.tile = tile(route.head_dim, route.heads);
-  route.heads_per_tile = int32_t(std::min<int64_t>(together, route.tile.rows()));
-  route.head_tiles = int32_t(ceil_div(group, route.heads_per_tile));
   route.rows = (is_varlen(p) ? 1 : p.batch) * total_rows(p);
-  route.blocks = route.rows * p.kv_heads * route.head_tiles;
+  divide(&route, p, std::min<int64_t>(together, route.tile.rows()));
   return route;
 }
 
@@ -33,9 +45,15 @@ int64_t elements(const fdm_tensor &t) { return present(t) ? t.shape[0] * t.shape
 
 } // namespace
 
-ListRoute list_forward_route(const fdm_problem &p, const DeviceFacts &device) {
+ListRoute list_forward_route(const fdm_problem &p, const DeviceFacts &device, const Alignment &lies) {
   ListRoute route = route_of(p, device, list_forward_tile);
-  if (route.blocks > 0) route.launches.add("list_forward_kernel");
+  if (route.heads == ListHeads::many && may_use_wgmma(p, device, lies)) {
+    route.kernel = ListKernel::wgmma;
+    divide(&route, p, std::min<int64_t>(group_size(p), kTileRows));
+    route.blocks = std::min<int64_t>(route.count, device.sms);
+  }
+  if (route.blocks > 0)
+    route.launches.add(route.kernel == ListKernel::wgmma ? "forward_kernel_sm90" : "list_forward_kernel");
   return route;
 }
 

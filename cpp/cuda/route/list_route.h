@@ -36,14 +36,26 @@ constexpr ListTileChoice list_backward_tile(int head_dim, ListHeads heads) {
 // do not make up for: half of its warps, or more, would have no rows.
 constexpr int64_t kListFewHeads = 32;
 
-struct ListRoute {
-  int32_t head_dim; // of the instantiation
-  ListHeads heads;
-  ListTileChoice tile;
+// What divides the heads of a KV head into tiles.
+struct ListTiles {
   int32_t heads_per_tile; // 1 where heads of a group may keep other keys than each other
   int32_t head_tiles;     // of a KV head
-  int64_t rows;           // of all sequences, those of none included
-  int64_t blocks;         // of threads
+};
+
+enum class ListKernel : uint8_t {
+  mma,  // lists/forward.cuh
+  wgmma // lists/sm90/forward.cuh
+};
+
+struct ListRoute {
+  ListKernel kernel;
+  int32_t head_dim; // of the instantiation
+  ListHeads heads;
+  ListTileChoice tile; // of mma
+  ListTiles tiles;
+  int64_t rows;   // of all sequences, those of none included
+  int64_t count;  // of tiles
+  int64_t blocks; // of threads
   // Backward: float32 sums, which begin as zeros. Those of dk and dv are [batch, or 1 for varlen][key][KV head][D of the
   // instantiation], those of biases have their shapes, and that of the sink its.
   Part key_sums, value_sums, bias_sums, index_sums, sink_sums;
@@ -52,7 +64,7 @@ struct ListRoute {
   Launches launches;
 };
 
-ListRoute list_forward_route(const fdm_problem &p, const DeviceFacts &device);
+ListRoute list_forward_route(const fdm_problem &p, const DeviceFacts &device, const Alignment &lies);
 // Of any gradients: the sums of those that are not wanted have room all the same.
 ListRoute list_backward_route(const fdm_problem &p, const DeviceFacts &device);
 

@@ -32,8 +32,7 @@ __device__ void prefetch_queries(const ForwardParams &params, const ForwardTask 
 
 // Loads Q of a task, as many rows at a time as a block has columns: a thread then needs no more registers than for a block.
 template <class Config>
-__device__ void load_queries(const ForwardParams &params, const TaskLoader<ForwardTask, Config::kQueryStages> &tasks,
-                             char *sQ) {
+__device__ void load_queries(const ForwardParams &params, const typename Config::Loader &tasks, char *sQ) {
   using QTile = typename Config::QTile;
   constexpr int kRows = Config::kColumns;
   using Gather = RowGather<QTile, kRows>;
@@ -89,7 +88,7 @@ template <class Config>
 __device__ void produce_forward(const ForwardParams &params, ForwardSharedSm90<Config> &shared) {
   using Pipeline = typename Config::Pipeline;
   const fdm_problem &p = params.p;
-  TaskLoader<ForwardTask, Config::kQueryStages> tasks(shared.tasks);
+  typename Config::Loader tasks(shared.tasks);
   KeyGatherer<Pipeline> keys(shared.pipeline, int(p.head_dim), params.rows.k_bytes, params.rows.v_bytes);
   for (; tasks.wait(); tasks.advance()) {
     const ForwardTask &task = tasks.current();
@@ -128,7 +127,8 @@ template <class ConfigType> struct GatheredColumns {
   }
 };
 
-// The lookup and producer warps are those of GatheredColumns or of BoxColumns (forward_boxes.cuh).
+// The lookup and producer warps are those of GatheredColumns, of BoxColumns (forward_boxes.cuh), or of ListedColumns
+// (lists/sm90/forward.cuh).
 template <class Columns>
 __global__ void __launch_bounds__(Roles::kThreadsWithLookup, 1)
     forward_kernel_sm90(const __grid_constant__ typename Columns::Params params) {
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(Roles::kThreadsWithLookup, 1)
   __syncthreads();
   if (Roles::is_lookup()) {
     Registers::look_up();
-    Columns::look_up(Columns::forward(params), shared);
+    Columns::look_up(params, shared);
   } else if (Roles::is_producer()) {
     Registers::produce();
     Columns::produce(params, shared);

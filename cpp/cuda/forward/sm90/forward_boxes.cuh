@@ -25,8 +25,8 @@ template <class Config> __device__ void look_up_boxes(const ForwardParams &param
 
 // Copies Q of the task, if it has any columns, and hands the task to the consumers.
 template <class Config>
-__device__ void copy_queries(const BoxForwardParams &params, const TaskLoader<ForwardTask, Config::kQueryStages> &tasks,
-                             const char *sQ, bool copies) {
+__device__ void copy_queries(const BoxForwardParams &params, const typename Config::Loader &tasks, const char *sQ,
+                             bool copies) {
   tasks.producer_acquire();
   if (threadIdx.x % 32 > 0) return;
   const ForwardTask &task = tasks.current();
@@ -37,7 +37,7 @@ __device__ void copy_queries(const BoxForwardParams &params, const TaskLoader<Fo
 
 template <class Config> __device__ void copy_boxes(const BoxForwardParams &params, ForwardSharedSm90<Config> &shared) {
   BoxCopier<typename Config::Pipeline> keys(shared.pipeline, params.k, params.v);
-  TaskLoader<ForwardTask, Config::kQueryStages> tasks(shared.tasks);
+  typename Config::Loader tasks(shared.tasks);
   for (; tasks.wait(); tasks.advance()) {
     const ForwardTask &task = tasks.current();
     const int boxes = (task.columns.count + Config::kColumns - 1) / Config::kColumns;
@@ -61,8 +61,8 @@ template <class ConfigType> struct BoxColumns {
   using Registers = BoxForwardRegisters<Config::kHeadDim>;
 
   __device__ static const ForwardParams &forward(const BoxForwardParams &params) { return params.forward; }
-  __device__ static void look_up(const ForwardParams &params, ForwardSharedSm90<Config> &shared) {
-    look_up_boxes<Config>(params, shared);
+  __device__ static void look_up(const BoxForwardParams &params, ForwardSharedSm90<Config> &shared) {
+    look_up_boxes<Config>(params.forward, shared);
   }
   __device__ static void produce(const BoxForwardParams &params, ForwardSharedSm90<Config> &shared) {
     if (Roles::producer_thread() < 32) copy_boxes<Config>(params, shared);

@@ -12,17 +12,21 @@
 
 namespace fdm::cuda {
 
-// The pipeline is a KeyStream or KeyBoxes.
-template <class ElementType, int kHeadDimension, class KeyPipelineType, int kQueryStageCount> struct ForwardConfigSm90 {
+// The pipeline is a KeyStream or KeyBoxes, the task a ForwardTask or more.
+template <class ElementType, int kHeadDimension, class KeyPipelineType, int kQueryStageCount,
+          RowsOf kRowsOf = RowsOf::one_head, class TaskType = ForwardTask>
+struct ForwardConfigSm90 {
   using Element = ElementType;
   using Pipeline = KeyPipelineType;
+  using Task = TaskType;
   static constexpr int kHeadDim = kHeadDimension, kRows = kTileRows, kColumns = Pipeline::kColumns;
   static constexpr int kQueryStages = kQueryStageCount;
   using QTile = SmemTile<kHeadDim, kRows>;
   using Bias = BiasOperand<Element, kColumns, Pipeline::kKStages>;
-  using Rows = ForwardRows<Element, 1, kColumns / 8, kHeadDim / 8, RowsOf::one_head>;
-  using Ring = TaskRing<ForwardTask, kQueryStages>;
-  using Tasks = RingConsumer<ForwardTask, kQueryStages, Pipeline::kFenced>;
+  using Rows = ForwardRows<Element, 1, kColumns / 8, kHeadDim / 8, kRowsOf>;
+  using Ring = TaskRing<Task, kQueryStages>;
+  using Loader = TaskLoader<Task, kQueryStages>;
+  using Tasks = RingConsumer<Task, kQueryStages, Pipeline::kFenced>;
   static_assert(kRows == 64 * Roles::kConsumerGroups && kRows == Roles::kProducerThreads);
 };
 
@@ -45,13 +49,20 @@ template <class Config> struct ForwardSharedSm90 {
   }
 };
 
+// Whether columns have a bias: of their keys, or of what is listed. With a branch here, ptxas would wait for each product.
+template <class Config> __device__ __forceinline__ bool has_column_bias(const fdm_problem &p) {
+  if constexpr (!Config::Rows::kOneQuery) return present(p.bias);
+  return (reinterpret_cast<uintptr_t>(p.bias.data) | reinterpret_cast<uintptr_t>(p.index_bias.data)) != 0;
+}
+
 // What lookup threads do with the bias of a column.
 template <class Config> struct BiasStore {
   const ForwardParams &params;
   ForwardSharedSm90<Config> &shared;
 
   __device__ __forceinline__ void operator()(int stage, int i, float bias) const {
-    if (present(params.p.bias) && params.bias_factor != 0.0f) shared.bias.store(stage, i, bias, params.bias_factor);
+    if (has_column_bias<Config>(params.p) && params.bias_factor != 0.0f)
+      shared.bias.store(stage, i, bias, params.bias_factor);
   }
 };
 
@@ -100,7 +111,7 @@ template <class Config> struct ForwardConsumer {
 
   // Starts Q K', with the bias added if scores are linear in it.
   __device__ void start_scores(const Tasks &tasks) {
-    const bool folds = params.bias_factor != 0.0f && present(params.p.bias);
+    const bool folds = params.bias_factor != 0.0f && has_column_bias<Config>(params.p);
     const uint64_t k = KeyTile::descriptor(ptx::shared_address(shared.pipeline.sK[k_state.index]));
     uint64_t q = QTile::descriptor(ptx::shared_address(shared.sQ)) + QTile::offset(64 * uniform(group), 0);
     if constexpr (Config::kQueryStages > 1) q += uniform(tasks.stage()) * uint64_t(QTile::kBytes >> 4);

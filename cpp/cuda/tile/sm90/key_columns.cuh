@@ -24,6 +24,12 @@ struct alignas(8) BlockFlags {
     if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32 % Roles::kLookupWarps] = drops;
     if (threadIdx.x % Roles::kLookupThreads == 0) last = is_last;
   }
+  // One lookup warp calls this, where it knows all keys of the block.
+  __device__ __forceinline__ void set_whole(bool drops, bool is_last) {
+    if (threadIdx.x % 32 != 0) return;
+    *reinterpret_cast<uint32_t *>(partial) = drops;
+    last = is_last;
+  }
 };
 
 // The flags of the block in each stage, and of the block that was there before: consumers need not hold those of a block that
