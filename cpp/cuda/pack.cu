@@ -61,8 +61,8 @@ struct CudaPack {
     return lists_keys(p) ? 0 : forward_workspace(p, any_device(built_for()));
   }
   static int64_t backward_workspace_bytes(const fdm_problem &p) {
-    if (lists_keys(p)) return list_backward_route(p, any_device(built_for())).workspace_bytes;
-    return backward_workspace(p, any_device(built_for()));
+    const DeviceFacts any = any_device(built_for());
+    return lists_keys(p) ? list_backward_route(p, any, input_alignment(p)).workspace_bytes : backward_workspace(p, any);
   }
   static int64_t key_mass_workspace_bytes(const fdm_problem &p) {
     return key_mass_workspace(p, any_device(built_for()));
@@ -123,8 +123,10 @@ struct CudaPack {
     });
   }
   static cudaError_t backward(const fdm_problem &p, const fdm_backward_args &args, const void *plan, void *workspace) {
-    if (lists_keys(p)) return run_list_backward(p, args, any_device(built_for()), workspace);
-    return with_facts(p, [&](const DeviceFacts &facts) { return run_backward(p, args, facts, plan, workspace); });
+    return with_facts(p, [&](const DeviceFacts &facts) {
+      return lists_keys(p) ? run_list_backward(p, args, facts, workspace)
+                           : run_backward(p, args, facts, plan, workspace);
+    });
   }
   static cudaError_t key_mass(const fdm_problem &p, const fdm_key_mass_args &args, const void *plan, void *workspace) {
     return with_facts(p, [&](const DeviceFacts &facts) { return run_key_mass(p, args, facts, plan, workspace); });

@@ -629,18 +629,14 @@ Work pair_bias_routes() {
 }
 
 // Each query head of each row, those of no sequence included.
-void count_list_tile(const ListParams &params, int64_t number) {
-  ListTask task{};
-  task.set(params.p, params.tiles, number);
-  for (int32_t r = 0; r < task.heads; ++r)
-    count(is_varlen(params.p) ? 0 : task.s.batch, task.s.q_begin + task.query, task.head + r);
-}
-void list_kernel(const ListParams &params) { count_list_tile(params, blockIdx.x); }
-void list_kernel_sm90(const ListParams &params, int64_t tiles) {
+void list_kernel(const ListParams &params, int64_t tiles) {
   for (uint32_t index = 0;; ++index) {
     const int64_t number = tile_of_round(index);
     if (number >= tiles) return;
-    count_list_tile(params, number);
+    ListTask task{};
+    task.set(params.p, params.tiles, number);
+    for (int32_t r = 0; r < task.heads; ++r)
+      count(is_varlen(params.p) ? 0 : task.s.batch, task.s.q_begin + task.query, task.head + r);
   }
 }
 template <bool kPacked> Work routes_of_lists() {
@@ -666,14 +662,12 @@ template <bool kPacked> Work routes_of_lists() {
   p.indices = biases(1);
   if (draw(0, 1)) p.bias = biases(draw(0, 1) ? p.kv_heads : p.heads);
   if (draw(0, 1)) p.index_bias = biases(draw(0, 1) ? 1 : p.heads);
-  const ListRoute route = list_forward_route(p, draw_device(), aligned(p));
+  const auto route_of = draw(0, 1) ? list_forward_route : list_backward_route;
+  const ListRoute route = route_of(p, draw_device(), aligned(p));
   ListParams params{};
   params.p = p;
   params.tiles = route.tiles;
-  if (route.kernel == ListKernel::wgmma)
-    launch_blocks(list_kernel_sm90, dim3(route.blocks), 32, params, route.count);
-  else
-    launch_blocks(list_kernel, dim3(route.blocks), 32, params);
+  launch_blocks(list_kernel, dim3(route.blocks), 32, params, route.count);
   const int64_t batches = kPacked ? 1 : p.batch, heads = p.heads;
   return {batches * rows * heads, [=](int64_t batch, int64_t row, int64_t head) {
             return within(batch, batches) && within(row, rows) && within(head, heads);

@@ -7,9 +7,7 @@
 // float32 sums in global memory, in any order.
 #pragma once
 
-#include "../backward/sum_bands.cuh"
-#include "../tile/sink.cuh"
-#include "list_tile.cuh"
+#include "row_gradients.cuh"
 
 namespace fdm::cuda {
 
@@ -18,9 +16,7 @@ template <class Config> struct ListBackwardShared : ListShared<Config> {
   alignas(1024) char sdO[Config::Tile::bytes(Config::kRows)];
   alignas(128) char sP[ScoreTile::bytes(Config::kRows)];
   alignas(128) char sdS[ScoreTile::bytes(Config::kRows)];
-  // Of each row: lse to base 2, infinity where it keeps nothing; the share of the softmax that is not the sink's; and the gradient of
-  // lse less that share times dO . O.
-  float lse[Config::kRows], share[Config::kRows], shift[Config::kRows];
+  ListRow rows[Config::kRows];
   float column_sums[Config::kRowWarps][Config::kColumns];
 };
 
@@ -58,7 +54,7 @@ template <class Config> struct ListBackward : ListTile<Config> {
       copy_rows<Tile, Config::kRows, Config::kThreads>(
           ptx::shared_address(tile), aligned, int(params.p.head_dim), t.stride[3], [&](int r) -> const uint16_t * {
             // What rows without keys hold must reach nothing.
-            return own.lse[r] < INFINITY ? static_cast<const uint16_t *>(t.data) + this->row_place(t, r) : kZeroRow;
+            return own.rows[r].keeps() ? static_cast<const uint16_t *>(t.data) + this->row_place(t, r) : kZeroRow;
           });
     };
     load(params.p.q, own.sQ, params.aligned);
@@ -88,29 +84,16 @@ template <class Config> struct ListBackward : ListTile<Config> {
     const int lane = threadIdx.x % 32;
     for (int r = Base::warp(); r < Config::kRows; r += kWarps) {
       const bool exists = r < task.heads;
-      const int64_t head = task.head + r;
-      float delta = 0.0f, lse = -INFINITY, dlse = 0.0f;
+      float delta = 0.0f;
       if (exists) {
         const int64_t out = this->row_place(a.out, r), dout = this->row_place(a.dout, r);
         for (int d = lane; d < params.p.head_dim; d += 32)
           delta += load_element(a.out, out + d * a.out.stride[3]) * load_element(a.dout, dout + d * a.dout.stride[3]);
-        const auto number = [&](const fdm_tensor &t) {
-          return static_cast<const float *>(t.data)[lse_offset(t, task.s, task.query, head)];
-        };
-        lse = number(a.lse) * kLog2E;
-        if (present(a.dlse)) dlse = number(a.dlse);
       }
 #pragma unroll
       for (int distance = 16; distance > 0; distance /= 2) delta += __shfl_xor_sync(0xffffffffu, delta, distance);
       if (lane > 0) continue;
-      const bool keeps = lse != -INFINITY;
-      const float sink = keeps ? sink_score(params.p, head) : -INFINITY;
-      const float share = 1.0f / (1.0f + ptx::exp2_approximate(sink - lse));
-      own.lse[r] = keeps ? lse : INFINITY;
-      own.share[r] = keeps ? share : 0.0f;
-      own.shift[r] = keeps ? dlse - share * delta : 0.0f;
-      if (keeps && params.sums.sink)
-        ptx::add_global(params.sums.sink + head, -delta / (1.0f + ptx::exp2_approximate(lse - sink)));
+      own.rows[r] = exists ? ListRow::find(params, task, task.head + r, delta, true) : ListRow::none();
     }
   }
 
@@ -127,14 +110,12 @@ template <class Config> struct ListBackward : ListTile<Config> {
       for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const int r = this->row(m, i / 2);
-          const float score = p[m][n][i], share = own.share[r];
-          // Above 0 only by rounding, which is large where biases are.
-          const float probability = ptx::exp2_approximate(ptx::min_or_nan(score - own.lse[r], 0.0f));
-          const float gradient = probability * fmaf(share, ds[m][n][i], own.shift[r]);
+          const ListRow row = own.rows[this->row(m, i / 2)];
+          const float score = p[m][n][i];
+          p[m][n][i] = row.exponential(score);
+          row.finish(p[m][n][i], ds[m][n][i]);
           // What has no key has no gradient, whatever the row's gradients are.
-          p[m][n][i] = score == -INFINITY ? 0.0f : probability * share;
-          ds[m][n][i] = score == -INFINITY ? 0.0f : gradient;
+          if (score == -INFINITY) p[m][n][i] = ds[m][n][i] = 0.0f;
           sums[i % 2] += ds[m][n][i];
           if (kCap) ds[m][n][i] *= slopes[m][n][i];
         }
@@ -169,18 +150,7 @@ template <class Config> struct ListBackward : ListTile<Config> {
     float sum = 0.0f;
 #pragma unroll
     for (int w = 0; w < Config::kRowWarps; ++w) sum += own.column_sums[w][c];
-    // Sums have the shapes of the biases, and are contiguous.
-    if (params.sums.bias) {
-      const fdm_tensor &t = params.p.bias;
-      const int64_t list = batch_index(t, task.s) * t.shape[1] + head_index(params.p, t, task.head);
-      ptx::add_global(params.sums.bias + list * t.shape[3] + (t.shape[3] == 1 ? 0 : task.s.k_begin + key), sum);
-    }
-    if (params.sums.index) {
-      const fdm_tensor &t = params.p.index_bias;
-      const int64_t list = task.s.batch * t.shape[1] + head_index(params.p, t, task.head);
-      const int64_t row = list * t.shape[2] + task.s.q_begin + task.query;
-      ptx::add_global(params.sums.index + row * t.shape[3] + int64_t(step) * kColumns + c, sum);
-    }
+    add_bias_gradients(params, task, int64_t(step) * kColumns + c, key, sum);
   }
 
   __device__ void add_keys(int step) const {

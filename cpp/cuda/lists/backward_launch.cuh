@@ -6,10 +6,23 @@
 #include "../host/launch.cuh"
 #include "backward.cuh"
 
+#if FDM_TILE_ARCH == 90
+#include "../host/launch_sm90.cuh"
+#include "sm90/backward.cuh"
+#endif
+
 namespace fdm::cuda {
 
 template <class Element, int kHeadDim>
 cudaError_t launch_list_backward(const ListBackwardLaunch &work, cudaStream_t stream) {
+#if FDM_TILE_ARCH == 90
+  if constexpr (has_list_backward_sm90(kHeadDim)) {
+    using Config = ListBackwardConfigSm90<Element, kHeadDim>;
+    if (work.route.kernel == ListKernel::wgmma)
+      return launch_sm90<ListBackwardSharedSm90<Config>, list_backward_kernel_sm90<Config>>(work.params,
+                                                                                            work.route.blocks, stream);
+  }
+#endif
   const auto start = [&](auto config) {
     using Config = typename decltype(config)::Type;
     return launch_with_shared<ListBackwardShared<Config>, list_backward_kernel<Config>>(work.params, work.route.blocks,

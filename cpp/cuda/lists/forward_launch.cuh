@@ -46,7 +46,8 @@ cudaError_t launch_list_forward_sm90(const ListLaunch &work, cudaStream_t stream
 
 template <class Element, int kHeadDim> cudaError_t launch_list_forward(const ListLaunch &work, cudaStream_t stream) {
 #if FDM_TILE_ARCH == 90
-  if (work.route.kernel == ListKernel::wgmma) return launch_list_forward_sm90<Element, kHeadDim>(work, stream);
+  if constexpr (has_list_forward_sm90(kHeadDim))
+    if (work.route.kernel == ListKernel::wgmma) return launch_list_forward_sm90<Element, kHeadDim>(work, stream);
 #endif
   const auto start = [&](auto config) {
     using Config = typename decltype(config)::Type;

@@ -35,6 +35,21 @@ struct ListTask {
   const uint16_t *k, *v; // place 0
 
   __device__ void set(const fdm_problem &p, const ListTiles &tiles, int64_t number);
+
+  // Returns the bias to base 2 of column c, whose key becomes -1 if there is none; the bias is then -inf.
+  __device__ float column(int32_t c, int64_t stride, int32_t *key) const {
+    *key = c < length ? indices[c * stride] : -1;
+    float sum = 0.0f;
+    if (*key < 0 || *key >= limit) {
+      sum = -INFINITY;
+    } else {
+      if (bias.data) sum = bias.load(0, *key);
+      if (index_bias.data) sum += index_bias.load(0, c);
+      sum = to_base_2(sum);
+    }
+    if (sum == -INFINITY) *key = -1;
+    return sum;
+  }
 };
 
 // The sequence that a packed row belongs to, if it belongs to any: the first one that ends behind it.

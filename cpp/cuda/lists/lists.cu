@@ -32,14 +32,16 @@ cudaError_t run_list_forward(const fdm_problem &p, const fdm_forward_args &args,
 
 cudaError_t run_list_backward(const fdm_problem &p, const fdm_backward_args &args, const DeviceFacts &device,
                               void *workspace) {
-  const ListRoute route = list_backward_route(p, device);
-  const Alignment lies = backward_alignment(p, args);
+  Alignment lies = backward_alignment(p, args);
+  const bool dout_aligned = lies.dout;
+  lies.dout &= has_head_places(args.dout);
+  const ListRoute route = list_backward_route(p, device, lies);
   const auto stream = static_cast<cudaStream_t>(p.context.stream);
   ListBackwardParams params{};
   static_cast<ListParams &>(params) = make_params(p, route, lies);
   params.backward = args;
   params.sum_dim = route.head_dim;
-  params.dout_aligned = lies.dout;
+  params.dout_aligned = dout_aligned;
   const auto sums = [&](const Part &part, const fdm_tensor &gradient) {
     return present(gradient) ? at<float>(workspace, part) : nullptr;
   };

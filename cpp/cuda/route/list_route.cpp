@@ -21,12 +21,15 @@ void divide(ListRoute *route, const fdm_problem &p, int64_t heads_per_tile) {
   route->count = route->blocks = route->rows * p.kv_heads * route->tiles.head_tiles;
 }
 
-// Whether the persistent forward kernel serves a call whose heads share lists. Its rows are heads, and its lists have no gaps.
+// Whether kernels with wgmma serve a call. Their rows are heads.
 bool may_use_wgmma(const fdm_problem &p, const DeviceFacts &device, const Alignment &lies) {
-  const int64_t head_bytes = 2 * p.q.stride[2];
-  const bool contiguous = p.indices.shape[3] == 1 || p.indices.stride[3] == 1;
-  return device.has_wgmma() && device.untried && lies.inputs && lies.out && lies.row_places &&
-         head_bytes == int32_t(head_bytes) && contiguous;
+  return group_size(p) >= kListWgmmaHeads && heads_share_keys(p) && device.has_wgmma() && device.untried &&
+         lies.inputs && lies.out && lies.row_places && has_head_places(p.q);
+}
+
+void take_wgmma(ListRoute *route, const fdm_problem &p) {
+  route->kernel = ListKernel::wgmma;
+  divide(route, p, std::min<int64_t>(group_size(p), kTileRows));
 }
 
 ListRoute route_of(const fdm_problem &p, const DeviceFacts &device,
@@ -45,11 +48,14 @@ int64_t elements(const fdm_tensor &t) { return present(t) ? t.shape[0] * t.shape
 
 } // namespace
 
+bool has_head_places(const fdm_tensor &t) { return 2 * t.stride[2] == int32_t(2 * t.stride[2]); }
+
 ListRoute list_forward_route(const fdm_problem &p, const DeviceFacts &device, const Alignment &lies) {
   ListRoute route = route_of(p, device, list_forward_tile);
-  if (route.heads == ListHeads::many && may_use_wgmma(p, device, lies)) {
-    route.kernel = ListKernel::wgmma;
-    divide(&route, p, std::min<int64_t>(group_size(p), kTileRows));
+  // Lookup warps read lists that have no gaps.
+  const bool contiguous = p.indices.shape[3] == 1 || p.indices.stride[3] == 1;
+  if (contiguous && has_list_forward_sm90(route.head_dim) && may_use_wgmma(p, device, lies)) {
+    take_wgmma(&route, p);
     route.blocks = std::min<int64_t>(route.count, device.sms);
   }
   if (route.blocks > 0)
@@ -57,8 +63,9 @@ ListRoute list_forward_route(const fdm_problem &p, const DeviceFacts &device, co
   return route;
 }
 
-ListRoute list_backward_route(const fdm_problem &p, const DeviceFacts &device) {
+ListRoute list_backward_route(const fdm_problem &p, const DeviceFacts &device, const Alignment &lies) {
   ListRoute route = route_of(p, device, list_backward_tile);
+  if (lies.dout && has_list_backward_sm90(route.head_dim) && may_use_wgmma(p, device, lies)) take_wgmma(&route, p);
   const int64_t key_rows = p.k.shape[0] * p.k.shape[1] * p.kv_heads,
                 biases = max64(elements(p.bias), elements(p.index_bias));
   WorkspaceParts parts;
@@ -70,7 +77,8 @@ ListRoute list_backward_route(const fdm_problem &p, const DeviceFacts &device) {
   route.workspace_bytes = parts.bytes;
   route.key_rounding_blocks = rounding_blocks(ceil_div(key_rows, kBandRows));
   route.bias_rounding_blocks = ceil_div(max64(biases, elements(p.sink)), kFillThreads);
-  if (route.blocks > 0) route.launches.add("list_backward_kernel");
+  if (route.blocks > 0)
+    route.launches.add(route.kernel == ListKernel::wgmma ? "list_backward_kernel_sm90" : "list_backward_kernel");
   route.launches.add("round_sums");
   if (route.bias_rounding_blocks > 0) route.launches.add("round_list_sums");
   return route;

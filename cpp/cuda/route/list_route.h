@@ -32,6 +32,12 @@ constexpr ListTileChoice list_backward_tile(int head_dim, ListHeads heads) {
   return {1, 4, 1, 32};
 }
 
+// The head dimensions of kernels with wgmma. Wider heads leave too few registers to the lookup warps of the forward pass; in the backward
+// pass, shared memory has room for Q, dO, P, dS, two stages of 64 columns, and what is added to the sums of keys.
+constexpr bool has_list_forward_sm90(int head_dim) { return head_dim <= 192; }
+constexpr bool has_list_backward_sm90(int head_dim) { return head_dim == 64 || head_dim == 128; }
+constexpr int kListColumnsSm90 = 64;
+
 // The most heads of a group for which few rows are a tile. Two tiles gather their keys twice, which 32 heads of a tile for 64 to 128
 // do not make up for: half of its warps, or more, would have no rows.
 constexpr int64_t kListFewHeads = 32;
@@ -44,8 +50,12 @@ struct ListTiles {
 
 enum class ListKernel : uint8_t {
   mma,  // lists/forward.cuh
-  wgmma // lists/sm90/forward.cuh
+  wgmma // lists/sm90
 };
+
+// The fewest heads of a group for kernels with wgmma, most of whose rows are then none: gathered rows and additions to sums take longer
+// than products. With so many, mma.sync has a full tile, too.
+constexpr int64_t kListWgmmaHeads = 16;
 
 struct ListRoute {
   ListKernel kernel;
@@ -64,8 +74,11 @@ struct ListRoute {
   Launches launches;
 };
 
+// Whether 32 bits hold the bytes from head to head of a (B, rows, heads, D) tensor.
+bool has_head_places(const fdm_tensor &t);
+
 ListRoute list_forward_route(const fdm_problem &p, const DeviceFacts &device, const Alignment &lies);
 // Of any gradients: the sums of those that are not wanted have room all the same.
-ListRoute list_backward_route(const fdm_problem &p, const DeviceFacts &device);
+ListRoute list_backward_route(const fdm_problem &p, const DeviceFacts &device, const Alignment &lies);
 
 } // namespace fdm::cuda

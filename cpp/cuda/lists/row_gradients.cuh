@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// What the backward passes of listed keys have in common: facts of a row by which its scores become P and dS, and the gradients of biases.
+#pragma once
+
+#include "../backward/sum_bands.cuh"
+#include "../tile/sink.cuh"
+#include "list_tile.cuh"
+
+namespace fdm::cuda {
+
+struct ListRow {
+  float lse;   // to base 2; infinity where the row keeps nothing
+  float share; // of the softmax that is not the sink's
+  float shift; // the gradient of lse less the share times dO . O
+
+  __device__ static ListRow none() { return {INFINITY, 0.0f, 0.0f}; }
+
+  // The facts of a head of the task's query; delta is dO . O. One thread of the row adds to the gradient of the sink.
+  __device__ static ListRow find(const ListBackwardParams &params, const ListTask &task, int64_t head, float delta,
+                                 bool adds) {
+    const fdm_backward_args &a = params.backward;
+    const auto number = [&](const fdm_tensor &t) {
+      return static_cast<const float *>(t.data)[lse_offset(t, task.s, task.query, head)];
+    };
+    const float lse = number(a.lse) * kLog2E;
+    if (lse == -INFINITY) return none();
+    const float sink = sink_score(params.p, head), dlse = present(a.dlse) ? number(a.dlse) : 0.0f;
+    const float share = 1.0f / (1.0f + ptx::exp2_approximate(sink - lse));
+    if (adds && params.sums.sink)
+      ptx::add_global(params.sums.sink + head, -delta / (1.0f + ptx::exp2_approximate(lse - sink)));
+    return {lse, share, dlse - share * delta};
+  }
+
+  // A score is above lse only by rounding, which is large where biases are.
+  __device__ float exponential(float score) const { return ptx::exp2_approximate(ptx::min_or_nan(score - lse, 0.0f)); }
+  // Turns an exponential and the product of dO and V into P and dS.
+  __device__ void finish(float &p, float &ds) const {
+    ds = p * fmaf(share, ds, shift);
+    p *= share;
+  }
+  __device__ bool keeps() const { return lse < INFINITY; }
+};
+
+// Adds what a listed key, the entry-th of the list, has to the gradients of biases: the sum of dS over the rows of the tile. Sums have the
+// shapes of the biases, and are contiguous.
+__device__ inline void add_bias_gradients(const ListBackwardParams &params, const ListTask &task, int64_t entry,
+                                          int32_t key, float sum) {
+  const auto list_of = [&](const fdm_tensor &t, int64_t batch) {
+    return batch * t.shape[1] + head_index(params.p, t, task.head);
+  };
+  if (params.sums.bias) {
+    const fdm_tensor &t = params.p.bias;
+    const int64_t place = t.shape[3] == 1 ? 0 : task.s.k_begin + key;
+    ptx::add_global(params.sums.bias + list_of(t, batch_index(t, task.s)) * t.shape[3] + place, sum);
+  }
+  if (params.sums.index) {
+    const fdm_tensor &t = params.p.index_bias;
+    const int64_t row = list_of(t, task.s.batch) * t.shape[2] + task.s.q_begin + task.query;
+    ptx::add_global(params.sums.index + row * t.shape[3] + entry, sum);
+  }
+}
+
+} // namespace fdm::cuda
