@@ -247,9 +247,11 @@ def test_gradient_of_one_tensor_alone(target: Target, name: str) -> None:
     torch.testing.assert_close(gradient.cpu(), whole[f"d{name}"])
 
 
+@pytest.mark.parametrize("head_dim", [8, 20])
 @pytest.mark.parametrize(("table", "group"), [([2, 0, 3, 1], 3), ([1, 3, 0, 2], 40)])
-def test_listed_pages(target: Target, table: list[int], group: int) -> None:
-    call = small_call(target, packed=True, sizes=[(2, 7), (3, 5)], causal=True, group=group)
+def test_listed_pages(target: Target, table: list[int], group: int, head_dim: int) -> None:
+    fixed = {"packed": True, "sizes": [(2, 7), (3, 5)], "causal": True}
+    call = small_call(target, group=group, head_dim=head_dim, **fixed)
     tensors = {name: t.to(target.device) for name, t in call.tensors.items()}
     with torch.no_grad():
         want = call.call(tensors)

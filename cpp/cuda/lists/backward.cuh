@@ -97,6 +97,8 @@ template <class Config> struct ListBackward : ListTile<Config> {
     }
   }
 
+  __device__ bool adds_to_biases() const { return params.sums.bias || params.sums.index; }
+
   // Leaves P and dS of the warp's rows and columns in shared memory, and the sums of dS over its rows.
   template <bool kCap> __device__ void find_scores(int step) {
     float p[kRowTiles][kColumnTiles][4], ds[kRowTiles][kColumnTiles][4], slopes[kRowTiles][kColumnTiles][4];
@@ -119,6 +121,7 @@ template <class Config> struct ListBackward : ListTile<Config> {
           sums[i % 2] += ds[m][n][i];
           if (kCap) ds[m][n][i] *= slopes[m][n][i];
         }
+      if (!adds_to_biases()) continue;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
 #pragma unroll
@@ -144,8 +147,8 @@ template <class Config> struct ListBackward : ListTile<Config> {
   // Each thread adds what its column has to the gradients of biases.
   __device__ void add_biases(int step) const {
     const int c = threadIdx.x;
-    if (c >= kColumns || !(params.sums.bias || params.sums.index)) return;
-    const int32_t key = this->shared.slots[step % Config::kSlots].place[c];
+    if (c >= kColumns || !adds_to_biases()) return;
+    const int32_t key = this->shared.slots[step % Config::kSlots].key(c);
     if (key < 0) return;
     float sum = 0.0f;
 #pragma unroll
@@ -165,7 +168,7 @@ template <class Config> struct ListBackward : ListTile<Config> {
     float *to[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int32_t key = slot.place[first_key + accumulator_row(half)];
+      const int32_t key = slot.key(first_key + accumulator_row(half));
       const int64_t row =
           (task.s.batch * params.p.k.shape[1] + task.s.k_begin + key) * params.p.kv_heads + task.kv_head;
       to[half] = key < 0 ? nullptr : sums + row * kHeadDim + first_dim + 4 * (threadIdx.x % 4);

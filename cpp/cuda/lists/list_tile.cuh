@@ -6,8 +6,8 @@
 // biases of the one after that, and the index of the one behind it.
 #pragma once
 
+#include "../tile/column_ring.cuh"
 #include "../tile/copy_rows.cuh"
-#include "../tile/key_ring.cuh"
 #include "../tile/products.cuh"
 #include "../tile/score.cuh"
 #include "lists.h"
@@ -15,9 +15,12 @@
 namespace fdm::cuda {
 
 // The columns of a step.
-template <int kColumns> struct ListSlot {
-  int32_t place[kColumns];         // of a key among the rows of K and V of its sequence, or of all pages; -1: no key
-  alignas(8) float bias[kColumns]; // to base 2; -inf: no key
+template <class Ring> struct ListSlot {
+  // The row of each key among those of K and V of its sequence, or of all pages, at its Ring::place(); -1: no key.
+  alignas(16) int32_t row[Ring::kDown * Ring::kSteps];
+  alignas(8) float bias[Ring::kColumns]; // to base 2; -inf: no key
+
+  __device__ int32_t key(int c) const { return row[Ring::place(c)]; }
 };
 
 // A block's part of the problem. It lies in shared memory: it is read seldom, and registers are scarce.
@@ -110,6 +113,7 @@ struct ListConfig {
   static constexpr int kHeadDim = kHeadDimension, kRowTiles = kRowTileCount, kRowWarps = kRowWarpCount,
                        kKeyWarps = kKeyWarpCount, kColumns = kColumnCount;
   static constexpr int kRows = 16 * kRowTiles * kRowWarps, kThreads = 32 * kRowWarps * kKeyWarps;
+  using Ring = ColumnRing<Tile, kColumns, kThreads>; // of which the slots are others
   static constexpr int kWarpColumns = kColumns / kKeyWarps;
   // The columns whose scores a warp has at a time: the registers hold no more beside the accumulators of 32 rows of 128 columns.
   static constexpr int kPartColumns = kRowTiles > 1 && kHeadDim > 64 ? kWarpColumns / 2 : kWarpColumns;
@@ -126,14 +130,15 @@ using ListConfigOf = ListConfig<Element, kHeadDim, kTile(kHeadDim, kHeads).row_t
 template <class Config> struct ListShared {
   alignas(1024) char sQ[Config::Tile::bytes(Config::kRows)];
   char sKV[Config::kStages][2][Config::kKeyBytes]; // K and V
-  ListSlot<Config::kColumns> slots[Config::kSlots];
+  ListSlot<typename Config::Ring> slots[Config::kSlots];
   ListTask task;
 };
 
 template <class Config> struct ListTile {
   using Element = typename Config::Element;
   using Tile = typename Config::Tile;
-  using Slot = ListSlot<Config::kColumns>;
+  using Ring = typename Config::Ring;
+  using Slot = ListSlot<Ring>;
   static constexpr int kColumns = Config::kColumns, kRowTiles = Config::kRowTiles;
   static constexpr int kColumnTiles = Config::kPartColumns / 8;
 
@@ -195,9 +200,9 @@ template <class Config> struct ListTile {
       bias = to_base_2(bias);
     }
     slot.bias[threadIdx.x] = bias;
-    slot.place[threadIdx.x] = bias == -INFINITY ? -1 : place(entry.index);
+    slot.row[Ring::place(threadIdx.x)] = bias == -INFINITY ? -1 : row_of_key(entry.index);
   }
-  __device__ int32_t place(int32_t index) const {
+  __device__ int32_t row_of_key(int32_t index) const {
     const fdm_problem &p = params.p;
     const fdm_tensor &table = p.block_table;
     if (!present(table)) return index;
@@ -205,13 +210,13 @@ template <class Config> struct ListTile {
     const int64_t entry = task.sequence_index * table.stride[0] + (index / page_size) * table.stride[1];
     const int64_t page =
         clamp64(static_cast<const int32_t *>(table.data)[entry], 0, p.k.shape[0] - 1); // see sequence()
-    return int32_t(page) * page_size + index % page_size;
+    return int32_t(page) * params.page_rows + index % page_size;
   }
 
-  __device__ int64_t offset(const fdm_tensor &t, int32_t place) const {
-    if (!present(params.p.block_table)) return place * t.stride[1];
-    const auto page_size = static_cast<int32_t>(t.shape[1]);
-    return place / page_size * t.stride[0] + place % page_size * t.stride[1];
+  // Where a row lies that threads copy element by element.
+  __device__ int64_t offset(const fdm_tensor &t, int32_t row) const {
+    if (!present(params.p.block_table)) return row * t.stride[1];
+    return row / params.page_rows * t.stride[0] + row % params.page_rows * t.stride[1];
   }
 
   __device__ uint32_t stage(int step, int values) const {
@@ -220,24 +225,27 @@ template <class Config> struct ListTile {
 
   // Begins to copy the rows of K and V of a step.
   __device__ void load_keys(int step) const {
-    constexpr int kTotal = kColumns * Tile::kChunks;
-    const int head_dim = int(params.p.head_dim);
+    const fdm_problem &p = params.p;
     const Slot &slot = shared.slots[step % Config::kSlots];
-    const uint32_t k = stage(step, 0), v = stage(step, 1);
-#pragma unroll 4
-    for (int i = threadIdx.x; i < kTotal; i += Config::kThreads) {
+    const auto load = [&](const fdm_tensor &t, const uint16_t *first, int values) {
+      if (params.copies_rows)
+        Ring::copy(stage(step, values), slot, {reinterpret_cast<const char *>(first), int32_t(2 * t.stride[1])},
+                   int(p.head_dim));
+      else
+        load_elements(step, t, first, values);
+    };
+    load(p.k, task.k, 0);
+    load(p.v, task.v, 1);
+  }
+  __device__ void load_elements(int step, const fdm_tensor &t, const uint16_t *first, int values) const {
+    const Slot &slot = shared.slots[step % Config::kSlots];
+#pragma unroll 1
+    for (int i = threadIdx.x; i < kColumns * Tile::kChunks; i += Config::kThreads) {
       const int r = i / Tile::kChunks, chunk = i % Tile::kChunks;
-      const int32_t own = slot.place[r];
-      const uint32_t k_address = Tile::chunk_address(k, r, chunk), v_address = Tile::chunk_address(v, r, chunk);
-      const uint16_t *k_row = own < 0 ? kZeroRow : task.k + offset(params.p.k, own);
-      const uint16_t *v_row = own < 0 ? kZeroRow : task.v + offset(params.p.v, own);
-      if (params.aligned) {
-        ptx::cp_async_16(k_address, k_row + chunk * 8, own >= 0 && chunk * 8 < head_dim);
-        ptx::cp_async_16(v_address, v_row + chunk * 8, own >= 0 && chunk * 8 < head_dim);
-      } else {
-        copy_chunk_by_elements(k_address, k_row, chunk * 8, head_dim, own < 0 ? 1 : params.p.k.stride[3]);
-        copy_chunk_by_elements(v_address, v_row, chunk * 8, head_dim, own < 0 ? 1 : params.p.v.stride[3]);
-      }
+      const int32_t key = slot.key(r);
+      copy_chunk_by_elements(Tile::chunk_address(stage(step, values), r, chunk),
+                             key < 0 ? kZeroRow : first + offset(t, key), chunk * 8, int(params.p.head_dim),
+                             key < 0 ? 1 : t.stride[3]);
     }
   }
 

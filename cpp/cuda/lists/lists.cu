@@ -3,6 +3,7 @@
 #include "lists.h"
 
 #include "../host/dispatch.h"
+#include "../tile/row_places.cuh"
 
 namespace fdm::cuda {
 namespace {
@@ -13,6 +14,8 @@ ListParams make_params(const fdm_problem &p, const ListRoute &route, const Align
   params.factors = ScoreFactors(p);
   params.tiles = route.tiles;
   params.aligned = lies.inputs;
+  params.copies_rows = lies.inputs && lies.row_places;
+  params.page_rows = params.copies_rows ? RowPlaces(p).page_rows : int32_t(p.k.shape[1]);
   return params;
 }
 

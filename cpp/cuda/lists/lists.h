@@ -14,7 +14,9 @@ struct ListParams {
   fdm_forward_args forward;
   ScoreFactors factors;
   ListTiles tiles;
-  bool aligned; // what rows_are_aligned says of q, k and v
+  bool aligned;      // what rows_are_aligned says of q, k and v
+  bool copies_rows;  // of k and v, 16 bytes at a time, which lie as tile/row_places.cuh needs it
+  int32_t page_rows; // from one page to the next, in the numbers of rows
 };
 
 // Float32 sums that blocks of threads add to; null where a gradient is not wanted.

@@ -43,8 +43,9 @@ template <class RingTile, int kColumnCount, int kThreadCount> struct ColumnRing 
   __device__ __forceinline__ Slot &slot(int block) { return slots[uint32_t(block) % kBlocks]; }
   __device__ __forceinline__ static int place(int c) { return c % kDown * kSteps + c / kDown; }
 
-  // Starts the copies of the rows of a slot to a tile. The others become zeros.
-  __device__ __forceinline__ static void copy(uint32_t base, const Slot &slot, GatheredRows rows, int head_dim) {
+  // Starts the copies of the rows of a slot to a tile. The others become zeros. Other slots than this one's have such rows, too.
+  template <class AnySlot>
+  __device__ __forceinline__ static void copy(uint32_t base, const AnySlot &slot, GatheredRows rows, int head_dim) {
     const int chunk = threadIdx.x % kAcross, own = threadIdx.x / kAcross;
     if ((RingTile::kChunks != kAcross && chunk >= RingTile::kChunks) || (kThreads % kAcross != 0 && own >= kDown))
       return;
