@@ -23,8 +23,8 @@ void divide(ListRoute *route, const fdm_problem &p, int64_t heads_per_tile) {
 
 // Whether kernels with wgmma serve a call. Their rows are heads.
 bool may_use_wgmma(const fdm_problem &p, const DeviceFacts &device, const Alignment &lies) {
-  return group_size(p) >= kListWgmmaHeads && heads_share_keys(p) && device.has_wgmma() && device.untried &&
-         lies.inputs && lies.out && lies.row_places && has_head_places(p.q);
+  return group_size(p) >= kListWgmmaHeads && heads_share_keys(p) && device.has_wgmma() && lies.inputs && lies.out &&
+         lies.row_places && has_head_places(p.q);
 }
 
 void take_wgmma(ListRoute *route, const fdm_problem &p) {

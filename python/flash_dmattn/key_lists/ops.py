@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["attention", "check_call", "key_mass", "serving_pack", "uses_triton"]
 
 # Whether packs of GPUs compute these calls by kernels of their own.
-LISTS_OF_GPU_PACKS = False
+LISTS_OF_GPU_PACKS = True
 _INPUTS = f"{KEY_LISTS.text}, str backend"
 _WANTED = ", ".join(f"bool need_d{name}" for name in KEY_LISTS.differentiable)
 _GRADIENTS = ", ".join(f"Tensor d{name}" for name in KEY_LISTS.differentiable)
