@@ -19,7 +19,7 @@ from flash_dmattn.record import Gradients, KeyListInputs
 from flash_dmattn.reference import computing_dtype, sink_share, without_autocast
 
 from .places import Rows, bias_steps, by_head, key_places, rows_of
-from .products import Gathered, Listed, Mixed, Products, Streamed
+from .products import Gathered, Listed, Products, Streamed
 
 __all__ = ["backward", "forward", "key_mass"]
 
@@ -237,11 +237,8 @@ def _chunks(call: _Call) -> list[slice]:
 
 
 def _is_streamed(call: _Call) -> bool:
-    return _can_stream(call) and call.heads < _MANY_HEADS * call.kv_heads
-
-
-def _can_stream(call: _Call) -> bool:
-    return call.is_readable and 0 < call.indices.shape[-1] <= call.key.shape[0]
+    few_heads = call.heads < _MANY_HEADS * call.kv_heads
+    return call.is_readable and few_heads and 0 < call.indices.shape[-1] <= call.key.shape[0]
 
 
 def _chunk(call: _Call, rows: slice) -> _Chunk:
@@ -317,13 +314,10 @@ def _chunk(call: _Call, rows: slice) -> _Chunk:
 
 def _products(call: _Call, numbers: Tensor) -> Callable[[Tensor], Products]:
     """Return what makes the products with a table."""
-    ordered = call.inputs.deterministic
-    if not _can_stream(call):
-        return lambda table: Gathered(table, numbers, ordered=ordered)
+    if not _is_streamed(call):
+        return lambda table: Gathered(table, numbers, ordered=call.inputs.deterministic)
     listed = Listed(numbers, call.heads)
-    if _is_streamed(call):
-        return lambda table: Streamed(table, listed)
-    return lambda table: Mixed(table, numbers, listed, ordered=ordered)
+    return lambda table: Streamed(table, listed)
 
 
 def _bias_places(inputs: KeyListInputs, rows: Rows, listed: Tensor, valid: Tensor) -> Tensor:

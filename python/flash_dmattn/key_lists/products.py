@@ -136,19 +136,6 @@ class Streamed:
         )
 
 
-class Mixed(Gathered):
-    """Copies what is listed but for sums, as is fastest where many heads share a list; on CPUs."""
-
-    def __init__(self, table: Tensor, numbers: Tensor, listed: Listed, *, ordered: bool) -> None:
-        """Take what the others take."""
-        super().__init__(table, numbers, ordered=ordered)
-        self._streamed = Streamed(table, listed)
-
-    def sums(self, weights: Tensor) -> Tensor:
-        """Sum bags of keys."""
-        return self._streamed.sums(weights)
-
-
 def _add_in_order(total: Tensor, numbers: Tensor, parts: Tensor) -> None:
     """Add each part to a row of a total but the last, those of one row one after another."""
     order, begins = _inverse(numbers, total.shape[0])
