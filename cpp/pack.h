@@ -85,6 +85,13 @@ enum fdm_key_mass_biases {
   FDM_KEY_MASS_ALL = 2
 };
 
+/* Which calls whose queries list their keys a pack computes. */
+enum fdm_lists {
+  FDM_LISTS_NONE = 0,
+  FDM_LISTS_ANY_ORDER = 1, /* forward, and backward without FDM_DETERMINISTIC */
+  FDM_LISTS_IN_ORDER = 2   /* all: equal inputs always give equal bits */
+};
+
 enum fdm_pass { FDM_PASS_PLAN = 0, FDM_PASS_FORWARD = 1, FDM_PASS_BACKWARD = 2, FDM_PASS_KEY_MASS = 3 };
 
 typedef struct fdm_tensor {
@@ -300,7 +307,7 @@ typedef struct fdm_pack {
    * with either, unless the bias has a row for each query, are given out_rest. 0: never. What its bytes mean is the pack's. */
   int32_t wants_out_rest;
   int32_t key_mass_biases; /* enum fdm_key_mass_biases */
-  int32_t lists_keys;      /* 1: forward serves problems with indices, and backward those without FDM_DETERMINISTIC */
+  int32_t lists_keys;      /* enum fdm_lists */
   int32_t reserved;
   /* Bias and intervals of forget gates, and the gradient of the gates. The workspace is the same for both. */
   int32_t (*forget_workspace_bytes)(const fdm_forgetting *, int64_t *bytes, char *message, size_t message_bytes);

@@ -173,10 +173,11 @@ private:
 
   static int32_t check_lists(const fdm_problem &p, int32_t pass, const Message &message) {
     if (!lists_keys(p)) return FDM_OK;
-    if (!Pack::kListsKeys) return message.fail(FDM_UNSUPPORTED, "no kernel of this pack reads lists of keys");
+    if (Pack::kListsKeys == FDM_LISTS_NONE)
+      return message.fail(FDM_UNSUPPORTED, "no kernel of this pack reads lists of keys");
     if (pass != FDM_PASS_FORWARD && pass != FDM_PASS_BACKWARD)
       return message.fail(FDM_UNSUPPORTED, "of calls that list keys there are a forward and a backward pass only");
-    if (pass == FDM_PASS_BACKWARD && p.flags & FDM_DETERMINISTIC)
+    if (Pack::kListsKeys != FDM_LISTS_IN_ORDER && pass == FDM_PASS_BACKWARD && p.flags & FDM_DETERMINISTIC)
       return message.fail(FDM_UNSUPPORTED, "the backward pass of calls that list keys adds in any order");
     if (mask_kind(p) == FDM_MASK_NONE && !has_rows(p.bias)) return FDM_OK;
     return message.fail(FDM_INVALID_ARGUMENT,

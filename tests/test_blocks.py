@@ -25,7 +25,7 @@ from flash_dmattn import (
     flash_dmattn_varlen_func,
     make_plan,
 )
-from flash_dmattn.key_lists import ops as key_list_ops
+from flash_dmattn.backends.pack import PackBackend
 from good_arguments import dense, on_device, varlen
 from support import (
     Problem,
@@ -154,13 +154,13 @@ def test_what_no_block_lists_reaches_nothing(target: Target) -> None:
 
 def test_blocks_of_one_query_are_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = []
-    forward = key_list_ops.formula.forward
+    forward = PackBackend.list_forward
 
-    def noted(inputs: Any, **options: Any) -> Any:
+    def noted(self: PackBackend, inputs: Any) -> Any:
         lengths.append(inputs.indices.shape[-1])
-        return forward(inputs, **options)
+        return forward(self, inputs)
 
-    monkeypatch.setattr(key_list_ops.formula, "forward", noted)
+    monkeypatch.setattr(PackBackend, "list_forward", noted)
     problem = simple_problem()
     blocks = drawn_blocks(2, 1, QUERIES, 3, count=6)
     flash_dmattn_func(
@@ -190,7 +190,9 @@ def test_blocks_are_compiled_exported_and_explained(size: tuple[int, int], tmp_p
     got = torch.export.load(tmp_path / "model.pt2").module()(*given)
     assert torch.equal(got, want)
     told = explain(*given[:3], block_indices=blocks, block_size=size)
-    assert told.backend == ("reference" if size[0] == 1 else "cpu")
+    assert told.backend == "cpu"
+    assert told.forward is not None
+    assert (told.forward["kernel"] == "list_forward of cpu") == (size[0] == 1)
 
 
 def test_opcheck_of_blocks() -> None:

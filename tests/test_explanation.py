@@ -107,6 +107,7 @@ def listed(**others: Any) -> dict[str, Any]:
 LISTED = {
     "dense": listed(is_causal=True),
     "packed": packed(key_indices=torch.zeros(2, 9, 3, dtype=torch.int32), is_causal=True),
+    "wide": listed(head_dim=300),
 }
 
 
@@ -117,15 +118,23 @@ def test_listed_keys_are_explained(name: str, monkeypatch: pytest.MonkeyPatch) -
 
     for step in ("forward", "backward"):
         monkeypatch.setattr(formula, step, refuse)
-    arguments = LISTED[name]
+        monkeypatch.setattr(PackBackend, f"list_{step}", refuse)
+    arguments, is_wide = LISTED[name], name == "wide"
     found = explain(**arguments)
-    assert (found.backend, found.pack, found.plan, found.selection) == ("reference",) + (None,) * 3
-    assert found.forward == {"kernel": "PyTorch operations"}
+    assert (found.backend, found.plan, found.selection) == (
+        "reference" if is_wide else "cpu",
+        None,
+        None,
+    )
+    assert (found.pack is None) == is_wide
+    forward = "PyTorch operations" if is_wide else "list_forward of cpu"
+    assert found.forward == {"kernel": forward}
     assert (found.backward, found.gradients, found.obstacles) == (None, (), ())
-    assert "forward:   PyTorch operations" in str(found)
+    assert f"forward:   {forward}" in str(found)
     arguments = {**arguments, "key": arguments["key"].clone().requires_grad_()}
     found = explain(**arguments)
-    assert found.backward == {"kernel": "PyTorch operations"}
+    assert found.backward == {"kernel": forward.replace("forward", "backward")}
+    assert explain(**arguments, deterministic=True).backward == found.backward
     assert found.gradients == ("key",)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert explain(**arguments).gradients == ("key",)

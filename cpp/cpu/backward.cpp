@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "kernels.h"
+#include "key_rows.h"
 #include "passes.h"
 #include "scalar.h"
 #include "scratch.h"
@@ -22,7 +23,17 @@ double backward_work(const fdm_problem &p, int64_t tile_rows) { return 2.5 * for
 
 bool wants_key_bias(const fdm_problem &p) { return present(p.bias) && !per_query(p.bias); }
 
-// How the gradient of a bias with a row for each query is summed.
+// The gradient of row_bias().
+const fdm_tensor &row_bias_gradient(const fdm_problem &p, const fdm_backward_args &args) {
+  static const fdm_tensor absent{};
+  if (lists_keys(p)) return args.dindex_bias;
+  return wants_key_bias(p) ? absent : args.dbias;
+}
+
+// Elements of its row.
+int64_t row_bias_width(const fdm_problem &p) { return most_columns(p); }
+
+// How the gradient of a bias with a row for each query is summed, or of one with an element for each listed key.
 enum class RowBias {
   none,
   own,    // a key/value head of a sequence has rows of its own, which are summed tile by tile with its other gradients
@@ -36,7 +47,8 @@ constexpr int64_t kMatrixFloats = int64_t(1) << 26;
 struct BackwardLayout {
   int64_t heads, parts, units; // sequences x key/value heads; parts of each; their product
   int64_t slots, slot_bytes;   // accumulators: one for each unit, or for each thread where a unit is a whole head
-  int64_t bias_heads;          // rows of bias, of one query or of all, that a key/value head has
+  int64_t bias_heads;          // rows of a bias for all queries that a key/value head has
+  int64_t row_heads;           // rows of row_bias() that a query has for a key/value head
   int64_t bias_sums;           // float64 sums of the bias gradient, before those over the batch and over heads
   int64_t sink_sums;           // float64 sums of the gradients of sinks: for each unit those of its query heads
   RowBias row_bias;
@@ -46,10 +58,12 @@ struct BackwardLayout {
   int64_t scratch;                   // bytes of each thread
 
   explicit BackwardLayout(const fdm_problem &p) {
-    const int64_t threads = p.context.threads, tiles = ceil_div(p.queries, kMaxTileRows);
+    const int64_t task_rows = lists_keys(p) ? kListRows : kMaxTileRows;
+    const int64_t threads = p.context.threads, tiles = ceil_div(p.queries, task_rows);
     heads = p.batch * p.kv_heads;
     parts = heads == 0 || threads == 1 ? 1 : max64(1, min64(tiles, ceil_div(2 * threads, heads)));
     bias_heads = cpu::bias_heads(p, group_size(p));
+    row_heads = row_bias_heads(p, group_size(p));
     divide_row_bias(p);
     if (row_bias == RowBias::shared) parts = 1;
     units = heads * parts;
@@ -59,8 +73,8 @@ struct BackwardLayout {
     bias_sums = wants_key_bias(p) ? (is_varlen(p) ? 1 : p.batch) * p.kv_heads * bias_heads * total_keys(p) : 0;
     sink_sums = present(p.sink) ? units * group_size(p) : 0;
     scratch = tile_scratch_bytes(p, true);
-    const int64_t tile_floats = kMaxTileRows * p.keys;
-    if (row_bias == RowBias::own) scratch += bias_heads * tile_floats * int64_t(sizeof(float));
+    const int64_t tile_floats = task_rows * row_bias_width(p);
+    if (row_bias == RowBias::own) scratch += row_heads * tile_floats * int64_t(sizeof(float));
     if (row_bias == RowBias::again) scratch += tile_floats * int64_t(sizeof(float));
     scratch = round_up(scratch, 64);
   }
@@ -77,23 +91,24 @@ private:
     row_bias = RowBias::none;
     clusters = sources = chunks = source_step = 1;
     matrix = 0;
-    if (!present(p.bias) || !per_query(p.bias)) return;
+    const fdm_tensor &bias = cpu::row_bias(p);
+    if (!present(bias)) return;
     row_bias = RowBias::again;
     if (heads == 0) return; // its rows are zeros
-    const int64_t sequences = p.bias.shape[0] == 1 && !is_varlen(p) ? p.batch : 1;
-    sources = sequences * (p.bias.shape[1] == 1 ? p.kv_heads : 1);
+    const int64_t sequences = bias.shape[0] == 1 && !is_varlen(p) ? p.batch : 1;
+    sources = sequences * (bias.shape[1] == 1 ? p.kv_heads : 1);
     if (sources == 1) {
       row_bias = RowBias::own;
       return;
     }
     clusters = heads / sources;
-    if (p.bias.shape[1] > 1) source_step = p.kv_heads;
-    matrix = bias_heads * p.queries * p.keys;
+    if (bias.shape[1] > 1) source_step = p.kv_heads;
+    matrix = row_heads * p.queries * row_bias_width(p);
     const int64_t threads = useful_threads(p.context.threads, backward_work(p, kMaxTileRows));
     const int64_t room = kMatrixFloats / max64(1, clusters * matrix);
     chunks = threads == 1 ? 1 : clamp64(min64(ceil_div(2 * threads, clusters), room), 1, sources);
     // Without as many units as threads, tiles of rows are more.
-    const bool is_divided = clusters * chunks >= threads, has_keys = p.bias.shape[3] == p.keys;
+    const bool is_divided = clusters * chunks >= threads, has_keys = bias.shape[3] == row_bias_width(p);
     if (is_divided && has_keys && !is_varlen(p)) row_bias = RowBias::shared;
   }
 };
@@ -109,14 +124,14 @@ public:
     sink_sums_ = bias_sums_ + layout_.bias_sums;
     matrices_ = reinterpret_cast<float *>(sink_sums_ + layout_.sink_sums);
     needs_key_bias_ = present(args.dbias) && wants_key_bias(p);
-    row_bias_ = present(args.dbias) ? layout_.row_bias : RowBias::none;
+    row_bias_ = present(row_gradient()) ? layout_.row_bias : RowBias::none;
   }
 
   void run() {
     const bool needs_keys = present(args_.dk) || present(args_.dv) || needs_key_bias_;
     if (row_bias_ == RowBias::shared) {
       parallel([&](int64_t chunk, int worker) { run_chunk(chunk, worker); }, layout_.clusters * layout_.chunks);
-      parallel([&](int64_t tile, int) { write_matrix_rows(tile); }, layout_.clusters * layout_.bias_heads * tiles());
+      parallel([&](int64_t tile, int) { write_matrix_rows(tile); }, layout_.clusters * layout_.row_heads * tiles());
     } else if (needs_keys || present(args_.dq) || present(args_.dsink) || row_bias_ == RowBias::own) {
       parallel([&](int64_t unit, int worker) { run_unit(unit, worker, nullptr); }, layout_.units);
     }
@@ -131,14 +146,15 @@ private:
   template <class Body> void parallel(const Body &body, int64_t tasks) { parallel_for(threads_, tasks, body); }
 
   void *scratch(int worker) const { return scratch_ + worker * layout_.scratch; }
-  // Rows of K floats for a tile, behind the scratch of its kernels.
+  // Rows of row_bias_width() floats for a tile, behind the scratch of its kernels.
   float *row_scratch(int worker) const {
     return reinterpret_cast<float *>(static_cast<char *>(scratch(worker)) + tile_scratch_bytes(p_, true));
   }
   int64_t tiles() const { return ceil_div(p_.queries, rows_); }
-  // The head of dbias that query head g of a key/value head adds to.
+  const fdm_tensor &row_gradient() const { return row_bias_gradient(p_, args_); }
+  // The head of that gradient that query head g of a key/value head adds to.
   int64_t bias_head(int64_t kv_head, int64_t g) const {
-    return head_index(p_, args_.dbias, kv_head * group_size(p_) + g);
+    return head_index(p_, row_gradient(), kv_head * group_size(p_) + g);
   }
 
   KeyGradients slot(int64_t number) const {
@@ -166,30 +182,29 @@ private:
     clear(sums, task.sequence.k_count);
     double *const dsink = present(args_.dsink) ? sink_sums_ + unit * group_size(p_) : nullptr;
     if (dsink) std::memset(dsink, 0, size_t(group_size(p_)) * sizeof(double));
-    sums.row_bias_stride = p_.keys;
+    const int64_t width = row_bias_width(p_);
+    sums.row_bias_stride = width;
     for (int64_t tile = part; tile * rows_ < task.sequence.q_count; tile += layout_.parts) {
       task.first_row = tile * rows_;
       task.rows = min64(rows_, task.sequence.q_count - task.first_row);
       if (matrix) {
-        sums.row_bias = matrix + task.first_row * p_.keys;
-        sums.row_bias_head = p_.queries * p_.keys;
+        sums.row_bias = matrix + task.first_row * width;
+        sums.row_bias_head = p_.queries * width;
       } else if (row_bias_ == RowBias::own) {
         sums.row_bias = row_scratch(worker);
-        sums.row_bias_head = task.rows * p_.keys;
-        std::memset(sums.row_bias, 0, size_t(layout_.bias_heads * sums.row_bias_head) * sizeof(float));
+        sums.row_bias_head = task.rows * width;
+        std::memset(sums.row_bias, 0, size_t(layout_.row_heads * sums.row_bias_head) * sizeof(float));
       }
       for (int64_t g = 0; g < group_size(p_); g += task.heads) {
         task.head = kv_head * group_size(p_) + g;
         KeyGradients own = sums;
-        if (layout_.bias_heads > 1) {
-          if (own.dbias) own.dbias += g * p_.keys;
-          if (own.row_bias) own.row_bias += g * own.row_bias_head;
-        }
+        if (layout_.bias_heads > 1 && own.dbias) own.dbias += g * p_.keys;
+        if (layout_.row_heads > 1 && own.row_bias) own.row_bias += g * own.row_bias_head;
         if (dsink) own.dsink = dsink + g;
         kernels_.backward_tile(p_, args_, plan_, task, own, scratch(worker));
       }
       if (row_bias_ == RowBias::own)
-        for (int64_t g = 0; g < layout_.bias_heads; ++g)
+        for (int64_t g = 0; g < layout_.row_heads; ++g)
           write_row_bias(task.sequence, bias_head(kv_head, g), task.first_row, task.rows,
                          sums.row_bias + g * sums.row_bias_head);
     }
@@ -213,12 +228,11 @@ private:
 
   // Adds up the chunks of a tile of rows, in order, and writes them.
   void write_matrix_rows(int64_t number) {
-    const int64_t tile = number % tiles(), head = number / tiles() % layout_.bias_heads;
-    const int64_t cluster = number / tiles() / layout_.bias_heads;
+    const int64_t tile = number % tiles(), head = number / tiles() % layout_.row_heads;
+    const int64_t cluster = number / tiles() / layout_.row_heads, width = row_bias_width(p_);
     const int64_t first = tile * rows_, rows = min64(rows_, p_.queries - first);
-    float *const sums = matrices_ + cluster * layout_.chunks * layout_.matrix + (head * p_.queries + first) * p_.keys;
-    for (int64_t chunk = 1; chunk < layout_.chunks; ++chunk)
-      add(sums, sums + chunk * layout_.matrix, 0, rows * p_.keys);
+    float *const sums = matrices_ + cluster * layout_.chunks * layout_.matrix + (head * p_.queries + first) * width;
+    for (int64_t chunk = 1; chunk < layout_.chunks; ++chunk) add(sums, sums + chunk * layout_.matrix, 0, rows * width);
     const int64_t source = this->source(cluster, 0);
     write_row_bias(sequence(p_, source / p_.kv_heads), bias_head(source % p_.kv_heads, head), first, rows, sums);
   }
@@ -310,10 +324,10 @@ private:
     }
   }
 
-  // dbias with a row for each query: each task owns a tile of rows of one (batch, head) of it, and recomputes the score
+  // A gradient with a row for each query: each task owns a tile of rows of one (batch, head) of it, and recomputes the score
   // gradients of all the heads and batches that share them.
   void run_row_bias() {
-    const fdm_tensor &t = args_.dbias;
+    const fdm_tensor &t = row_gradient();
     const int64_t sequences = is_varlen(p_) ? p_.batch : t.shape[0], tiles = ceil_div(p_.queries, rows_);
     parallel(
         [&](int64_t number, int worker) {
@@ -324,7 +338,7 @@ private:
   }
 
   void row_bias_tile(int64_t b, int64_t bias_head, int64_t tile, int worker) {
-    const fdm_tensor &t = args_.dbias;
+    const fdm_tensor &t = row_gradient();
     const bool shared = !is_varlen(p_) && t.shape[0] == 1;
     TileTask task;
     task.heads = 1;
@@ -333,8 +347,8 @@ private:
     if (task.rows <= 0) return;
     KeyGradients sums{};
     sums.row_bias = row_scratch(worker);
-    sums.row_bias_stride = p_.keys;
-    std::memset(sums.row_bias, 0, size_t(task.rows * p_.keys) * sizeof(float));
+    sums.row_bias_stride = row_bias_width(p_);
+    std::memset(sums.row_bias, 0, size_t(task.rows * sums.row_bias_stride) * sizeof(float));
     for (int64_t batch = shared ? 0 : b; batch < (shared ? p_.batch : b + 1); ++batch)
       for (int64_t h = 0; h < p_.heads; ++h) {
         if (head_index(p_, t, h) != bias_head) continue;
@@ -346,14 +360,14 @@ private:
     write_row_bias(sequence(p_, b), bias_head, task.first_row, task.rows, sums.row_bias);
   }
 
-  // Rows of the gradient of a head of the bias, from sums of K floats each.
+  // Rows of the gradient of a head of row_bias(), from sums of row_bias_width() floats each.
   void write_row_bias(const Sequence &s, int64_t head, int64_t first, int64_t rows, const float *sums) const {
-    const fdm_tensor &t = args_.dbias;
+    const fdm_tensor &t = row_gradient();
     for (int64_t i = 0; i < rows; ++i) {
-      const float *row = sums + i * p_.keys;
+      const float *row = sums + i * row_bias_width(p_);
       const int64_t offset =
           batch_index(t, s) * t.stride[0] + head * t.stride[1] + (s.q_begin + first + i) * t.stride[2];
-      if (t.shape[3] == 1) {
+      if (t.shape[3] == 1 && !lists_keys(p_)) {
         double sum = 0.0;
         for (int64_t j = 0; j < s.k_count; ++j) sum += row[j];
         store_scalar(t.data, t.dtype, offset, sum);
@@ -379,10 +393,11 @@ private:
 
 } // namespace
 
-int64_t backward_workspace_bytes(const fdm_problem &p) { return BackwardLayout(p).bytes(p); }
+int64_t backward_workspace_bytes(const fdm_problem &p) { return key_row_bytes(p) + BackwardLayout(p).bytes(p); }
 
 void backward_pass(const fdm_problem &p, const fdm_backward_args &args, const void *plan, void *workspace) {
-  BackwardPass(p, args, plan, workspace).run();
+  const fdm_problem own = with_key_rows(p, workspace);
+  BackwardPass(own, args, plan, static_cast<char *>(workspace) + key_row_bytes(p)).run();
 }
 
 } // namespace fdm::cpu

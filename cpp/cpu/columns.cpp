@@ -79,19 +79,57 @@ void interval_columns(const IntervalList &list, const Sequence &s, const Scratch
   append_partial(a, partial, out);
 }
 
+// What a row lists, but for what is no key.
+void listed_columns(const fdm_problem &p, const Sequence &s, int64_t h, const Scratch &a, TileColumns *out) {
+  const fdm_tensor &t = p.indices;
+  const int64_t row = out->first_row;
+  const int64_t limit = is_causal(p) ? clamp64(row + s.causal_off + 1, 0, s.k_count) : s.k_count;
+  const int32_t *list = static_cast<const int32_t *>(t.data) + lse_offset(t, s, row, head_index(p, t, h));
+  int32_t count = 0;
+  out->place = a.start;
+  out->start = nullptr;
+  out->end = nullptr;
+  out->words = nullptr;
+  uint32_t signs = t.stride[3] == 1 ? 0 : ~0u; // of a number that is no key, or of what is left to the last key
+  for (int64_t place = 0; place < t.shape[3] && t.stride[3] == 1; ++place)
+    signs |= uint32_t(list[place]) | (uint32_t(limit) - 1 - uint32_t(list[place]));
+  if (int32_t(signs) >= 0) { // as usual: the list is that of the columns
+    if (present(p.index_bias))
+      for (int64_t place = 0; place < t.shape[3]; ++place) a.start[place] = int32_t(place);
+    out->full = out->count = int32_t(t.shape[3]);
+    out->index = list;
+    return;
+  }
+  // The arrays have room for as many columns as the list has places, so that all can be written.
+  for (int64_t place = 0; place < t.shape[3]; ++place) {
+    const int32_t key = list[place * t.stride[3]];
+    a.index[count] = key;
+    a.start[count] = int32_t(place);
+    count += int32_t(uint32_t(key) < uint64_t(limit));
+  }
+  out->full = out->count = count;
+  out->index = a.index;
+}
+
 } // namespace
 
-int64_t column_scratch_bytes(const fdm_problem &p) { return round_up(6 * p.keys * int64_t(sizeof(int32_t)), 64); }
+int64_t column_scratch_bytes(const fdm_problem &p) {
+  const int64_t arrays = lists_keys(p) ? 2 : 6;
+  return round_up(arrays * most_columns(p) * int64_t(sizeof(int32_t)), 64);
+}
 
 int64_t tile_rows(const fdm_problem &p, const void *plan) {
+  if (lists_keys(p)) return kListRows;
   return mask_kind(p) == FDM_MASK_NONE ? kMaxTileRows : static_cast<const PlanHeader *>(plan)->tile_rows;
 }
 
 void tile_columns(const fdm_problem &p, const void *plan, const Sequence &s, int64_t sequence_index, int64_t h,
                   int64_t first_row, int64_t rows, void *scratch, TileColumns *out) {
-  const Scratch a = scratch_arrays(scratch, p.keys);
+  const Scratch a = scratch_arrays(scratch, most_columns(p));
   out->first_row = first_row;
   out->rows = rows;
+  out->place = nullptr;
+  if (lists_keys(p)) return listed_columns(p, s, h, a, out);
   const fdm_mask_kind kind = mask_kind(p);
   if (kind == FDM_MASK_NONE) return range_columns(p, s, a, out);
 

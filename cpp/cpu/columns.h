@@ -13,11 +13,22 @@ namespace fdm::cpu {
 constexpr int64_t kMaxTileRows = 64;
 constexpr int64_t kMinTileRows = 8;
 
+// A row that lists its keys is a tile by itself. Some of them are one task.
+constexpr int64_t kListRows = 16;
+
+// Rows of the largest tile that a problem has.
+static inline int64_t most_tile_rows(const fdm_problem &p) { return lists_keys(p) ? 1 : kMaxTileRows; }
+
+// Columns of the longest row.
+static inline int64_t most_columns(const fdm_problem &p) { return lists_keys(p) ? p.indices.shape[3] : p.keys; }
+
 // The columns that any row of a tile keeps: first `full` columns that all rows keep, then the partial ones.
 struct TileColumns {
   int64_t first_row, rows; // of the own sequence
   int32_t count, full;
-  int32_t *index; // key of each column
+  const int32_t *index; // key of each column
+  const int32_t
+      *place; // of each column in the row's list, if there is a bias of what is listed; null where rows list no keys
   // What masks the partial columns: the rows that keep column c are start[c] <= row < end[c] ...
   int32_t *start, *end;
   // ... or, where words is not null, those whose bit is set in column_word().
@@ -46,7 +57,7 @@ int64_t column_scratch_bytes(const fdm_problem &p);
 void tile_columns(const fdm_problem &p, const void *plan, const Sequence &s, int64_t sequence_index, int64_t h,
                   int64_t first_row, int64_t rows, void *scratch, TileColumns *out);
 
-// Rows of the tiles that the plan was made for.
+// Rows of the tiles that the plan was made for; of a task where rows list their keys.
 int64_t tile_rows(const fdm_problem &p, const void *plan);
 
 // Whether each query head has a list of its own. Otherwise the heads of a group share one.

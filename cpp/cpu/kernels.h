@@ -31,8 +31,9 @@ struct KeyGradients {
   float *dk, *dv; // K rows of padded_head_dim floats, dk without the scale; null if not wanted
   double *dbias;  // for each head of the task's bias rows: K sums; null if not wanted
   double *dsink;  // for each head of the task: a sum; null if not wanted
-  // The gradient of a bias with a row for each query; null if not wanted. The heads of the task's bias rows lie
-  // `row_bias_head` floats apart. Each has a row of K floats for each row of the tile, `row_bias_stride` floats apart.
+  // The gradient of a bias with a row for each query, or of that of what queries list; null if not wanted. The heads of the task's
+  // bias rows lie `row_bias_head` floats apart. Each has a row for each row of the tile, `row_bias_stride` floats apart, with a float
+  // for each key or place of a list.
   float *row_bias;
   int64_t row_bias_stride, row_bias_head;
 };
@@ -49,6 +50,8 @@ struct Kernels {
   // Adds the probabilities of the tile's rows to those of their keys: for each head of the task a row of `stride` sums.
   void (*key_mass_tile)(const fdm_problem &, const fdm_tensor &lse, const void *plan, const TileTask &, float *mass,
                         int64_t stride, void *scratch);
+  // Copies rows of a tensor that follow each other in its second dimension, from `offset` on, each of `dim` elements.
+  void (*load_rows)(const fdm_tensor &, int64_t offset, int64_t count, int64_t dim, float *rows);
 };
 
 // Bytes of scratch that each thread needs for a pass, for tiles of at most `heads` heads.

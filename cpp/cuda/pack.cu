@@ -49,7 +49,7 @@ struct CudaPack {
   static constexpr PackLimits kLimits{kMaxHeadDim, 1u << FDM_FLOAT16 | 1u << FDM_BFLOAT16, 1u << FDM_FLOAT64};
 
   static constexpr fdm_key_mass_biases kKeyMassBiases = FDM_KEY_MASS_KEYS;
-  static constexpr bool kListsKeys = true;
+  static constexpr fdm_lists kListsKeys = FDM_LISTS_ANY_ORDER;
 
   static fdm_plan_layout plan_layout(fdm_mask_kind kind) { return cuda::plan_layout(kind); }
   static int64_t plan_bytes(const fdm_problem &p) { return plan_route(p, any_device(built_for())).plan_bytes; }

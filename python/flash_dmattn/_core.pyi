@@ -79,6 +79,9 @@ class Pack:
     def forgets(self) -> bool:
         """Whether it has kernels for forget gates."""
     @property
+    def orders_lists(self) -> bool:
+        """Whether gradients of calls that list keys can be deterministic."""
+    @property
     def launch_counts(self) -> dict[str, int]:
         """How often this process has launched each kernel, by mangled name, and how many calls took
         which way ("forward: ...", "backward: ..."); empty for cpu packs.

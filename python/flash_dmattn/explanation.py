@@ -183,7 +183,8 @@ def _explain_lists(
         kernels = ("PyTorch operations",) * 3
     if packed is not None:
         own = tuple(f"list_{which} of {packed.pack.name}" for which in ("forward", "backward"))
-        count = 1 if inputs.deterministic else 2  # passes that it has kernels for
+        has_backward = serving_pack(inputs, asked, backward=True) is not None
+        count = 2 if has_backward else 1
         kernels = (*own[:count], *kernels[count:])
     forward, backward, key_mass = map(_kernel, kernels)
     obstacles = [*widths]

@@ -26,21 +26,22 @@ void add_bias_gradients(const Tile &tile, int64_t head, int64_t heads) {
   }
 }
 
-// Adds dS to the gradient of a bias with a row for each query, for heads from `head` on.
+// Adds dS to the gradient of a bias with a row for each query, or of what each query lists, for heads from `head` on.
 void add_row_bias(const Tile &tile, int64_t head, int64_t heads, const KeyGradients &sums) {
   const Block &block = tile.block;
   const int64_t rows = tile.task.rows;
-  const bool run = is_run(block.index, block.count);
+  const bool run = !block.place && is_run(block.index, block.count);
+  const int32_t *const to = block.place ? block.place : block.index;
   for (int64_t g = 0; g < heads; ++g)
     for (int64_t i = 0; i < rows; ++i) {
       const float *ds = tile.buffers.dscores + (g * rows + i) * kBlockKeys;
       float *row = sums.row_bias + i * sums.row_bias_stride;
-      if (bias_heads(tile.p, tile.task.heads) > 1) row += (head + g) * sums.row_bias_head;
+      if (row_bias_heads(tile.p, tile.task.heads) > 1) row += (head + g) * sums.row_bias_head;
       if (run)
         for (int64_t c = 0, key = block.index[0]; c < block.count; ++c) row[key + c] += ds[c];
       else
         for (int64_t c = 0; c < block.count; ++c)
-          if (block.index[c] >= 0) row[block.index[c]] += ds[c];
+          if (block.index[c] >= 0) row[to[c]] += ds[c];
     }
 }
 
@@ -66,17 +67,30 @@ void add_rows(const Tile &tile, const float *rows, int64_t width, float *sums) {
 
 void scatter_key_gradients(const Tile &tile, const KeyGradients &sums) {
   const TileBuffers &b = tile.buffers;
-  if (sums.dk) add_rows(tile, b.dk, tile.dim, sums.dk);
-  if (sums.dv) add_rows(tile, b.dv, tile.dim, sums.dv);
+  if (sums.dk && !tile.reads_rows) add_rows(tile, b.dk, tile.dim, sums.dk);
+  if (sums.dv && !tile.reads_rows) add_rows(tile, b.dv, tile.dim, sums.dv);
   if (!sums.dbias) return;
   for (int64_t g = 0; g < bias_heads(tile.p, tile.task.heads); ++g)
     for (int64_t c = 0; c < tile.block.count; ++c)
       if (tile.block.index[c] >= 0) sums.dbias[g * tile.p.keys + tile.block.index[c]] += b.dbias[g * kBlockKeys + c];
 }
 
-void backward_tile(const fdm_problem &p, const fdm_backward_args &args, const void *plan, const TileTask &task,
-                   const KeyGradients &sums, void *scratch) {
-  Tile tile(p, plan, task, true, scratch);
+// The products of weights with rows of q or dout, of heads from `head` on: added to the gradients of keys at once, or to those of
+// the block, which scatter_key_gradients adds to them.
+void add_key_products(const Tile &tile, int64_t head, int64_t heads, const float *weights, const float *x,
+                      float *block_sums, float *sums) {
+  const Block &block = tile.block;
+  const int64_t rows = heads * tile.task.rows;
+  const float *const first = x + head * tile.task.rows * tile.dim;
+  if (tile.reads_rows)
+    add_to_keys(heads, block.count, tile.dim, weights, first, block.index, sums);
+  else
+    product(block.count, tile.dim, rows, {weights, 1, kBlockKeys}, first, tile.dim, block_sums, tile.dim, head > 0);
+}
+
+void backward_rows(Tile &tile, const fdm_backward_args &args, const KeyGradients &sums) {
+  const fdm_problem &p = tile.p;
+  const TileTask &task = tile.task;
   const TileBuffers &b = tile.buffers;
   const bool need_dq = present(args.dq), need_ds = need_dq || sums.dk || sums.dbias || sums.row_bias;
   first_look(tile, args, need_ds || sums.dsink, sums.dsink);
@@ -85,27 +99,18 @@ void backward_tile(const fdm_problem &p, const fdm_backward_args &args, const vo
   zero(dq, tile.row_count() * tile.dim);
   for (int64_t number = 0; number < tile.block_count(); ++number) {
     load_again(tile, number, need_ds);
-    const int64_t count = tile.block.count;
     if (sums.dbias)
       for (int64_t c = 0; c < bias_heads(p, task.heads) * kBlockKeys; ++c) b.dbias[c] = 0.0;
     for (int64_t head = 0; head < task.heads; head += tile.heads_at_once()) {
-      const int64_t heads = min64(tile.heads_at_once(), task.heads - head), rows = heads * task.rows;
-      const int64_t first = head * task.rows * tile.dim;
+      const int64_t heads = min64(tile.heads_at_once(), task.heads - head);
       const float *tanh = look_again(tile, number, head, heads, need_ds);
-      if (sums.dv)
-        product(count, tile.dim, rows, {b.scores, 1, kBlockKeys}, b.dout + first, tile.dim, b.dv, tile.dim, head > 0);
+      if (sums.dv) add_key_products(tile, head, heads, b.scores, b.dout, b.dv, sums.dv);
       if (!need_ds) continue;
       if (sums.dbias) add_bias_gradients(tile, head, heads);
       if (sums.row_bias) add_row_bias(tile, head, heads, sums);
       undo_cap(tile, heads, tanh);
-      if (sums.dk)
-        product(count, tile.dim, rows, {b.dscores, 1, kBlockKeys}, b.q + first, tile.dim, b.dk, tile.dim, head > 0);
-      if (need_dq)
-        tile.with_kept_rows(head, heads, b.keys, b.values, [&](int64_t part, int64_t parts, const float *keys) {
-          product(parts * task.rows, tile.dim, count,
-                  {b.dscores + (part - head) * task.rows * kBlockKeys, kBlockKeys, 1}, keys, tile.dim,
-                  dq + part * task.rows * tile.dim, tile.dim, true);
-        });
+      if (sums.dk) add_key_products(tile, head, heads, b.dscores, b.q, b.dk, sums.dk);
+      if (need_dq) tile.add_weighted(head, heads, b.dscores, b.keys, b.values, tile.key_rows, dq);
     }
     scatter_key_gradients(tile, sums);
   }
@@ -117,15 +122,32 @@ void backward_tile(const fdm_problem &p, const fdm_backward_args &args, const vo
                 p.head_dim, dq + (g * task.rows + i) * tile.dim);
 }
 
+// Calls body(sums) for each tile of a task, with its rows of the gradient of a bias.
+template <class Body>
+void for_each_with_sums(Tile &tile, const fdm_backward_args &args, KeyGradients sums, const Body &body) {
+  tile.for_each({&tile.p.q, &args.out, &args.dout}, [&] {
+    body(sums);
+    if (sums.row_bias) sums.row_bias += tile.task.rows * sums.row_bias_stride;
+  });
+}
+
+void backward_tile(const fdm_problem &p, const fdm_backward_args &args, const void *plan, const TileTask &task,
+                   const KeyGradients &sums, void *scratch) {
+  Tile tile(p, plan, task, true, scratch);
+  for_each_with_sums(tile, args, sums, [&](const KeyGradients &own) { backward_rows(tile, args, own); });
+}
+
 void bias_gradient_tile(const fdm_problem &p, const fdm_backward_args &args, const void *plan, const TileTask &task,
                         const KeyGradients &sums, void *scratch) {
   Tile tile(p, plan, task, true, scratch);
-  first_look(tile, args, true, nullptr);
-  for (int64_t number = 0; number < tile.block_count(); ++number) {
-    load_again(tile, number, true);
-    look_again(tile, number, 0, 1, true);
-    add_row_bias(tile, 0, 1, sums);
-  }
+  for_each_with_sums(tile, args, sums, [&](const KeyGradients &own) {
+    first_look(tile, args, true, nullptr);
+    for (int64_t number = 0; number < tile.block_count(); ++number) {
+      load_again(tile, number, true);
+      look_again(tile, number, 0, 1, true);
+      add_row_bias(tile, 0, 1, own);
+    }
+  });
 }
 
 } // namespace

@@ -52,11 +52,7 @@ void add_values(const Tile &tile, int64_t head, int64_t heads) {
     if (factor != 1.0f)
       for (int64_t d = 0; d < tile.dim; d += kLanes) store(out + d, load(out + d) * factor);
   }
-  tile.with_kept_rows(head, heads, b.values, b.keys, [&](int64_t part, int64_t parts, const float *values) {
-    const int64_t past = part * tile.task.rows;
-    product(parts * tile.task.rows, tile.dim, tile.block.count, {b.scores + (past - first) * kBlockKeys, kBlockKeys, 1},
-            values, tile.dim, b.out + past * tile.dim, tile.dim, true);
-  });
+  tile.add_weighted(head, heads, b.scores, b.values, b.keys, tile.value_rows, b.out);
 }
 
 void write_rows(const Tile &tile, const fdm_forward_args &args) {
@@ -80,16 +76,15 @@ void write_rows(const Tile &tile, const fdm_forward_args &args) {
     }
 }
 
-void forward_tile(const fdm_problem &p, const fdm_forward_args &args, const void *plan, const TileTask &task,
-                  void *scratch) {
-  Tile tile(p, plan, task, false, scratch);
+void forward_rows(Tile &tile, const fdm_forward_args &args) {
+  const TileTask &task = tile.task;
   const TileBuffers &b = tile.buffers;
-  tile.load_rows(p.q, b.q);
+  tile.load_rows(tile.p.q, b.q);
   zero(b.out, tile.row_count() * tile.dim);
   start_rows(tile);
   for (int64_t number = 0; number < tile.block_count(); ++number) {
     tile.load_block(number);
-    gather_keys(p, p.v, task, tile.block.index, tile.block.count, tile.block.padded, b.values);
+    tile.load_values();
     for (int64_t head = 0; head < task.heads; head += tile.heads_at_once()) {
       const int64_t heads = min64(tile.heads_at_once(), task.heads - head);
       tile.make_scores(head, heads, b.scores, nullptr);
@@ -97,6 +92,12 @@ void forward_tile(const fdm_problem &p, const fdm_forward_args &args, const void
     }
   }
   write_rows(tile, args);
+}
+
+void forward_tile(const fdm_problem &p, const fdm_forward_args &args, const void *plan, const TileTask &task,
+                  void *scratch) {
+  Tile tile(p, plan, task, false, scratch);
+  tile.for_each({&p.q, &args.out}, [&] { forward_rows(tile, args); });
 }
 
 } // namespace

@@ -90,6 +90,11 @@ inline void gather_keys(const fdm_problem &p, const fdm_tensor &t, const TileTas
   zero(out + count * padded, (padded_count - count) * padded);
 }
 
+inline void load_rows(const fdm_tensor &t, int64_t offset, int64_t count, int64_t dim, float *rows) {
+  for (int64_t i = 0; i < count; ++i)
+    load_elements(t.data, t.dtype, offset + i * t.stride[1], t.stride[3], dim, rows + i * dim);
+}
+
 // Lanes of a pair (a, b) of rows whose off-diagonal Half x Half blocks are swapped: the first row of the result takes
 // b's first halves for its second ones, the second row a's second halves for its first ones.
 template <int Half, int... Lane> inline void swap_halves(vfloat &a, vfloat &b, std::integer_sequence<int, Lane...>) {

@@ -48,17 +48,19 @@ void key_mass_tile(const fdm_problem &p, const fdm_tensor &lse, const void *plan
                    int64_t stride, void *scratch) {
   Tile tile(p, plan, task, false, scratch);
   const TileBuffers &b = tile.buffers;
-  tile.load_rows(p.q, b.q);
-  load_factors(tile, lse);
-  for (int64_t number = 0; number < tile.block_count(); ++number) {
-    tile.load_block(number);
-    for (int64_t head = 0; head < task.heads; head += tile.heads_at_once()) {
-      const int64_t heads = min64(tile.heads_at_once(), task.heads - head);
-      tile.make_scores(head, heads, b.scores, nullptr);
-      for (int64_t g = 0; g < heads; ++g)
-        add_probabilities(tile, head + g, b.scores + g * task.rows * kBlockKeys, mass + (head + g) * stride);
+  tile.for_each({&p.q}, [&] {
+    tile.load_rows(p.q, b.q);
+    load_factors(tile, lse);
+    for (int64_t number = 0; number < tile.block_count(); ++number) {
+      tile.load_block(number);
+      for (int64_t head = 0; head < tile.task.heads; head += tile.heads_at_once()) {
+        const int64_t heads = min64(tile.heads_at_once(), tile.task.heads - head);
+        tile.make_scores(head, heads, b.scores, nullptr);
+        for (int64_t g = 0; g < heads; ++g)
+          add_probabilities(tile, head + g, b.scores + g * tile.task.rows * kBlockKeys, mass + (head + g) * stride);
+      }
     }
-  }
+  });
 }
 
 } // namespace

@@ -67,10 +67,10 @@ void prepare(Tile &tile, const fdm_backward_args &args) {
   }
 }
 
-void load_value_block(const Tile &tile) {
+void load_value_block(Tile &tile) {
   const TileBuffers &b = tile.buffers;
-  gather_keys(tile.p, tile.p.v, tile.task, tile.block.index, tile.block.count, tile.block.padded, b.values);
-  transpose(b.values, tile.block.padded, tile.dim, b.values_t, kBlockKeys);
+  tile.load_values();
+  if (!tile.reads_rows) transpose(b.values, tile.block.padded, tile.dim, b.values_t, kBlockKeys);
 }
 
 // Matrices of one block for the rows of some heads.
@@ -95,9 +95,7 @@ void look_at_block(const Tile &tile, int64_t head, int64_t heads, const ScoreBlo
   const TileBuffers &b = tile.buffers;
   const int64_t first = head * tile.task.rows, rows = heads * tile.task.rows;
   tile.make_scores(head, heads, result.p, result.tanh);
-  if (need_dp)
-    product(rows, tile.block.padded, tile.dim, {b.dout + first * tile.dim, tile.dim, 1}, b.values_t, kBlockKeys,
-            result.dp, kBlockKeys, false);
+  if (need_dp) tile.multiply(head, heads, b.dout, b.values_t, tile.value_rows, result.dp);
   for (int64_t r = 0; r < rows; ++r) {
     const float shift = b.row_max[first + r], delta = b.row_delta[first + r];
     float *p = result.p + r * kBlockKeys, *dp = result.dp + r * kBlockKeys;
@@ -115,9 +113,9 @@ void look_at_block(const Tile &tile, int64_t head, int64_t heads, const ScoreBlo
 }
 
 double exact_sum(const float *lanes) {
-  double sum = 0.0;
-  for (int i = 0; i < kLanes; ++i) sum += lanes[i];
-  return sum;
+  double sums[4] = {}; // that are under way together
+  for (int i = 0; i < kLanes; ++i) sums[i % 4] += lanes[i];
+  return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
 // The sink's part of a row's sum. Beyond kSinkWeightLimit times the rest of the sum it no longer counts exactly: P is then

@@ -5,6 +5,7 @@
 #include "../scratch.h"
 #include "gather.h"
 #include "gemm.h"
+#include "listed.h"
 
 namespace fdm::cpu::FDM_SIMD_NAMESPACE {
 namespace {
@@ -18,25 +19,42 @@ struct Block {
   int32_t low[kBlockKeys];  // bit r: row r keeps the column, for rows 0 ... 31
   int32_t high[kBlockKeys]; // for rows 32 ... 63
   int32_t *index;           // key, or -1 where the bias drops it from all rows of all heads: such keys are not read
-  uint8_t *dropped;         // for each head of the bias: true if it drops the column from all rows
+  const int32_t *place;     // of each column in the row's list, where rows list their keys
+  uint8_t *dropped;         // for each head of the biases: true if it drops the column from all rows
   uint8_t *mixed;           // true if a head drops a column that another one keeps
 };
 
 struct Tile {
   const fdm_problem &p;
-  const TileTask &task;
+  const void *plan;
+  TileTask task;
   TileBuffers buffers;
   TileColumns columns;
-  int64_t dim; // padded
+  int64_t dim;     // padded
+  bool reads_rows; // K and V of a block are key_rows and value_rows, not buffers
   Block block;
+  RowPointers key_rows, value_rows;
 
-  Tile(const fdm_problem &problem, const void *plan, const TileTask &t, bool backward, void *scratch)
-      : p(problem), task(t), dim(padded_head_dim(problem)) {
+  Tile(const fdm_problem &problem, const void *columns_plan, const TileTask &t, bool backward, void *scratch)
+      : p(problem), plan(columns_plan), task(t), dim(padded_head_dim(problem)),
+        reads_rows(lists_keys(problem) && t.heads < kManyHeads) {
     int64_t bytes;
     buffers = carve_tile_buffers(p, backward, scratch, &bytes);
-    tile_columns(p, plan, task.sequence, task.sequence_index, task.head, task.first_row, task.rows, buffers.columns,
-                 &columns);
-    find_references();
+  }
+
+  // Calls body() for the tiles of the task: itself, or each of its rows where they list their keys. Those have other columns each,
+  // and the rows of `next`, q for one, lie too far apart for a processor to guess which it will read.
+  template <int kCount, class Body> void for_each(const fdm_tensor *const (&next)[kCount], const Body &body) {
+    const int64_t past = task.first_row + task.rows;
+    if (lists_keys(p)) task.rows = 1;
+    for (; task.first_row < past; task.first_row += task.rows) {
+      tile_columns(p, plan, task.sequence, task.sequence_index, task.head, task.first_row, task.rows, buffers.columns,
+                   &columns);
+      find_references();
+      if (task.first_row + 1 < past && lists_keys(p))
+        for (const fdm_tensor *t : next) prefetch_row(*t, task.first_row + 1);
+      body();
+    }
   }
 
   // What is subtracted in float64 from a float64 bias: its largest number among the tile's columns, so that what is left
@@ -55,7 +73,7 @@ struct Tile {
   }
 
   float *bias_row(int64_t g, int64_t i) const {
-    const int64_t heads = bias_heads(p, task.heads), rows = bias_rows(p, task.rows);
+    const int64_t heads = added_heads(p, task.heads), rows = bias_rows(p, task.rows);
     return buffers.bias + ((heads > 1 ? g : 0) * rows + (rows > 1 ? i : 0)) * kBlockKeys;
   }
 
@@ -63,10 +81,11 @@ struct Tile {
 
   // Makes a block the current one. What its columns are lasts until another block of the same slot is loaded.
   void open_block(int64_t number) {
-    const int64_t slot = min64(number, buffers.saved_blocks), heads = bias_heads(p, task.heads);
+    const int64_t slot = min64(number, buffers.saved_blocks), heads = added_heads(p, task.heads);
     block.count = min64(kBlockKeys, columns.count - number * kBlockKeys);
     block.padded = round_up(block.count, kLanes);
     block.index = buffers.index + slot * kBlockKeys;
+    block.place = columns.place ? columns.place + number * kBlockKeys : nullptr;
     block.dropped = buffers.dropped + slot * heads * kBlockKeys;
     block.mixed = buffers.mixed + slot;
   }
@@ -86,10 +105,42 @@ struct Tile {
     load_bias();
     find_dropped();
     load_keys();
-    transpose(buffers.keys, block.padded, dim, buffers.keys_t, kBlockKeys);
+    if (!reads_rows) transpose(buffers.keys, block.padded, dim, buffers.keys_t, kBlockKeys);
   }
 
-  void load_keys() { gather_keys(p, p.k, task, block.index, block.count, block.padded, buffers.keys); }
+  void load_keys() { load_key_rows(p.k, buffers.keys, key_rows); }
+  void load_values() { load_key_rows(p.v, buffers.values, value_rows); }
+
+  // out += weights K, or V, of heads from `head` on. `spare` has room for a copy of the block.
+  void add_weighted(int64_t head, int64_t heads, const float *weights, const float *rows, float *spare,
+                    const RowPointers &own, float *out) const {
+    if (reads_rows) {
+      for (int64_t h = head; h < head + heads; ++h, weights += kBlockKeys) {
+        if (!*block.mixed) {
+          add_rows_to(block.count, dim, weights, own, out + h * dim);
+          continue;
+        }
+        RowPointers kept;
+        for (int64_t c = 0; c < block.count; ++c) kept[c] = block.dropped[h * kBlockKeys + c] ? kZeroRow : own[c];
+        add_rows_to(block.count, dim, weights, kept, out + h * dim);
+      }
+      return;
+    }
+    with_kept_rows(head, heads, rows, spare, [&](int64_t part, int64_t parts, const float *kept) {
+      product(parts * task.rows, dim, block.count, {weights + (part - head) * task.rows * kBlockKeys, kBlockKeys, 1},
+              kept, dim, out + part * task.rows * dim, dim, true);
+    });
+  }
+
+  // out (heads x columns) = x K', or V', where `transposed` is that of the block.
+  void multiply(int64_t head, int64_t heads, const float *x, const float *transposed, const RowPointers &own,
+                float *out) const {
+    const float *const first = x + head * task.rows * dim;
+    if (!reads_rows)
+      return product(heads * task.rows, block.padded, dim, {first, dim, 1}, transposed, kBlockKeys, out, kBlockKeys,
+                     false);
+    for (int64_t h = 0; h < heads; ++h) dot_rows(block.count, dim, first + h * dim, own, out + h * kBlockKeys);
+  }
 
   // Calls body(head, heads, rows) for `heads` heads from `head` on, of which each reads the block's rows of K or V as if
   // those that it drops were zeros. Another head keeps them, so they are there, and 0 times what they hold, NaN for one,
@@ -112,9 +163,7 @@ struct Tile {
   // Scores of `heads` heads from `head` on: scaled, capped, biased, -inf where not kept. Where tanh is not null it gets
   // the hyperbolic tangents of the cap, which the backward pass needs.
   void make_scores(int64_t head, int64_t heads, float *scores, float *tanh) const {
-    const int64_t rows = heads * task.rows;
-    product(rows, block.padded, dim, {buffers.q + head * task.rows * dim, dim, 1}, buffers.keys_t, kBlockKeys, scores,
-            kBlockKeys, false);
+    multiply(head, heads, buffers.q, buffers.keys_t, key_rows, scores);
     for (int64_t g = 0; g < heads; ++g)
       for (int64_t i = 0; i < task.rows; ++i) {
         const int64_t offset = (g * task.rows + i) * kBlockKeys;
@@ -126,6 +175,25 @@ struct Tile {
   }
 
 private:
+  // Always inline: GCC takes a function that only prefetches for one without effect, and drops its calls.
+  __attribute__((always_inline)) void prefetch_row(const fdm_tensor &t, int64_t row) const {
+    constexpr int64_t kLine = 64;
+    const int64_t element = dtype_size(t.dtype), bytes = p.head_dim * element;
+    if (t.stride[3] != 1) return;
+    for (int64_t g = 0; g < task.heads; ++g) {
+      const char *const first =
+          static_cast<const char *>(t.data) + row_offset(t, task.sequence, row, task.head + g) * element;
+      for (int64_t byte = 0; byte < bytes; byte += kLine) __builtin_prefetch(first + byte);
+    }
+  }
+
+  void load_key_rows(const fdm_tensor &t, float *out, RowPointers &rows) const {
+    if (reads_rows)
+      find_rows(p, t, task, block.index, block.count, out, rows);
+    else
+      gather_keys(p, t, task, block.index, block.count, block.padded, out);
+  }
+
   void find_references() {
     for (int64_t g = 0; g < bias_heads(p, task.heads); ++g) {
       buffers.references[g] = 0.0;
@@ -152,12 +220,29 @@ private:
   }
 
   void load_bias() {
-    const int64_t heads = bias_heads(p, task.heads), rows = bias_rows(p, task.rows);
-    if (!present(p.bias)) {
-      zero(buffers.bias, block.count);
-      for (int64_t c = block.count; c < block.padded; ++c) buffers.bias[c] = -kInfinity;
-      return;
+    const int64_t heads = added_heads(p, task.heads), rows = bias_rows(p, task.rows);
+    if (!present(p.bias))
+      for (int64_t g = 0; g < heads; ++g) {
+        float *out = buffers.bias + g * kBlockKeys;
+        zero(out, block.count);
+        for (int64_t c = block.count; c < block.padded; ++c) out[c] = -kInfinity;
+      }
+    else
+      load_own_bias(heads, rows);
+    if (present(p.index_bias)) add_index_bias(heads);
+  }
+
+  void add_index_bias(int64_t heads) {
+    const fdm_tensor &t = p.index_bias;
+    for (int64_t g = 0; g < heads; ++g) {
+      float *out = buffers.bias + g * kBlockKeys;
+      const int64_t row = lse_offset(t, task.sequence, task.first_row, head_index(p, t, task.head + g));
+      for (int64_t c = 0; c < block.count; ++c)
+        out[c] += load_scalar(t.data, t.dtype, row + block.place[c] * t.stride[3]);
     }
+  }
+
+  void load_own_bias(int64_t heads, int64_t rows) {
     const bool run = is_run(block.index, block.count);
     for (int64_t g = 0; g < heads; ++g) {
       const Matrix m = score_matrix(p, p.bias, task.sequence, task.head + g, dtype_size(p.bias.dtype));
@@ -165,7 +250,7 @@ private:
         float *out = buffers.bias + (g * rows + i) * kBlockKeys;
         const int64_t row = (task.first_row + i) * m.row;
         if (p.bias.dtype == FDM_FLOAT64)
-          load_relative(m, buffers.references[g], out);
+          load_relative(m, reference(g), out);
         else if (run)
           load_elements(m.base, p.bias.dtype, row + block.index[0] * m.col, m.col, block.count, out);
         else
@@ -179,8 +264,8 @@ private:
   // Columns that the bias leaves to no row that the mask leaves them to, head by head.
   void find_dropped() {
     *block.mixed = 0;
-    if (!present(p.bias)) return;
-    const int64_t heads = bias_heads(p, task.heads), rows = bias_rows(p, task.rows);
+    if (!present(p.bias) && !present(p.index_bias)) return;
+    const int64_t heads = added_heads(p, task.heads), rows = bias_rows(p, task.rows);
     const bool by_row = block.masked && rows > 1;
     for (int64_t g = 0; g < heads; ++g) {
       uint8_t *dropped = block.dropped + g * kBlockKeys;

@@ -94,16 +94,21 @@ def _is_wide(inputs: KeyListInputs) -> bool:
     return max(inputs.query.shape[-1], inputs.value.shape[-1]) > MOST_HEAD_DIM
 
 
-def serving_pack(inputs: KeyListInputs, backend: str) -> PackBackend | None:
-    """Return the backend of the pack whose kernels compute a call, or None."""
+def serving_pack(
+    inputs: KeyListInputs, backend: str, *, backward: bool = False
+) -> PackBackend | None:
+    """Return the backend of the pack whose kernels compute a call, or its gradients, or None."""
     device = inputs.query.device
-    if not LISTS_OF_GPU_PACKS or backend not in ("auto", device.type):
+    if not (LISTS_OF_GPU_PACKS or device.type == "cpu") or backend not in ("auto", device.type):
         return None
     try:
         chosen: Any = select_backend(device, backend)
     except loader.NoPackError:
         return None
-    return chosen if chosen.serves_lists(inputs) else None
+    if not chosen.serves_lists(inputs):
+        return None
+    in_any_order = backward and inputs.deterministic and not chosen.pack.orders_lists
+    return None if in_any_order else chosen
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -152,8 +157,7 @@ def _backward(
 
         found = key_lists.backward(inputs, dout, dlse, out, lse, wanted)
         return _as_outputs(inputs, found)
-    # What packs add is in any order.
-    pack = None if inputs.deterministic else serving_pack(inputs, backend)
+    pack = serving_pack(inputs, backend, backward=True)
     if pack is None:
         found = formula.backward(inputs, dout, dlse, wanted)
     else:
