@@ -465,6 +465,16 @@ def test_lists_without_queries_or_keys(target: Target, sizes: tuple[int, int], l
         assert (got["lse"] == -torch.inf).all()
 
 
+@pytest.mark.parametrize("length", [0, 3])
+def test_infinite_sinks_of_rows_without_keys(target: Target, length: int) -> None:
+    call = small_call(target, length=length, sizes=[(4, 9)])
+    call.indices.fill_(-1)
+    call.tensors["sink"][:2] = torch.tensor([-torch.inf, torch.inf])
+    got = call.got()
+    for name in ("out", "dquery", "dkey", "dvalue", "dattn_bias", "dindex_bias", "dsink"):
+        assert not got[name].count_nonzero(), name
+
+
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"key_indices": torch.zeros(2, 1, 5, 3).long()},

@@ -292,7 +292,9 @@ def _chunk(call: _Call, rows: slice) -> _Chunk:
         # have no gradient. As it lists the zeros of a table, nothing comes of it.
         scores = scores.masked_fill(invalid, -torch.inf).masked_fill(empty.unsqueeze(-1), 0)
     probabilities = torch.softmax(scores, -1)
-    if call.recorded or listed.shape[-1] == 0:
+    if listed.shape[-1] == 0:
+        lse = scores.new_zeros(scores.shape[:-1])
+    elif call.recorded:
         lse = torch.logsumexp(scores, -1)
     else:  # the largest probability is 1 over the sum of the others' ratios to it
         lse = scores.amax(-1) - torch.log(probabilities.amax(-1))
