@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,8 +24,9 @@ from drawn.calls import Call
 from drawn.check import check
 from drawn.coverage import known_ways, report, report_ways
 from drawn.judge import expected
+from drawn.lists import draw_listed
 from drawn.many import Limits, draw_many
-from drawn.problems import draw
+from drawn.problems import Drawn, draw
 from drawn.workers import Outcome, outcome_of, run
 from routes.library import ARCHS
 from support import HALF_TYPES, Target, randn
@@ -32,9 +34,9 @@ from support import HALF_TYPES, Target, randn
 BLOCK = 50
 
 
-def check_seeds(first: int, target: Target) -> None:
+def check_seeds(first: int, target: Target, draws: Callable[..., Drawn] = draw) -> None:
     for seed in range(first, first + BLOCK):
-        drawn = draw(seed, target.dtypes)
+        drawn = draws(seed, target.dtypes)
         try:
             check(drawn, target)
         except Exception as error:
@@ -48,6 +50,15 @@ def test_drawn_calls_are_right(first: int, pack_target: Target) -> None:
 
 def test_drawn_calls_are_right_by_any_backend(target: Target) -> None:
     check_seeds(1000, target)
+
+
+@pytest.mark.parametrize("first", range(0, 200, BLOCK))
+def test_drawn_lists_are_right(first: int, pack_target: Target) -> None:
+    check_seeds(first, pack_target, draw_listed)
+
+
+def test_drawn_lists_are_right_by_any_backend(target: Target) -> None:
+    check_seeds(1000, target, draw_listed)
 
 
 @pytest.mark.parametrize("first", range(0, 60, 20))

@@ -16,6 +16,7 @@ from flash_dmattn import loader
 from support import Target
 
 from .coverage import LEAST, instances_of, known_ways, launched_by, report, report_ways, tile_arch
+from .lists import draw_listed
 from .problems import draw
 from .records import Record, facts_of
 from .ways import compiled
@@ -35,6 +36,7 @@ def main() -> int:
         target,
         small=arguments.small,
         many=arguments.many,
+        lists=arguments.lists,
         first_seed=arguments.seed,
         commit=arguments.commit,
     )
@@ -48,7 +50,13 @@ def main() -> int:
     saved, before = begin, record.seconds
     outcomes = run(
         iter(range(record.next_seed, arguments.seed + arguments.cases)),
-        functools.partial(outcome_of, target=target, small=arguments.small, many=arguments.many),
+        functools.partial(
+            outcome_of,
+            target=target,
+            small=arguments.small,
+            many=arguments.many,
+            lists=arguments.lists,
+        ),
         workers=arguments.workers,
         limit=arguments.limit,
         until=begin + 60 * arguments.minutes,
@@ -91,6 +99,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--many", action="store_true", help="repeat each problem to thousands of sequences or heads"
     )
+    parser.add_argument("--lists", action="store_true", help="queries list their keys")
     parser.add_argument(
         "--coverage",
         nargs="+",
@@ -131,11 +140,17 @@ def replay(target: Target, arguments: argparse.Namespace) -> int:
     wrong = 0
     for seed in range(arguments.seed, arguments.seed + arguments.cases):
         if not arguments.many:
-            print(
-                f"seed {seed}: {draw(seed, target.dtypes, small=arguments.small).describe()}",
-                flush=True,
-            )
-        outcome = outcome_of(seed, target, small=arguments.small, many=arguments.many, strict=True)
+            draws = draw_listed if arguments.lists else draw
+            drawn = draws(seed, target.dtypes, small=arguments.small)
+            print(f"seed {seed}: {drawn.describe()}", flush=True)
+        outcome = outcome_of(
+            seed,
+            target,
+            small=arguments.small,
+            many=arguments.many,
+            lists=arguments.lists,
+            strict=True,
+        )
         print(f"seed {seed}: {outcome.kind} {outcome.message} {outcome.problem}", flush=True)
         wrong += outcome.kind not in ("right", "refused")
     print(f"{arguments.cases} cases, {wrong} wrong")

@@ -18,6 +18,8 @@ from flash_dmattn.record import AttentionInputs
 from support import moved
 
 GRADIENT_OF = ("query", "key", "value", "bias", "sink")
+# Arguments that calls whose queries list their keys have not.
+MASKED = ("attn_mask", "window_size", "keep_last", "keep_first")
 
 
 @dataclasses.dataclass
@@ -32,6 +34,8 @@ class Call:
     mask: Tensor | IntervalMask | None = None
     bias: Tensor | None = None
     sink: Tensor | None = None
+    indices: Tensor | None = None  # of the keys that each query lists
+    index_bias: Tensor | None = None
     causal: bool = False
     softcap: float = 0.0
     window: int | None = None
@@ -132,6 +136,10 @@ class Call:
             "return_key_mass": self.key_mass,
             **options,
         }
+        if self.indices is not None:
+            options = {name: value for name, value in options.items() if name not in MASKED}
+            index_bias = leaves.get("index_bias", self.index_bias)
+            options |= {"key_indices": self.indices, "index_bias": index_bias}
         if self.cu_seqlens_q is None:
             return flash_dmattn.flash_dmattn_func(query, key, value, **options)
         return flash_dmattn.flash_dmattn_varlen_func(
@@ -150,10 +158,7 @@ def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     """Compare all results with one wait for the device."""
     if one.keys() != other.keys() or any(one[name].shape != other[name].shape for name in one):
         return False
-    differ = [
-        (value.view(torch.uint8) != other[name].view(torch.uint8)).any()
-        for name, value in one.items()
-    ]
+    differ = [(_bytes(value) != _bytes(other[name])).any() for name, value in one.items()]
     return not torch.stack(differ).any()
 
 
@@ -162,10 +167,15 @@ def assert_same_bits(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
     if same_bits(got, want):
         return
     for name, value in got.items():
-        bits, wanted = value.view(torch.uint8), want[name].view(torch.uint8)
+        bits, wanted = _bytes(value), _bytes(want[name])
         if not torch.equal(bits, wanted):
             difference = (value.double() - want[name].double()).abs()
             raise AssertionError(
                 f"{name} differs in {int((bits != wanted).sum())} bytes of {bits.numel()}, by at "
                 f"most {difference.nan_to_num(nan=torch.inf).max().item():.3g}"
             )
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of the elements, in order: the strides of one element may be any."""
+    return tensor.flatten().view(torch.uint8)

@@ -15,6 +15,7 @@ from torch import Tensor
 import flash_dmattn
 from flash_dmattn import IntervalMask
 from flash_dmattn.backends import pack
+from flash_dmattn.key_lists import ops as list_ops
 from flash_dmattn.plan import AttentionPlan
 from support import Target
 
@@ -79,7 +80,8 @@ def compare(drawn: Drawn, call: Call, want: Expected, target: Target) -> None:
         options["deterministic"] = True
     # Of GPU packs whose kernels calls do not take by default, every other seed takes them.
     own = mock.patch.object(pack, "KEY_MASS_OF_GPU_PACKS", drawn.seed % 2 == 0)
-    with threads(drawn.threads), own:
+    lists = mock.patch.object(list_ops, "LISTS_OF_GPU_PACKS", drawn.seed % 2 == 0)
+    with threads(drawn.threads), own, lists:
         if drawn.planned:
             options |= {"plan": plan_of(call, target), "attn_mask": None, "is_causal": None}
         if drawn.selected:

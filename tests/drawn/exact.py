@@ -15,14 +15,16 @@ cut into dense problems: so it judges the reference as well.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flash_dmattn.reference import Sequence, per_query_head, sequences
 
+from . import listed_exact
 from .calls import Call
+from .listed_rows import Rows
+from .parts import Part, Terms
 from .source import truth_of
 
 ALLOWED = 2.0
@@ -40,37 +42,11 @@ MOST_SINK = 2.0**63
 LEAST_SCORE = -2.3e38
 
 
-class Part(NamedTuple):
-    """A dense problem of a call in float64, poison replaced by zeros; dimensions (B, H, ...)."""
-
-    sequence: Sequence
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    bias: Tensor | None
-    kept: Tensor
-    spoiled: Tensor  # (B, H): heads that keep a key or a query which is not finite
-    dout: Tensor
-    dlse: Tensor
-    scale: float
-    sink: Tensor | None
-
-
-class Terms(NamedTuple):
-    """Something for each element of the results of a part, with the heads of query."""
-
-    out: Tensor
-    lse: Tensor
-    dquery: Tensor
-    dkey: Tensor
-    dvalue: Tensor
-    dbias: Tensor
-    dsink: Tensor  # (H,)
-    mass: Tensor  # (B, H, K)
-
-
 def parts(call: Call) -> Iterator[Part]:
     """Cut a call into dense problems."""
+    if call.indices is not None:
+        yield from listed_exact.parts(call)
+        return
     for part in sequences(call.inputs(truth_of(call.mask))):
         heads = part.query.shape[2]
         group = heads // part.key.shape[2]
@@ -274,7 +250,7 @@ class Totals:
     """Sums of the terms of the parts of a call, in the shapes of its results."""
 
     def __init__(self, call: Call) -> None:
-        self.packed = call.cu_seqlens_q is not None
+        self.call, self.packed = call, call.cu_seqlens_q is not None
         device, rows = call.query.device, call.query.shape[:-1]
         lse_shape = (rows[1], rows[0]) if self.packed else (rows[0], rows[2], rows[1])
         shapes = {"out": (*rows, call.value.shape[-1]), "lse": lse_shape}
@@ -292,6 +268,9 @@ class Totals:
 
     def add(self, part: Part, some: Terms) -> None:
         sequence = part.sequence
+        if isinstance(sequence, Rows):
+            listed_exact.add(self.sums, self.call, part, some)
+            return
         kv_heads = sequence.key.shape[2]
         lse = self.sums["lse"][:, sequence.rows] if self.packed else self.sums["lse"]
         lse += some.lse[0] if self.packed else some.lse

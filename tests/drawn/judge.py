@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .calls import Call
 from .exact import EPS32, LEAST_SCORE, Part, Terms, Totals, ignored, parts, smallest, terms
+from .listed_exact import widen
 
 
 @dataclasses.dataclass
@@ -145,15 +146,19 @@ class Comparison(NamedTuple):
 
 def expected(call: Call) -> Expected:
     """Compute a call in float64 on its own device, and the bounds for its dtype."""
-    results, bounds, skipped = Totals(call), Totals(call), Totals(call)
+    results, bounds, skipped, added = (Totals(call) for _ in range(4))
     dtype = call.query.dtype
     probabilities = []
     for part in parts(call):
         exact, errors, p = terms(part, call.softcap, dtype)
         results.add(part, exact)
         bounds.add(part, errors)
+        if call.indices is not None:
+            added.add(part, Terms(*(error.ne(0).double() for error in errors)))
         skipped.add(part, ignored(part, exact.lse))
         probabilities.append((part, p))
+    if call.indices is not None:
+        widen(bounds.sums, added.sums, dtype)
     least = smallest(dtype)
     # Of what nothing is summed for, such as the gradient of a key that is dropped, 0 is exact.
     allowed = {name: bound + least * (bound > 0) for name, bound in bounds.sums.items()}
@@ -193,7 +198,9 @@ def eager(call: Call) -> dict[str, Tensor]:
         gradients = torch.autograd.grad(
             (out, lse), leaves, (part.dout.to(dtype), part.dlse.to(dtype))
         )
-        found = (t.detach().double() for t in (out, lse, *gradients, p.float().sum(2)))
+        # Sums over rows of what lists name are of float32, as those of a product of matrices are.
+        wide = torch.float64 if call.indices is None else torch.float32
+        found = (t.detach().to(wide) for t in (out, lse, *gradients, p.float().sum(2)))
         totals.add(part, Terms(*found))
     return {
         name: total if name in ("lse", "mass") else total.to(dtype)

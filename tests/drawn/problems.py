@@ -38,7 +38,7 @@ class Drawn:
         """Return one line about what was drawn."""
         call = self.call
         words = [str(call.query.dtype).removeprefix("torch.")]
-        for name in ("query", "key", "value", "mask", "bias", "sink"):
+        for name in ("query", "key", "value", "mask", "bias", "sink", "indices", "index_bias"):
             words.append(f"{name} {_described(getattr(call, name))}")
         if call.cu_seqlens_q is not None and call.cu_seqlens_k is not None:
             sides = (call.cu_seqlens_q, call.cu_seqlens_k)
@@ -87,12 +87,10 @@ def draw(
         max(sizes.q_lengths) + source.choice([0, 0, 0, 1, 70]),
         max(sizes.k_lengths) + source.choice([0, 0, 0, 1, 70]),
     )
-    call = _tensors(source, sizes, dtype)
+    call = draw_tensors(source, sizes, dtype)
     if other_widths:
-        _change_width(seed, call)
-    call.causal = source.chance(0.5)
-    call.softcap = source.weighted({0.0: 6, 0.5: 0.5, 5.0: 2, 20.0: 1, 100.0: 0.5})
-    call.scale = source.weighted({None: 7, 0.3: 1, 1e-3: 0.5, 0.0: 0.3, -0.2: 0.7, 2.0: 0.3})
+        change_width(seed, call)
+    draw_scores(source, call)
     if sizes.packed:
         call.cu_seqlens_q, call.cu_seqlens_k = bounds(sizes.q_lengths), bounds(sizes.k_lengths)
         if sizes.q_lengths == sizes.k_lengths:
@@ -130,7 +128,7 @@ def draw(
     elif call.mask is None and source.chance(0.1):
         call.mask = draw_bool(source, draw_shape(source, sizes, longest[1]))
     if source.chance(0.25):
-        call.sink = _draw_sink(source, sizes.heads, dtype)
+        call.sink = draw_sink(source, sizes.heads, dtype)
     call.wanted = GRADIENT_OF
     if source.chance(0.25) or paged:
         call.wanted = () if paged else tuple(source.some(GRADIENT_OF))
@@ -138,7 +136,7 @@ def draw(
     expanded, poisoned = poison(source, call)
     _lay_out(source, call, sizes, expanded)
     if paged:
-        _page(source, call, sizes)
+        cut_into_pages(source, call, sizes)
     drawn = Drawn(
         seed,
         call,
@@ -150,10 +148,22 @@ def draw(
         deterministic=source.chance(0.15),
         probabilities=source.chance(0.05),
         poisoned_buffers=source.chance(0.15),
-        threads=source.weighted({1: 5, 2: 1, 3: 1, 7: 0.5}),
+        threads=draw_threads(source),
     )
     call.key_mass = not paged and source.chance(0.25)
     return drawn
+
+
+def draw_scores(source: Source, call: Call) -> None:
+    """Draw how scores are made, and whether queries see what follows them."""
+    call.causal = source.chance(0.5)
+    call.softcap = source.weighted({0.0: 6, 0.5: 0.5, 5.0: 2, 20.0: 1, 100.0: 0.5})
+    call.scale = source.weighted({None: 7, 0.3: 1, 1e-3: 0.5, 0.0: 0.3, -0.2: 0.7, 2.0: 0.3})
+
+
+def draw_threads(source: Source) -> int:
+    """Draw how many threads a call has."""
+    return source.weighted({1: 5, 2: 1, 3: 1, 7: 0.5})
 
 
 def _keep_by_place(source: Source, call: Call, most: int) -> None:
@@ -168,7 +178,7 @@ def _keep_by_place(source: Source, call: Call, most: int) -> None:
         call.window, call.bias = 0, None
 
 
-def _tensors(source: Source, sizes: Sizes, dtype: torch.dtype) -> Call:
+def draw_tensors(source: Source, sizes: Sizes, dtype: torch.dtype) -> Call:
     batch = () if sizes.packed else (sizes.batch,)
     rows = (*batch, sizes.queries, sizes.heads, sizes.head_dim)
     columns = (*batch, sizes.keys, sizes.kv_heads, sizes.head_dim)
@@ -180,7 +190,7 @@ def _tensors(source: Source, sizes: Sizes, dtype: torch.dtype) -> Call:
     )
 
 
-def _change_width(seed: int, call: Call) -> None:
+def change_width(seed: int, call: Call) -> None:
     """Give values of some calls another head dimension; all else is drawn as without it."""
     source = Source(seed + 2**40)
     if not source.chance(0.12):
@@ -197,7 +207,7 @@ def _change_width(seed: int, call: Call) -> None:
         setattr(call, name, torch.cat([states, more], -1))
 
 
-def _draw_sink(source: Source, heads: int, dtype: torch.dtype) -> Tensor:
+def draw_sink(source: Source, heads: int, dtype: torch.dtype) -> Tensor:
     """Return sinks near the log-sum-exp of some hundred keys, some of them far from it."""
     sink = source.randn(heads) * source.choice([1.0, 3.0]) + source.weighted(
         {0.0: 2, 5.0: 2, 60: 1}
@@ -243,7 +253,7 @@ def _expanded(source: Source, tensor: Tensor, sizes: Sizes) -> Tensor:
     )
 
 
-def _page(source: Source, call: Call, sizes: Sizes) -> None:
+def cut_into_pages(source: Source, call: Call, sizes: Sizes) -> None:
     """Cut keys and values into pages in random order, with NaN where no key lies."""
     page = source.choice(PAGE_SIZES)
     needed = [-(-length // page) for length in sizes.k_lengths]

@@ -20,7 +20,7 @@ from support import Target
 from .workers import Outcome
 
 # Of what a run was made of; a run that continues another must have the same.
-FIXED = ("commit", "target", "device", "small", "many", "first_seed")
+FIXED = ("commit", "target", "device", "small", "many", "lists", "first_seed")
 
 
 @dataclasses.dataclass
@@ -74,9 +74,9 @@ class Record:
         """Read a file to continue; SystemExit if it tells of something else."""
         content = json.loads(path.read_text())
         other = [
-            f"{name} {content[name]!r}, now {facts[name]!r}"
+            f"{name} {content.get(name)!r}, now {facts[name]!r}"
             for name in FIXED
-            if content[name] != facts[name]
+            if content.get(name) != facts[name]
         ]
         if other:
             raise SystemExit(f"error: {path} cannot be continued: it has {'; '.join(other)}")
@@ -92,7 +92,7 @@ class Record:
 
 
 def facts_of(
-    target: Target, *, small: bool, many: bool, first_seed: int, commit: str | None
+    target: Target, *, small: bool, many: bool, lists: bool, first_seed: int, commit: str | None
 ) -> dict[str, Any]:
     """Return what a run is made of."""
     pack = Path(loader.pack_for(target.device).path).name if target.is_pack else None
@@ -105,6 +105,7 @@ def facts_of(
         "torch": torch.__version__,
         "small": small,
         "many": many,
+        "lists": lists,
         "first_seed": first_seed,
     }
 

@@ -47,7 +47,13 @@ class Worker:
 
 
 def outcome_of(
-    seed: int, target: Target, *, small: bool, many: bool = False, strict: bool = False
+    seed: int,
+    target: Target,
+    *,
+    small: bool,
+    many: bool = False,
+    lists: bool = False,
+    strict: bool = False,
 ) -> Outcome:
     """Check one seed in this process.
 
@@ -56,9 +62,11 @@ def outcome_of(
         target: on which device, by which backend.
         small: draw a small problem, and judge it on the CPU.
         many: repeat the sequences and heads of the problem.
+        lists: of queries that list their keys.
         strict: raise what is neither right nor a wrong result.
     """
     from .check import check, check_many
+    from .lists import draw_listed
     from .many import Limits, draw_many
     from .problems import draw
 
@@ -69,7 +77,7 @@ def outcome_of(
             drawn, repeater = draw_many(seed, target.dtypes, Limits.of(target))
             problem = f"{repeater.describe()} of {drawn.describe()}"
         else:
-            drawn = draw(seed, target.dtypes, small=small)
+            drawn = (draw_listed if lists else draw)(seed, target.dtypes, small=small)
             problem = drawn.describe()
         if max(drawn.call.query.shape[-1], drawn.call.value.shape[-1]) > target.most_head_dim:
             return Outcome(seed, "refused", "its pack was built for smaller heads", problem)
