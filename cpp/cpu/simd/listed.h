@@ -9,7 +9,7 @@ namespace fdm::cpu::FDM_SIMD_NAMESPACE {
 namespace {
 
 // From so many heads that share a list on, transposed keys are faster.
-constexpr int64_t kManyHeads = 6;
+constexpr int64_t kHeadsOfCopy = 6;
 
 // The longest row, of zeros: what is no key.
 alignas(64) constexpr float kZeroRow[256] = {};

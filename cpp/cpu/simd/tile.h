@@ -37,7 +37,7 @@ struct Tile {
 
   Tile(const fdm_problem &problem, const void *columns_plan, const TileTask &t, bool backward, void *scratch)
       : p(problem), plan(columns_plan), task(t), dim(padded_head_dim(problem)),
-        reads_rows(lists_keys(problem) && t.heads < kManyHeads) {
+        reads_rows(lists_keys(problem) && t.heads < kHeadsOfCopy) {
     int64_t bytes;
     buffers = carve_tile_buffers(p, backward, scratch, &bytes);
   }
