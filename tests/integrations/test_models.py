@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from flash_dmattn.integrations import implementations, register
 from support import Target
@@ -66,6 +67,35 @@ def test_biases_of_relative_positions(case: str, pack_target: Target) -> None:
         got = results(model, inputs_of(case))
         assert sum("relative_attention_bias" in name for name in got) == 2
         assert_as_accurate_as_eager("t5", got, inputs_of(case))
+
+
+def test_padded_images_are_pooled(pack_target: Target) -> None:
+    """The head of Siglip 2 repeats the mask of the keys for each of its own heads."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.Siglip2VisionConfig(**sizes, intermediate_size=37, num_patches=16)
+    torch.manual_seed(0)
+    model = transformers.Siglip2VisionModel(config).eval().to(pack_target.device)
+    dtype = dtypes_of(pack_target)[-1]
+    given = {
+        "pixel_values": torch.randn(4, 16, 3 * config.patch_size**2),
+        "pixel_attention_mask": torch.arange(16) < torch.tensor([[16], [10], [16], [1]]),
+        "spatial_shapes": torch.tensor([[4, 4], [2, 5], [4, 4], [1, 1]]),
+    }
+    given = {name: tensor.to(pack_target.device) for name, tensor in given.items()}
+    exact, eager, got = (
+        pooled(model, name, kind, given)
+        for name, kind in (("eager", torch.float64), ("eager", dtype), ("flash_dmattn", dtype))
+    )
+    assert (got - exact).abs().max() <= 2 * (eager - exact).abs().max() + 1e-6
+
+
+def pooled(model: Any, name: str, dtype: torch.dtype, given: dict[str, Tensor]) -> Tensor:
+    """Return what a vision model makes of images."""
+    model.set_attn_implementation(name)
+    images = given | {"pixel_values": given["pixel_values"].to(dtype)}
+    with torch.no_grad():
+        pooler: Tensor = model.to(dtype)(**images).pooler_output
+    return pooler.double()
 
 
 @pytest.mark.parametrize("case", ["whole", "left", "right"])

@@ -41,7 +41,8 @@ def model_mask(**settings: Any) -> ModelMask:
         **settings: as transformers gives them to every function of this kind.
 
     Returns:
-        None, if ``is_causal`` says all; bool ``(B, keys so far)``, True for tokens; an
+        None, if ``is_causal`` says all; bool ``(B, keys so far)``, or ``(B, 1, 1, keys)`` for the
+        queries of another sequence, True for tokens; an
         `IntervalMask` or `Documents` for patterns that these express; otherwise bool ``(B, 1, Q,
         K)``, or a floating mask of that shape for a model that expects those of eager attention.
     """
@@ -79,7 +80,11 @@ def compact_model_mask(**settings: Any) -> ModelMask:
 def _smallest(settings: dict[str, Any]) -> ModelMask:
     function = settings.get("mask_function", _CAUSAL)
     if function is _BIDIRECTIONAL:
-        return _unless_all(_padding(settings))
+        padding = _unless_all(_padding(settings))
+        if padding is None or _query_sizes(settings)[0] == settings["kv_length"]:
+            return padding
+        # Pooling heads, as that of Siglip 2, repeat it for each head.
+        return padding[:, None, None]
     if function is _CAUSAL:
         return _causal(settings)
     queries, offset = _query_sizes(settings)
