@@ -22,6 +22,7 @@ from support import Target, reads_float64
 from .buffers import poisoned_buffers
 from .calls import Call, assert_same_bits
 from .exact import EPS32, smallest
+from .gates import SHARE, check_gates
 from .judge import Expected, expected
 from .many import Repeater
 from .problems import Drawn
@@ -35,6 +36,8 @@ def check(drawn: Drawn, target: Target, *, judged_on: str | None = None) -> None
 
     What it should be is computed on the device `judged_on`, by default that of the call.
     """
+    if target.is_pack and drawn.seed % SHARE == 1:
+        check_gates(drawn.seed, target)
     drawn = dataclasses.replace(drawn, call=in_float64(drawn.call, drawn.seed, target))
     call = drawn.call.to(target.device)
     want = expected(call if judged_on in (None, target.device) else drawn.call)
