@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from drawn.buffers import poisoned_buffers
 from flash_dmattn import (
     IntervalMask,
     attention_reference,
@@ -164,6 +165,43 @@ def test_packed_sequences(exact: Target) -> None:
     tolerance = 16 * torch.finfo(query.dtype).eps
     for one, other in ((out, wanted), (lse, wanted_lse), (got, dbias)):
         torch.testing.assert_close(one.cpu().double(), other, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("kind", ["none", "intervals", "keys", "rows"])
+@pytest.mark.parametrize("queries", [(0,), (0, 2, 3, 29, 200), (35, 0, 1)], ids=str)
+def test_sequences_without_rows(queries: tuple[int, ...], kind: str, exact: Target) -> None:
+    """Their keys have biases as those of others have, and what memory held before is not read."""
+    keys = tuple(range(170, 170 - 40 * len(queries), -40))
+    total_q, total_k = sum(queries), sum(keys)
+    dtype = exact.dtypes[0]
+    leaves = [
+        randn(total, heads, 64, seed=total + heads).to(exact.device, dtype).requires_grad_()
+        for total, heads in ((total_q, 2), (total_k, 1), (total_k, 1))
+    ]
+    leaves.append(far_bias(2, 1, total_k).to(exact.device).requires_grad_())
+    mask: Tensor | IntervalMask | None = None
+    if kind == "intervals":
+        start = torch.zeros(2, total_k, dtype=torch.int32, device=exact.device)
+        mask = IntervalMask(start, start + 20)
+    elif kind in ("keys", "rows"):
+        mask = torch.rand(1, 1 if kind == "keys" else total_q, max(total_k, max(keys))) < 0.7
+        mask = (mask if kind == "keys" else mask[..., : max(keys)]).to(exact.device)
+    ends = [
+        torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32, device=exact.device)
+        for sizes in (queries, keys)
+    ]
+    options = {"max_seqlen_q": max(queries), "max_seqlen_k": max(keys)}
+    found = []
+    for backend in (exact.backend, "reference"):
+        with poisoned_buffers():
+            out = flash_dmattn_varlen_func(
+                *leaves[:3], *ends, *options.values(), attn_mask=mask, attn_bias=leaves[3],
+                backend=backend,
+            )  # fmt: skip
+            gradients = torch.autograd.grad(out.float().square().sum(), leaves)
+        found.append([out.detach(), *gradients])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, atol=0.05, rtol=0.05)
 
 
 def masked(kind: str, queries: int, keys: int) -> Tensor | IntervalMask | None:

@@ -36,10 +36,13 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t sequence_index = quotient(list, p.heads), head = list - sequence_index * p.heads;
   const Sequence s = sequence(p, sequence_index);
   const int64_t rows = min64(s.q_count - tile * kTileRows, kTileRows);
-  if (rows <= 0) return;
-  const TileColumns columns = tile_columns(p, plan, s, sequence_index, head, tile);
   const Matrix bias = score_matrix(p, p.bias, s, head, sizeof(double));
   const auto *first = static_cast<const double *>(bias.base);
+  if (rows <= 0) { // kernels that go by keys read the biases of sequences without rows
+    if (threadIdx.x == 0) table[blockIdx.x] = {first, 0.0};
+    return;
+  }
+  const TileColumns columns = tile_columns(p, plan, s, sequence_index, head, tile);
   double own = -INFINITY;
   for (int32_t c = threadIdx.x; c < columns.count; c += kThreads) {
     const int32_t key = column_key(columns, c);
