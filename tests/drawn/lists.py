@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
@@ -41,6 +43,8 @@ def draw_listed(
     dtype = source.choice(dtypes)
     while True:
         sizes = draw_sizes(source, small=small)
+        if source.chance(0.3):  # so many heads of a group have kernels of their own
+            sizes = dataclasses.replace(sizes, kv_heads=1, group=source.choice([16, 20, 64, 130]))
         length = source.weighted({source.choice(LENGTHS): 12, source.integer(1, 400): 4, 0: 0.2})
         batch = 1 if sizes.packed else sizes.batch
         if batch * sizes.queries * sizes.heads * length * sizes.head_dim <= MOST_GATHERED:
