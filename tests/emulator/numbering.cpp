@@ -427,7 +427,7 @@ DeviceFacts draw_device() {
   constexpr int kArchs[] = {80, 86, 90}, kSms[] = {1, 16, 78, 132, 133, 144, 256};
   const int64_t n = draw(0, 3) ? 2 : draw(0, 1);
   built[n].tile_arch = kArchs[n];
-  return {&built[n], &route_table(kArchs[n]), kSms[draw(0, 6)], true};
+  return {&built[n], &route_table(kArchs[n]), kSms[draw(0, 6)]};
 }
 // Up to 10,000 sequences x heads, most often few or as many as fill all SMs about once, twice or three times.
 fdm_problem draw_large_problem() {
