@@ -29,14 +29,12 @@ if TYPE_CHECKING:
 
 __all__ = ["forget", "serves"]
 
-# Whether packs of GPUs compute them.
-GATES_OF_GPU_PACKS = True
 _INPUTS = "Tensor log_forget, Tensor? padding, Tensor? cu_seqlens, float? prune"
 
 
 def serves(log_forget: Tensor) -> bool:
     """Say whether `forget` is to compute a call, which then has no torch.func transform."""
-    if not (log_forget.is_cpu or (log_forget.is_cuda and GATES_OF_GPU_PACKS)):
+    if not (log_forget.is_cpu or log_forget.is_cuda):
         return False
     if dispatch_state.is_transformed() or dispatch_state.forward_mode_is_compiled():
         return False

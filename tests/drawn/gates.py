@@ -42,7 +42,7 @@ def check_gates(seed: int, target: Target) -> None:
         else:
             bias, *ends = plain_results(leaf, others[0], others[1], prune)
         gradient = torch.autograd.grad(bias, leaf, dbias.to(device, bias.dtype))
-        found = (bias.detach(), *gradient, *ends[: 0 if prune is None else 2])
+        found = (bias.detach().double(), *gradient, *ends[: 0 if prune is None else 2])
         return tuple(tensor.cpu() for tensor in found)
 
     names = ("bias", "gradient of the gates", "start", "end")
