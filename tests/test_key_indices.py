@@ -15,19 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_dmattn
 from flash_dmattn import loader
-from flash_dmattn.key_lists import formula, ops
+from flash_dmattn.key_lists import formula
 from flash_dmattn.record import KEY_LISTS, KeyListInputs
 from good_arguments import dense, on_device, varlen, zeros
 from listed_keys import ListedCall, leaves_of
 from support import Target, assert_accurate, gathered, randn
 
 SMALL = {"length": 5, "head_dim": 8, "kv_heads": 2, "group": 3, "dlse": True}
-
-
-@pytest.fixture(autouse=True)
-def own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let GPU packs compute by their kernels, whatever calls take by default."""
-    monkeypatch.setattr(ops, "LISTS_OF_GPU_PACKS", True)
 
 
 def check_listed(call: ListedCall, **options: object) -> None:

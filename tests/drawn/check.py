@@ -15,7 +15,6 @@ from torch import Tensor
 import flash_dmattn
 from flash_dmattn import IntervalMask
 from flash_dmattn.backends import pack
-from flash_dmattn.key_lists import ops as list_ops
 from flash_dmattn.plan import AttentionPlan
 from support import Target, reads_float64
 
@@ -100,10 +99,9 @@ def compare(drawn: Drawn, call: Call, want: Expected, target: Target) -> None:
     options: dict[str, Any] = {"backend": target.backend}
     if drawn.deterministic:
         options["deterministic"] = True
-    # Of GPU packs whose kernels calls do not take by default, every other seed takes them.
+    # Calls do not take the kernels of GPU packs for it by default; every other seed does.
     own = mock.patch.object(pack, "KEY_MASS_OF_GPU_PACKS", drawn.seed % 2 == 0)
-    lists = mock.patch.object(list_ops, "LISTS_OF_GPU_PACKS", drawn.seed % 2 == 0)
-    with threads(drawn.threads), own, lists:
+    with threads(drawn.threads), own:
         if drawn.planned:
             options |= {"plan": plan_of(call, target), "attn_mask": None, "is_causal": None}
         if drawn.selected:

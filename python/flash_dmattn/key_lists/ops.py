@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 __all__ = ["attention", "check_call", "key_mass", "serving_pack", "uses_triton"]
 
-# Whether packs of GPUs compute these calls by kernels of their own.
-LISTS_OF_GPU_PACKS = True
 _INPUTS = f"{KEY_LISTS.text}, str backend"
 _WANTED = ", ".join(f"bool need_d{name}" for name in KEY_LISTS.differentiable)
 _GRADIENTS = ", ".join(f"Tensor d{name}" for name in KEY_LISTS.differentiable)
@@ -99,7 +97,7 @@ def serving_pack(
 ) -> PackBackend | None:
     """Return the backend of the pack whose kernels compute a call, or its gradients, or None."""
     device = inputs.query.device
-    if not (LISTS_OF_GPU_PACKS or device.type == "cpu") or backend not in ("auto", device.type):
+    if backend not in ("auto", device.type):
         return None
     try:
         chosen: Any = select_backend(device, backend)
