@@ -60,10 +60,8 @@ TARGETS = tuple(
 )
 
 
-def reads_float64(target: Target, *, packed: bool = False) -> bool:
+def reads_float64(target: Target) -> bool:
     """Whether its kernels read a float64 bias for each key."""
-    if packed and target == ("cuda", "cuda"):
-        return loader.environment.get("FLASH_DMATTN_UNTRIED") == "1"
     return target.backend in ("reference", "cpu", "cuda")
 
 

@@ -36,13 +36,6 @@ def exact(target: Target) -> Target:
     return target
 
 
-@pytest.fixture
-def packed(exact: Target) -> None:
-    """Skip what does not read it for packed sequences."""
-    if not reads_float64(exact, packed=True):
-        pytest.skip("for packed sequences it needs FLASH_DMATTN_UNTRIED=1")
-
-
 def far_bias(*shape: int, seed: int = 7) -> Tensor:
     return FAR + randn(*shape, seed=seed).double()
 
@@ -152,7 +145,6 @@ def test_a_sink_is_compared_with_the_whole(sink_at: float, exact: Target) -> Non
             )
 
 
-@pytest.mark.usefixtures("packed")
 def test_packed_sequences(exact: Target) -> None:
     bounds = torch.tensor([0, 0, 33, 34, 90], dtype=torch.int32).to(exact.device)
     query, key, value = (
@@ -175,7 +167,6 @@ def test_packed_sequences(exact: Target) -> None:
         torch.testing.assert_close(one.cpu().double(), other, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.usefixtures("packed")
 @pytest.mark.parametrize("kind", ["none", "intervals", "keys", "rows"])
 @pytest.mark.parametrize("queries", [(0,), (0, 2, 3, 29, 200), (35, 0, 1)], ids=str)
 def test_sequences_without_rows(queries: tuple[int, ...], kind: str, exact: Target) -> None:
@@ -294,7 +285,6 @@ def test_each_tile_of_rows_has_a_reference_of_its_own(exact: Target) -> None:
         check_sums(exact, problem, lse_error=4e-3, **options)
 
 
-@pytest.mark.usefixtures("packed")
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("windowed", [False, True])
 def test_packed_sequences_far_away(windowed: bool, deterministic: bool, exact: Target) -> None:

@@ -89,7 +89,7 @@ def test_rows_of_no_sequence(
 def test_rows_of_no_sequence_beside_a_float64_bias(
     bounds: tuple[int, ...], unread_target: Target
 ) -> None:
-    if not reads_float64(unread_target, packed=True):
+    if not reads_float64(unread_target):
         pytest.skip("its kernels read no float64")
     arguments = call(bounds, None, unread_target)
     bias = arguments["attn_bias"].detach().double() - 7e5

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
-#include <cstdlib>
 #include <cstring>
 #include <utility>
 
@@ -179,11 +178,6 @@ void Problem::read_bias(const AttentionRecord &record) {
   if ((pack_.key_bias_dtypes & only(FDM_FLOAT64)) == 0)
     raise(PyExc_NotImplementedError, std::string("attn_bias has dtype float64, which kernel pack ") + pack_.name +
                                          " cannot read; convert it to float32, or pass backend=\"reference\"");
-  const char *const untried = std::getenv("FLASH_DMATTN_UNTRIED");
-  if (extents_.varlen && pack_.device_type == FDM_CUDA && !(untried && std::strcmp(untried, "1") == 0))
-    raise(PyExc_NotImplementedError,
-          std::string("attn_bias has dtype float64, which kernel pack ") + pack_.name +
-              " reads for packed sequences with FLASH_DMATTN_UNTRIED=1 only; convert it to float32");
 }
 
 void Problem::read_sink(const AttentionRecord &record) {

@@ -57,8 +57,7 @@ def forgetting_bias(
 
     Returns:
         The bias ``(B, {H|Hk}, 1, N)``, packed ``({H|Hk}, 1, total)``, through which gradients flow
-        to the gates, in float64, for packed sequences on GPUs rounded to float32 (which is what the
-        backends triton and flex read); and an `IntervalMask`, or None without prune.
+        to the gates, in float64; and an `IntervalMask`, or None without prune.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
@@ -73,8 +72,6 @@ def forgetting_bias(
         check_gates(log_forget)
     compute = forgetting_ops.forget if forgetting_ops.serves(log_forget) else plain_results
     bias, start, end = compute(log_forget, padding, cu_seqlens, prune)
-    if cu_seqlens is not None and bias.is_cuda:
-        bias = bias.float()  # for packed sequences packs read float64 with FLASH_DMATTN_UNTRIED=1
     if prune is None:
         return bias, None
     length = log_forget.shape[-1] if cu_seqlens is None else None

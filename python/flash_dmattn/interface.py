@@ -109,8 +109,8 @@ def flash_dmattn_func(
             FlexAttention, which each call turns into one of these (`make_plan` does it once).
         attn_bias: added to the scaled scores; shapes as ``attn_mask``, query's dtype or float32.
             -inf means "not kept". One that is the same for every query may be float64, and of any
-            size, for the backends cpu, cuda (packed sequences: with ``FLASH_DMATTN_UNTRIED=1``) and
-            reference: what float32 would round counts. Then lse is float64.
+            size, for the backends cpu, cuda and reference: what float32 would round counts. Then
+            lse is float64.
         softmax_scale: multiplies the scores; ``D ** -0.5`` by default.
         is_causal: query i sees keys ``j <= i + K - Q`` (aligned bottom right); False by default.
         softcap: if positive, scores become ``softcap * tanh(score / softcap)`` before the bias is

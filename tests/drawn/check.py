@@ -47,7 +47,7 @@ def in_float64(call: Call, seed: int, target: Target) -> Call:
     """Give some calls with a bias per key this bias in float64, if the target reads it."""
     if seed % FLOAT64_SHARE or call.window is not None:
         return call
-    if not reads_float64(target, packed=call.cu_seqlens_q is not None):
+    if not reads_float64(target):
         return call
     if call.bias is None or (call.bias.dim() > 2 and call.bias.shape[-2] != 1):
         return call
