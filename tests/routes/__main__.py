@@ -70,6 +70,9 @@ EVERYDAY = {
         bias_batch=1,
         float32=1,
     ),
+    "training, a mask for each query": problem(
+        1, 8, 8, 128, 16384, 16384, mask=3, mask_heads=1, mask_batch=1
+    ),
     "training, heads of 256": problem(2, 8, 4, 256, 4096, 4096, causal=1),
     "pair bias, triangles": problem(
         256, 4, 4, 32, 256, 256, bias=2, bias_heads=2, mask=1, mask_batch=1

@@ -83,8 +83,8 @@ template <class Element, int kHeadDim> cudaError_t launch_fused(const BackwardLa
   const BackwardParams &params = work.params;
   constexpr FusedTileChoice tile = fused_tile(90, kHeadDim);
   const auto launch_for = [&](auto softcap, auto query_rows) {
-    using Config =
-        KeyStationaryConfig<Element, kHeadDim, tile.keys, tile.rows, fused_stages(kHeadDim), softcap, query_rows>;
+    constexpr int kStages = query_rows == QueryRows::mask ? kRowMaskStages : fused_stages(kHeadDim);
+    using Config = KeyStationaryConfig<Element, kHeadDim, tile.keys, tile.rows, kStages, softcap, query_rows>;
     const FusedParams fused = fused_params(params, RowProducer<Config>::kOwnRows);
     return launch_sm90<typename FusedParts<Config>::Memory, fused_kernel<Config>, Config::Roles::kThreads>(
         fused, params.keys.max_items, stream);
@@ -93,6 +93,10 @@ template <class Element, int kHeadDim> cudaError_t launch_fused(const BackwardLa
     if (work.route.keys == KeyKernel::row_bias)
       return launch_for(std::integral_constant<Softcap, Softcap::none>{},
                         std::integral_constant<QueryRows, QueryRows::bias>{});
+  if constexpr (fuses_row_mask(90, kHeadDim))
+    if (work.route.keys == KeyKernel::row_mask)
+      return launch_for(std::integral_constant<Softcap, Softcap::none>{},
+                        std::integral_constant<QueryRows, QueryRows::mask>{});
   return launch_with_softcap<kHeadDim>(
       params, [&](auto softcap) { return launch_for(softcap, std::integral_constant<QueryRows, QueryRows::none>{}); });
 }
@@ -146,6 +150,7 @@ template <class Element, int kHeadDim> cudaError_t launch_dkdv(const BackwardLau
     break;
   case KeyKernel::fused:
   case KeyKernel::row_bias:
+  case KeyKernel::row_mask:
     return launch_fused<Element, kHeadDim>(work, stream);
   case KeyKernel::shared:
   case KeyKernel::chained:

@@ -7,9 +7,9 @@
 
 namespace fdm::cuda {
 
-// The map of a block tells which of the first so many tiles of kTileRows rows need no computation. Tiles beyond them, from
-// half a million rows on, are always computed.
-constexpr int kMappedTiles = 4096;
+// The maps of a block tell which of the first so many tiles of kTileRows rows keep none or all of its keys. Tiles beyond
+// them, from a quarter of a million rows on, are computed and tested.
+constexpr int kMappedTiles = 2048;
 
 struct KeySteps {
   int32_t first_tile, tiles; // counted in tiles of the dkdv kernel
@@ -30,7 +30,7 @@ struct KeyTask {
   int64_t begin, end;   // the steps of this part
   bool heads_inside;    // as HeadsInside says
   bool same_rows;       // the rows of a key are the same for all query heads of the group
-  bool test_all;        // no tile is known to be kept by every one of some keys
+  bool test_all;        // no step is known to keep all pairs
   const RowWord *words; // not null: a row plan
   float *slot;          // null: this is the only part
   int64_t key_head;     // of segments: counted over sequences unless these are packed
@@ -41,6 +41,7 @@ struct KeyStep {
   int32_t head, tile; // the query head of the group, and the tile of the dkdv kernel's rows
   int32_t buffer;     // the buffer of per-head facts about keys
   bool valid;
+  bool tests; // its pairs may be dropped, whatever the ranges of rows say
 };
 
 // The threads that work on a block of keys together are all of a block of threads.
@@ -55,12 +56,13 @@ template <int kCount> struct WholeBlock {
 template <int kKeys, int kBufferCount, bool kHasRowPlans, int kGroupKeys> struct KeyBlockShared {
   static constexpr int kBuffers = kBufferCount;
   KeyTask task;
-  int32_t key[kKeys];                                    // -1: none
-  int32_t sum[kKeys];                                    // as KeyRows has it
-  bool readable[kKeys];                                  // some query head keeps it
-  RowRange rows[kBuffers][kKeys];                        // the rows that keep a key for the head of a step
-  float bias[kBuffers][kKeys];                           // the bias to base 2; -inf: the key is not kept
-  uint32_t active[kHasRowPlans ? kMappedTiles / 32 : 1]; // row plans: the tiles of kTileRows rows that keep any key
+  int32_t key[kKeys];             // -1: none
+  int32_t sum[kKeys];             // as KeyRows has it
+  bool readable[kKeys];           // some query head keeps it
+  RowRange rows[kBuffers][kKeys]; // the rows that keep a key for the head of a step
+  float bias[kBuffers][kKeys];    // the bias to base 2; -inf: the key is not kept
+  // Row plans: the tiles of kTileRows rows that keep any key, and those of which all rows keep all keys.
+  uint32_t active[kHasRowPlans ? kMappedTiles / 32 : 1], full[kHasRowPlans ? kMappedTiles / 32 : 1];
   int32_t dropping_head[kBuffers];            // a query head that drops a key by a bias of -inf that another keeps
   alignas(16) RowRange full_rows[kKeys / 16]; // rows from the one to the other keep every one of 16 keys
   // Rows that may keep any of kGroupKeys keys, for all query heads of the group.
@@ -80,7 +82,7 @@ template <int kKeys, class Team, int kBuffers, KeyBlockUse kUse, int kGroupKeyCo
 
   const BackwardParams &params;
   Shared &shared;
-  int64_t mapped_head = -1, mapped_list = -1; // whose tiles shared.active describes
+  int64_t mapped_head = -1, mapped_list = -1; // whose tiles the maps describe
 
   __device__ KeyBlock(const BackwardParams &parameters, Shared &memory) : params(parameters), shared(memory) {}
 
@@ -251,8 +253,9 @@ private:
       own_task.end = count * (item.part + 1) / item.parts * together;
     }
     own_task.same_rows = has_same_rows();
-    own_task.test_all = !kSameKeys && (kind == FDM_MASK_ROWS || !own_task.same_rows || has_rows(p.bias));
     own_task.words = params.plan.words;
+    const bool has_unmapped_rows = kind == FDM_MASK_ROWS && !(kRowPlans && own_task.words);
+    own_task.test_all = !kSameKeys && (has_unmapped_rows || !own_task.same_rows || has_rows(p.bias));
     own_task.slot =
         item.parts > 1 ? params.keys.slots + int64_t(item.slot + item.part) * params.keys.slot_floats : nullptr;
   }
@@ -334,6 +337,9 @@ private:
     if constexpr (kRowPlans)
       while (step.number < own_task.end && own_task.words && !is_active(step, tile_rows)) advance(step);
     step.valid = step.number < own_task.end;
+    step.tests = own_task.test_all;
+    if constexpr (kRowPlans)
+      if (step.valid && own_task.words) step.tests |= !is_full(step, tile_rows);
     const bool other_head = step.head != loaded_head && params.group > 1 && (bias_is_of_heads() || !own_task.same_rows);
     const int32_t tile = plan_tile(step, tile_rows);
     const bool other_bias =
@@ -351,6 +357,11 @@ private:
     map_tiles(head(step));
     return shared.active[tile / 32] >> (tile % 32) & 1;
   }
+  // is_active() was called for the step.
+  __device__ bool is_full(const KeyStep &step, int tile_rows) const {
+    const int32_t tile = plan_tile(step, tile_rows);
+    return tile < kMappedTiles && (shared.full[tile / 32] >> (tile % 32) & 1);
+  }
 
   __device__ void map_tiles(int64_t query_head) {
     if (query_head == mapped_head) return;
@@ -360,20 +371,25 @@ private:
     if (list == mapped_list) return;
     mapped_list = list;
     const int tiles = int(min64(kMappedTiles, ceil_div(shared.task.s.q_count, kTileRows)));
-    Team::sync(); // no thread reads the map of the last list any more
-    for (int i = Team::thread(); i < kMappedTiles / 32; i += Team::kThreads) shared.active[i] = 0;
+    Team::sync(); // no thread reads the maps of the last list any more
+    for (int i = Team::thread(); i < kMappedTiles / 32; i += Team::kThreads) shared.active[i] = shared.full[i] = 0;
     Team::sync();
     for (int tile = Team::thread() / 32; tile < tiles; tile += Team::kThreads / 32) {
       const RowWord *words = tile_words(params.p, plan, shared.task.s, shared.task.sequence_index, query_head, tile);
-      uint32_t any = 0;
+      uint32_t any = 0, all = ~0u;
       for (int r = threadIdx.x % 32; r < kKeys; r += 32) {
         if (shared.key[r] < 0) continue;
         const RowWord word = words[shared.key[r]];
 #pragma unroll
-        for (uint32_t part : word.part) any |= part;
+        for (uint32_t part : word.part) {
+          any |= part;
+          all &= part;
+        }
       }
-      if (__any_sync(0xffffffffu, any != 0) && threadIdx.x % 32 == 0)
-        atomicOr(&shared.active[tile / 32], 1u << (tile % 32));
+      const bool is_active = __any_sync(0xffffffffu, any != 0), is_full = __all_sync(0xffffffffu, all == ~0u);
+      if (threadIdx.x % 32 != 0) continue;
+      if (is_active) atomicOr(&shared.active[tile / 32], 1u << (tile % 32));
+      if (is_full) atomicOr(&shared.full[tile / 32], 1u << (tile % 32));
     }
     Team::sync();
   }

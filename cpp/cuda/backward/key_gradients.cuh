@@ -224,9 +224,9 @@ struct KeyGradients {
   __device__ bool needs_test(const KeyStep &step, bool careful) const {
     if constexpr (kGeneral) return true;
     // All of it is loaded, since loads one after the other would be waited for.
-    const bool test_all = !Keys::kSameKeys && keys.task().test_all, drops = keys.drops_keys(step.head, step.buffer),
+    const bool tests = step.tests, drops = keys.drops_keys(step.head, step.buffer),
                keep = keep_all(step.tile * kTileRowCount + first_row());
-    return __any_sync(0xffffffffu, careful | test_all | drops | !keep);
+    return __any_sync(0xffffffffu, careful | tests | drops | !keep);
   }
   template <bool kCap, class RowBias>
   __device__ void make(const Stage &stage, bool careful, float (&scores)[kKeyTiles][kRowTiles][4],

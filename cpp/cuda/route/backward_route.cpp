@@ -32,8 +32,11 @@ bool has_usual_row_bias(const fdm_problem &p) {
 bool can_fuse(const fdm_problem &p, const DeviceFacts &device) {
   const BuiltFor &built = *device.built;
   if (has_rows(p.bias)) return has_usual_row_bias(p) && fuses_row_bias(built.tile_arch, built.all.serving(p.head_dim));
-  if (mask_kind(p) == FDM_MASK_ROWS) return false;
   const auto has_heads = [&](const fdm_tensor &t) { return t.shape[1] == p.heads; };
+  // Heads may have rows of their own: each pair is tested, and K is made finite.
+  if (mask_kind(p) == FDM_MASK_ROWS)
+    return p.softcap <= 0 && fuses_row_mask(built.tile_arch, built.all.serving(p.head_dim)) &&
+           (group_size(p) == 1 || !has_heads(p.bias));
   return group_size(p) == 1 || !(has_heads(p.bias) || has_heads(p.mask) || has_heads(p.start));
 }
 
@@ -192,7 +195,8 @@ struct KeyChoice {
   // softcap.
   void choose_small_blocks() {
     if (!device.has_wgmma() || keys.slot_dim > kSmallBlock.most_head_dim || is_varlen(p) || p.softcap > 0) return;
-    if (has_relative_bias(p)) return; // its steps all have the same biases
+    if (has_relative_bias(p)) return;          // its steps all have the same biases
+    if (mask_kind(p) == FDM_MASK_ROWS) return; // it tests ranges of rows only
     KeyDivision small = keys;
     small.small = true;
     small.block_keys = kSmallBlock.keys;
@@ -348,7 +352,8 @@ KeyKernel key_kernel(const fdm_problem &p, const DeviceFacts &device, const Back
   if (fused) {
     if (!device.has_wgmma()) return KeyKernel::all;
     if (route.division.small) return route.division.chained ? KeyKernel::chained : KeyKernel::shared;
-    return has_rows(p.bias) ? KeyKernel::row_bias : KeyKernel::fused;
+    if (has_rows(p.bias)) return KeyKernel::row_bias;
+    return mask_kind(p) == FDM_MASK_ROWS ? KeyKernel::row_mask : KeyKernel::fused;
   }
   if (route.general) return KeyKernel::general;
   return device.has_wgmma() && route.head_dim <= kDkdvHeadDimSm90 ? KeyKernel::wgmma : KeyKernel::usual;
@@ -369,6 +374,7 @@ const char *name_of(KeyKernel kernel) {
     return "all_gradients_kernel";
   case KeyKernel::fused:
   case KeyKernel::row_bias:
+  case KeyKernel::row_mask:
     return "fused_kernel";
   case KeyKernel::shared:
   case KeyKernel::chained:

@@ -11,8 +11,8 @@ constexpr const char *kForwardNames[] = {
     "none",  "general",     "usual",       "crowded",   "decode",         "direct",           "persistent",
     "boxes", "small_tiles", "small_boxes", "pair_bias", "pair_bias_sm90", "pair_bias_windows"};
 constexpr const char *kQueryNames[] = {"none", "general", "usual", "wgmma"};
-constexpr const char *kKeyNames[] = {"none",  "general",  "usual",  "wgmma",  "all",
-                                     "fused", "row_bias", "shared", "chained"};
+constexpr const char *kKeyNames[] = {"none",  "general",  "usual",    "wgmma",  "all",
+                                     "fused", "row_bias", "row_mask", "shared", "chained"};
 constexpr const char *kPlanNames[] = {"none", "rows", "list", "tiles", "chunks"};
 constexpr const char *kSelectionNames[] = {"none", "keep", "parts", "intervals", "list"};
 constexpr const char *kInsideNames[] = {"none", "few", "all"};

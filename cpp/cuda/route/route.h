@@ -173,6 +173,7 @@ enum class KeyKernel : uint8_t {
   all,      // all_gradients.cuh
   fused,    // sm90/fused.cuh
   row_bias, // the same with a bias that has a row for each query
+  row_mask, // the same with a mask that has a row for each query
   shared,   // sm90/small_blocks.cuh: blocks of threads of a cluster share the steps of a block of keys
   chained,  // sm90/small_blocks.cuh: the blocks of keys of a head sum dq in a chain
   mass      // sm90/key_mass.cuh, of the pass that sums the probabilities of keys

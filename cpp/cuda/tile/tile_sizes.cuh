@@ -134,6 +134,8 @@ constexpr FusedTileChoice fused_tile(int arch, int head_dim) {
 
 // Whether the kernel knows biases with a row for each query. With fewer columns, the pair bias kernels serve most of these.
 constexpr bool fuses_row_bias(int arch, int head_dim) { return arch == 90 && head_dim > 128; }
+// The same with a mask that has a row for each query.
+constexpr bool fuses_row_mask(int arch, int head_dim) { return arch == 90 && head_dim <= 128; }
 
 // All gradients at once, of blocks of keys that one warpgroup of sm_90 computes by itself. Accumulators take head_dim + 64
 // registers of a thread, so three of them share an SM; of larger head dimensions two would, which is slower.

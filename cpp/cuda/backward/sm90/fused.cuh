@@ -142,6 +142,7 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
   __device__ void run() {
     Roles::consumer_wait(shared.keys_full, 0);
     if (!uniform(shared.exists)) return;
+    if constexpr (Config::kHasRowPlans) this->clear_non_finite_keys();
     sums.start();
     const int group = Roles::consumer_group();
     own_sums = first_sums();
@@ -165,7 +166,7 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
     }
     finish_before();
     sums.write_bias(0);
-    add_segment_sums<Config>(shared, sums);
+    if constexpr (Config::Keys::kSegments) add_segment_sums<Config>(shared, sums);
     sums.write();
   }
 };

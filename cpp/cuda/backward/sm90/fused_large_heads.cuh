@@ -23,7 +23,7 @@ template <class Config> struct LargeHeadConsumer : KeyConsumer<Config> {
   using Base = KeyConsumer<Config>;
   using Shared = LargeHeadShared<Config>;
   using Tile = typename Shared::Tile;
-  using Base::kRows, Base::kScoreRows, Base::kHeadDim, Base::sums;
+  using Base::kRows, Base::kScoreRows, Base::kHeadDim, Base::sums, Base::sync_consumers;
   using typename Base::Element, typename Base::KeyTile, typename Base::RowTile, typename Base::Scores;
   static constexpr int kColumns = Config::kColumns;
 
@@ -39,7 +39,6 @@ template <class Config> struct LargeHeadConsumer : KeyConsumer<Config> {
   __device__ LargeHeadConsumer(const BackwardParams &parameters, Shared &memory)
       : Base(parameters, memory), shared(memory), row_bias(parameters, memory.keys) {}
 
-  __device__ static void sync_consumers() { ptx::sync_threads<2, Roles::kConsumerThreads>(); }
   __device__ static int first_column() { return kColumns * Roles::consumer_group(); }
   // Products have whole panels first, and then half of the panel that both warpgroups have columns of, if there is one.
   static constexpr int kTiles = kColumns / 8, kWholeTiles = kTiles / 8 * 8, kRestTiles = kTiles - kWholeTiles;
@@ -102,14 +101,6 @@ template <class Config> struct LargeHeadConsumer : KeyConsumer<Config> {
     store_left<Tile>(packed, ptx::shared_address(shared.sP), key, row);
     pack_left<Element>(packed, gradients[0]);
     store_left<Tile>(packed, ptx::shared_address(shared.sdS), key, row);
-    ptx::fence_async_proxy();
-    sync_consumers();
-  }
-
-  // 0 times NaN or Inf is NaN, and dQ = dS K is a sum over keys that a row drops, too. That a row keeps such a key shows in
-  // its lse.
-  __device__ void clear_non_finite_keys() const {
-    clear_non_finite_elements<Element, KeyTile::kBytes>(shared.sK);
     ptx::fence_async_proxy();
     sync_consumers();
   }
@@ -178,7 +169,7 @@ template <class Config> struct LargeHeadConsumer : KeyConsumer<Config> {
   __device__ void run() {
     Roles::consumer_wait(shared.keys_full, 0);
     if (!uniform(shared.exists)) return;
-    if constexpr (Config::kRowBias) clear_non_finite_keys();
+    if constexpr (Config::kRowBias) this->clear_non_finite_keys();
     sums.start();
     for (PipelineState<Config::kStages> state;; ++state) {
       Roles::consumer_wait(shared.full[state.index], state.phase);

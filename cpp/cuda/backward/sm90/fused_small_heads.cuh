@@ -174,6 +174,7 @@ template <class Config> struct NarrowConsumer : KeyConsumer<Config> {
   __device__ void run() {
     Roles::consumer_wait(shared.keys_full, 0);
     if (!uniform(shared.exists)) return;
+    if constexpr (Config::kHasRowPlans) this->clear_non_finite_keys();
     sums.start();
     const int group = Roles::consumer_group();
     for (PipelineState<Config::kStages> stage;; ++stage) {
@@ -194,7 +195,7 @@ template <class Config> struct NarrowConsumer : KeyConsumer<Config> {
     }
     finish_before();
     sums.write_bias(0);
-    add_segment_sums<Config>(shared, sums);
+    if constexpr (Config::Keys::kSegments) add_segment_sums<Config>(shared, sums);
     sums.write();
   }
 };

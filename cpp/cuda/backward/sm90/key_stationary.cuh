@@ -34,7 +34,7 @@ struct KeyStationaryConfig {
   static constexpr bool kScoresAlone = kProducts == KeyProducts::scores;
   static constexpr bool kRowBias = kQueryRows == QueryRows::bias, kHasRowPlans = kQueryRows != QueryRows::none;
   using Roles = WarpRoles<kShared ? 2 : kKeys / 64>;
-  static_assert(kKeys % 64 == 0 && (!kHasRowPlans || kShared || kKeys == Roles::kProducerThreads));
+  static_assert(kKeys % 64 == 0);
   // The rows of a step whose scores a warpgroup computes at a time, the columns of its gradients, and the number of such
   // parts. Three consumer warpgroups have registers for the scores of half of the rows.
   static constexpr int kScoreRows = kShared || Roles::kConsumerGroups == 3 ? kRows / 2 : kRows;
@@ -46,14 +46,16 @@ struct KeyStationaryConfig {
   using RowTile = SmemTile<kHeadDim, kRows>;
   // The steps in the stages, one that is being loaded and one that is found ahead may be of different heads.
   using Keys = KeyBlock<kKeys, Producers<Roles>, kStages + 2,
-                        kHasRowPlans ? KeyBlockUse::segments_and_row_plans : KeyBlockUse::segments>;
+                        kRowBias       ? KeyBlockUse::segments_and_row_plans
+                        : kHasRowPlans ? KeyBlockUse::row_plans
+                                       : KeyBlockUse::segments>;
   using Gradients = KeyGradients<Element, kKeys, 1, kScoreRows, kColumns, GradientSet::both, TileKind::usual, Keys>;
 };
 
 // What every consumer asks of a step, read at once: one load after the other would take as long as a product.
 struct alignas(16) StepFacts {
   bool tests
-      [Roles::kProducerWarps]; // of all pairs of a warp's rows: some have a very large lse, or the task asks for it
+      [Roles::kProducerWarps]; // of all pairs of a warp's rows: some have a very large lse, or the step asks for it
   bool valid;                  // false ends the steps
   bool ends;                   // as RowProducer::ends() tells
   uint8_t concerns;            // bit n: a row may keep any of the keys of group n
@@ -169,7 +171,7 @@ template <class Config> struct RowProducer {
     const uint32_t used = __ballot_sync(0xffffffffu, !statistics.empty());
     const bool careful = __any_sync(0xffffffffu, !statistics.empty() && fabsf(statistics.lse) > kLargeLse);
     // With a bias for each query, all pairs are tested.
-    if (threadIdx.x % 32 == 0) stage.facts.tests[warp()] = careful || (!Config::kRowBias && keys.task().test_all);
+    if (threadIdx.x % 32 == 0) stage.facts.tests[warp()] = careful || (!Config::kRowBias && step.tests);
     if (Roles::producer_thread() == 0) set_step(step, ends);
     constexpr uint32_t kAll = ~0u >> (32 - kOwnRows);
     if (maps && maps->known && used == kAll) {
@@ -180,12 +182,16 @@ template <class Config> struct RowProducer {
     }
     if constexpr (Config::Keys::kRowPlans) {
       if (keys.task().words) {
-        // Each part of the step has the words of 64 keys.
-        static_assert(Config::kParts * Config::kKeys == Roles::kProducerThreads);
-        const int part = Roles::producer_thread() / Config::kKeys, r = Roles::producer_thread() % Config::kKeys;
-        const int32_t key = shared.keys.key[r];
-        ptx::cp_async_16(ptx::shared_address(&stage.parts[part].words[r]), keys.words(step, kRows) + max(key, 0),
-                         key >= 0);
+        // Each part of the step has the words of all keys.
+        constexpr int kWords = Config::kParts * Config::kKeys;
+        static_assert(kWords % Roles::kProducerThreads == 0);
+#pragma unroll
+        for (int n = Roles::producer_thread(); n < kWords; n += Roles::kProducerThreads) {
+          const int part = n / Config::kKeys, r = n % Config::kKeys;
+          const int32_t key = shared.keys.key[r];
+          ptx::cp_async_16(ptx::shared_address(&stage.parts[part].words[r]), keys.words(step, kRows) + max(key, 0),
+                           key >= 0);
+        }
       }
     }
   }
@@ -307,6 +313,28 @@ template <class Config> struct KeyConsumer {
     const uint64_t own_keys = Config::kShared ? 0 : KeyTile::offset(64, 0) * Roles::consumer_group();
     k_desc = KeyTile::descriptor(ptx::shared_address(shared.sK)) + own_keys;
     v_desc = KeyTile::descriptor(ptx::shared_address(shared.sV)) + own_keys;
+  }
+
+  __device__ static void sync_consumers() { ptx::sync_threads<2, Roles::kConsumerThreads>(); }
+
+  // Clears the non-finite elements of K: 0 times NaN or Inf is NaN, and dQ = dS K is a sum over keys that a row drops, too.
+  // That a row keeps such a key shows in its lse. All consumers call this.
+  __device__ void clear_non_finite_keys() const {
+    constexpr uint32_t kExponent = __is_same(Element, __half) ? 0x7c00 : 0x7f80;
+    const auto finite = [](uint32_t word) {
+      if ((word & kExponent) == kExponent) word &= 0xffff0000u;
+      if ((word >> 16 & kExponent) == kExponent) word &= 0xffffu;
+      return word;
+    };
+    const uint32_t base = ptx::shared_address(shared.sK);
+#pragma unroll 1
+    for (int place = 16 * int(threadIdx.x); place < KeyTile::kBytes; place += 16 * Roles::kConsumerThreads) {
+      uint4 words = ptx::load_shared_16_bytes(base + place);
+      words = {finite(words.x), finite(words.y), finite(words.z), finite(words.w)};
+      ptx::store_shared(base + place, words);
+    }
+    ptx::fence_async_proxy();
+    sync_consumers();
   }
 
   // The rows whose scores this warpgroup computes are a part of a step: its only one, or those of its turn.

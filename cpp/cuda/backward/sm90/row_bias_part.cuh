@@ -109,21 +109,4 @@ private:
   }
 };
 
-// Clears the non-finite elements of a tile of `kBytes` bytes. All consumers call this.
-template <class Element, int kBytes> __device__ void clear_non_finite_elements(const char *tile) {
-  constexpr uint32_t kExponent = __is_same(Element, __half) ? 0x7c00 : 0x7f80;
-  const auto finite = [](uint32_t word) {
-    if ((word & kExponent) == kExponent) word &= 0xffff0000u;
-    if ((word >> 16 & kExponent) == kExponent) word &= 0xffffu;
-    return word;
-  };
-  const uint32_t base = ptx::shared_address(tile);
-#pragma unroll 1
-  for (int place = 16 * int(threadIdx.x); place < kBytes; place += 16 * Roles::kConsumerThreads) {
-    uint4 words = ptx::load_shared_16_bytes(base + place);
-    words = {finite(words.x), finite(words.y), finite(words.z), finite(words.w)};
-    ptx::store_shared(base + place, words);
-  }
-}
-
 } // namespace fdm::cuda

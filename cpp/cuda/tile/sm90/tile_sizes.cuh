@@ -91,5 +91,7 @@ constexpr int fused_stages(int head_dim) {
   if (head_dim <= 64) return 4;
   return head_dim <= 128 ? 3 : 2;
 }
+// With a mask that has a row for each query, whose words have a place in each stage.
+constexpr int kRowMaskStages = 3;
 
 } // namespace fdm::cuda
