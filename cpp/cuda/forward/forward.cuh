@@ -109,7 +109,12 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
     copy_own_rows<16 * kRowTiles>(shared.sBias, params.p.bias, *task, ring.slot(block).key);
   }
 
-  __device__ bool is_partial(int block) const { return (block + 1) * kColumns > task->columns.full; }
+  // Where a block of the walk lies among the columns.
+  __device__ int place(int block) const {
+    if constexpr (Config::kGeneral) return block;
+    return column_block<kColumns>(task->columns, block);
+  }
+  __device__ bool is_partial(int block) const { return (place(block) + 1) * kColumns > task->columns.full; }
   __device__ void finish_scores(int block) {
     const typename Ring::Slot &slot = ring.slot(block);
     if constexpr (Config::kGeneral) {
@@ -150,9 +155,10 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
     gemm_ss_from<Element, kHeadDim>(scores, q_fragment, k_fragment,
                                     [&](int n) { return slot.initial[4 * n + threadIdx.x % 4]; });
     if (is_partial(block)) this->drop_columns(slot);
-    if (is_first) this->find_maximum(scale);
+    const BiasReference reference = present(params.p.bias) ? task->reference : BiasReference();
+    if (is_first) this->find_maximum(scale, reference);
     float added[2 * kRowTiles];
-    this->quick_softmax(scale, added);
+    this->quick_softmax(scale, reference, added);
     bool fits = true;
 #pragma unroll
     for (int i = 0; i < 2 * kRowTiles; ++i) fits = fits && added[i] <= Rows::kSumLimit;
@@ -166,7 +172,10 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
   }
 
   // The column that this thread looks up of the batch of blocks that begins with `block`.
-  __device__ static int column(int block) { return block * kColumns + int(threadIdx.x); }
+  __device__ int column(int block) const {
+    const int thread = int(threadIdx.x);
+    return place(block + thread / kColumns) * kColumns + thread % kColumns;
+  }
   // Its key comes to shared memory a batch ahead, where it takes no register. Only this thread reads it.
   __device__ void fetch_key(int block) const {
     const TileColumns &columns = task->columns;
@@ -188,7 +197,7 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
   }
   __device__ void store(int block, const Entry &entry) {
     const int c = column(block), i = int(threadIdx.x) % kColumns;
-    typename Ring::Slot &slot = ring.slot(uint32_t(c) / kColumns);
+    typename Ring::Slot &slot = ring.slot(block + int(threadIdx.x) / kColumns);
     const TileColumns &columns = task->columns;
     if constexpr (Config::kGeneral) {
       store_column<kColumns>(slot, params.p, task->s, task->sequence_index, task->kv_head, columns, task->bias, c,
@@ -200,7 +209,7 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
       whole.bias_bits = entry.bias_bits;
       if (c >= columns.full && entry.key >= 0) fetch_rows(whole, columns);
       const int32_t key = store_facts<kColumns>(slot, columns, task->bias, c, partial, whole);
-      slot.set_initial(i, bias_in_products(slot.bias[i], params.bias_factor));
+      slot.set_initial(i, bias_in_products(slot.bias[i] - task->reference.value, params.bias_factor));
       slot.row[Ring::place(i)] = key < 0 ? -1 : params.rows.row(params.p, task->sequence_index, key);
     }
   }
@@ -390,6 +399,12 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     }
   }
   __syncthreads();
+  if constexpr (!Config::kGeneral) {
+    if (present(p.bias)) {
+      if (threadIdx.x == 0) task.order_by_bias();
+      __syncthreads();
+    }
+  }
 
   const int blocks = (shared.task.columns.count + Config::kColumns - 1) / Config::kColumns;
   int begin = 0, end = blocks;

@@ -27,6 +27,25 @@ template <RowPart kPart> __device__ __forceinline__ void store_part(StoredPart<k
     *reinterpret_cast<uint2 *>(to) = {joined_rests(words[0], words[1]), joined_rests(words[2], words[3])};
 }
 
+// What biases are relative to where products begin with them, to base 2. Scores that a product has added the bias to have errors of
+// some units in the last place of what they are relative to it, each 2^-13 at 2^10; P is rounded to 2^-11 of itself in float16. So
+// quick_softmax() takes running maxima from -kFarthest to `highest` relative to the reference only.
+struct BiasReference {
+  static constexpr float kFarthest = 1024.0f, kNear = 512.0f, kLargest = 0x1p20f;
+  float value = 0.0f, highest = kFarthest;
+
+  BiasReference() = default;
+  // A reference far from 0, of which rows keep none that are much lower. They may keep a larger one, nearer to 0: such a maximum
+  // is not to have larger errors than without a reference. Near 0 there is none, nor of what is no number.
+  __device__ static BiasReference of(float bias) {
+    BiasReference own;
+    if (!(fabsf(bias) > kNear && fabsf(bias) < kLargest)) return own;
+    own.value = bias;
+    if (bias < 0.0f) own.highest = fminf(kFarthest, 32.0f - 0.5f * bias);
+    return own;
+  }
+};
+
 // A block's part of the problem. It lies in shared memory: it is read seldom, and registers are scarce.
 struct ForwardTask {
   Sequence s;
@@ -38,6 +57,7 @@ struct ForwardTask {
   TileColumns columns;
   ScoreView bias;
   float sink; // of `head`, as sink_score has it: loaded here, it is there when the epilogue needs it
+  BiasReference reference;
   // What ForwardRows::write_16_bytes reads: the first row of the block, and the number of its rows.
   void *out;
   float *lse;
@@ -54,7 +74,23 @@ struct ForwardTask {
     first_row = first;
     bias = bias_view(p, s, number, head, first / kTileRows);
     sink = sink_score(p, head, bias);
+    reference = {};
     set_results(params);
+  }
+
+  // Kernels look for the maxima of their rows in the first block only, and take few that are far from the reference. So where
+  // biases rise with the column by more than a maximum may fall behind, blocks are walked from the last to the first; and the
+  // reference is what is nearest to 0 of the largest biases that rows keep, by those of the first and last columns. Columns
+  // and bias have been set.
+  __device__ void order_by_bias() {
+    constexpr float kRise = 8.0f;
+    reference = {};
+    if (!bias.data || bias.rows || columns.full == 0) return;
+    const auto bias_of = [&](int32_t c) { return to_base_2(bias.load(0, column_key(columns, c))); };
+    const float first = bias_of(0), last = bias_of(columns.full - 1), least = fmaxf(first, last);
+    columns.reversed = last > first + kRise;
+    const float most = columns.full < columns.count ? fmaxf(least, bias_of(columns.count - 1)) : least;
+    if (least > 0.0f || most < 0.0f) reference = BiasReference::of(least > 0.0f ? least : most);
   }
   __device__ void set_results(const ForwardParams &params) {
     const fdm_tensor &t = params.a.out;
@@ -183,15 +219,12 @@ struct ForwardRows : RunningRows<Element, kRowTileCount, kColumnTileCount, kDimT
     }
   }
 
-  // The largest running maximum with which quick_softmax() may be used. Scores that a product has added the bias to have
-  // errors of some units in their last place, each 2^-13 here; P is rounded to 2^-11 of itself in float16.
-  static constexpr float kShiftLimit = 1024.0f;
   // A row's sum of a thread that quick_softmax() gives where no score exceeds the maximum by more than kSlack.
   static constexpr float kSumLimit = 2 * kColumnTiles * 256.0f;
   static_assert(kSlack == 8.0f);
 
-  // Makes the maximum that of these products, which `scale` makes scores to base 2.
-  __device__ void find_maximum(float scale) {
+  // Makes the maximum that of these products, which `scale` makes scores to base 2 relative to the reference.
+  __device__ void find_maximum(float scale, const BiasReference &reference) {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
@@ -200,21 +233,24 @@ struct ForwardRows : RunningRows<Element, kRowTileCount, kColumnTileCount, kDimT
 #pragma unroll
         for (int n = 0; n < kColumnTiles; ++n)
           largest = fmaxf(largest, fmaxf(scores[m][n][2 * half], scores[m][n][2 * half + 1]));
-        maximum[m][half] = ptx::row_max(largest) * scale;
+        maximum[m][half] = fmaf(ptx::row_max(largest), scale, reference.value);
       }
   }
 
-  // Turns products, which `scale` makes scores to base 2, into probabilities relative to the running maximum as it is.
+  // Turns products, which `scale` makes scores to base 2 relative to the reference, into probabilities relative to the running
+  // maximum as it is.
   // `added` becomes their sums, which are not added yet. If one is more than kSumLimit or NaN, the maximum has to be
   // looked for.
-  __device__ void quick_softmax(float scale, float (&added)[2 * kRowTiles]) {
+  __device__ void quick_softmax(float scale, const BiasReference &reference, float (&added)[2 * kRowTiles]) {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float top = maximum[m][half];
+        const float top = maximum[m][half] - reference.value;
         // Where a row has no maximum yet, any score makes infinity.
-        const float shift = fabsf(top) <= kShiftLimit ? top : top == -INFINITY ? -3.4e38f : NAN;
+        const float shift = top >= -BiasReference::kFarthest && top <= reference.highest ? top
+                            : top == -INFINITY                                           ? -3.4e38f
+                                                                                         : NAN;
         float sums[2] = {0.0f, 0.0f};
 #pragma unroll
         for (int n = 0; n < kColumnTiles; ++n)

@@ -41,11 +41,13 @@ template <class Config> __device__ void copy_boxes(const BoxForwardParams &param
   for (; tasks.wait(); tasks.advance()) {
     const ForwardTask &task = tasks.current();
     const int boxes = (task.columns.count + Config::kColumns - 1) / Config::kColumns;
+    const bool reversed = task.columns.reversed;
     BoxPlace place{int32_t(task.s.k_begin), int32_t(task.kv_head), int32_t(task.s.batch)};
+    if (reversed) place.row += (boxes - 1) * Config::kColumns;
 #pragma unroll 1
     for (int box = 0; box == 0 || box < boxes; ++box) {
       if (box < boxes) keys.copy(place);
-      place.row += Config::kColumns;
+      place.row += reversed ? -Config::kColumns : Config::kColumns;
       // The first keys need not wait until there is room for Q.
       if (box == 0) copy_queries<Config>(params, tasks, shared.sQ[tasks.stage()], boxes > 0);
       keys.copy_behind();

@@ -34,6 +34,7 @@ template <class Config> struct ForwardSharedSm90 {
   typename Config::Pipeline pipeline;
   alignas(1024) char sQ[Config::kQueryStages][Config::QTile::kBytes];
   typename Config::Bias bias;
+  alignas(8) BiasReference references[Config::Pipeline::kKStages]; // of the biases of each stage
   typename Config::Ring tasks;
   // The maximum and sum of two rows, of each consumer thread, while its registers hold those of the next tile.
   float4 sums[Roles::kConsumerThreads];
@@ -60,9 +61,11 @@ template <class Config> struct BiasStore {
   const ForwardParams &params;
   ForwardSharedSm90<Config> &shared;
 
-  __device__ __forceinline__ void operator()(int stage, int i, float bias) const {
-    if (has_column_bias<Config>(params.p) && params.bias_factor != 0.0f)
-      shared.bias.store(stage, i, bias, params.bias_factor);
+  __device__ __forceinline__ void operator()(const ForwardTask &task, int stage, int i, float bias) const {
+    if (!has_column_bias<Config>(params.p) || params.bias_factor == 0.0f) return;
+    const BiasReference reference = task.reference;
+    shared.bias.store(stage, i, bias - reference.value, params.bias_factor);
+    if (i == 0) shared.references[stage] = reference;
   }
 };
 
@@ -73,6 +76,7 @@ template <class Config> struct MakeTask {
   __device__ __forceinline__ void operator()(const HeadTile &t, ForwardTask &task) const {
     task.set(params, t.s, t.sequence_index, t.head, t.tile * Config::kRows);
     task.columns = tile_columns(params.p, params.plan, t.s, t.sequence_index, t.head, t.tile);
+    task.order_by_bias();
   }
 };
 
@@ -143,9 +147,12 @@ template <class Config> struct ForwardConsumer {
   // What comes before a block: nothing, the last block of the tile before, or a block of the same tile.
   enum class After { nothing, tile, block };
 
-  // The blocks of a task that are left, this one among them, and how many of the last may be partial.
+  // The blocks of a task that are left, this one among them, and which may be partial: the last `limit`, or all but the last
+  // ~limit where the walk begins with the last columns.
   struct BlocksLeft {
-    int count, partial;
+    int count, limit;
+
+    __device__ bool may_be_partial() const { return (count ^ limit >> 31) <= limit; }
   };
 
   // In the first block of a task these are read when they are needed: with the sums of the task before, registers are
@@ -157,8 +164,7 @@ template <class Config> struct ForwardConsumer {
   // Whether a row of the tile may drop a key of this block.
   template <After kAfter> __device__ bool is_partial(const Tasks &tasks, const BlocksLeft &left) const {
     if constexpr (Pipeline::kFlagsBlocks) return shared.pipeline.flags.of(k_state).is_partial();
-    const BlocksLeft now = left_of<kAfter>(tasks, left);
-    return now.count <= now.partial;
+    return left_of<kAfter>(tasks, left).may_be_partial();
   }
   // Whether the block is the last of its task.
   template <After kAfter> __device__ bool is_last(const Tasks &tasks, const BlocksLeft &left) const {
@@ -199,9 +205,11 @@ template <class Config> struct ForwardConsumer {
     if (linear) {
       const float scale = params.factors.scale;
       if (partial) rows.drop_columns(facts);
-      if constexpr (kAfter != After::block) rows.find_maximum(scale);
+      const BiasReference reference =
+          has_column_bias<Config>(params.p) ? shared.references[k_state.index] : BiasReference();
+      if constexpr (kAfter != After::block) rows.find_maximum(scale, reference);
       float added[2];
-      rows.quick_softmax(scale, added);
+      rows.quick_softmax(scale, reference, added);
       if (__all_sync(0xffffffffu, added[0] <= Rows::kSumLimit && added[1] <= Rows::kSumLimit)) {
         if constexpr (kAfter != After::nothing) finish_output<0>();
 #pragma unroll
@@ -312,7 +320,8 @@ template <class Config> struct ForwardConsumer {
   __device__ static BlocksLeft blocks_of(const ForwardTask &task) {
     const int count = uniform(task.columns.count), full = uniform(task.columns.full);
     const int blocks = int(uint32_t(count + kColumns - 1) / kColumns);
-    return {blocks, blocks - int(uint32_t(full) / kColumns)};
+    const int whole = int(uint32_t(full) / kColumns); // blocks
+    return {blocks, task.columns.reversed ? ~(whole + 1) : blocks - whole};
   }
 };
 

@@ -203,9 +203,9 @@ template <class ConfigType> struct SmallBoxes : ConfigType::Rows {
     const auto &facts = shared.facts[block % 2];
     if (params.bias_factor != 0.0f) {
       drop_columns(block);
-      if (block == 0) Rows::find_maximum(scale);
+      if (block == 0) Rows::find_maximum(scale, {});
       float added[2];
-      Rows::quick_softmax(scale, added);
+      Rows::quick_softmax(scale, {}, added);
       if (__all_sync(0xffffffffu, added[0] <= Rows::kSumLimit && added[1] <= Rows::kSumLimit)) {
         Rows::sum[0][0] += added[0];
         Rows::sum[0][1] += added[1];

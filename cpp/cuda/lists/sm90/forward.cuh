@@ -32,6 +32,7 @@ struct ListForwardTask : ForwardTask {
     kv_head = list.kv_head;
     first_row = list.head - s.q_begin;
     bias = list.bias;
+    reference = {};
     columns = {};
     columns.count = list.length;
     columns.slots = list.indices;
@@ -133,7 +134,7 @@ private:
         own = to_base_2(own);
       }
       facts.bias[i] = own;
-      this->on_column(stage, i, own);
+      this->on_column(task, stage, i, own);
       if (own == -INFINITY) rows[n] = -1;
       stream.rows[row_state.index][Stream::Gather::place(i)] =
           rows[n] < 0 ? -1 : this->places.row(p, task.sequence_index, rows[n]);

@@ -41,15 +41,16 @@ template <class Stream, class OnColumn> struct BlockLookup : StreamLookup<Stream
 
 private:
   __device__ void fetch_keys(const TileColumns &columns, int32_t (&keys)[kLaneColumns]) const {
+    const int first = column_block<kColumns>(columns, block) * kColumns + int(threadIdx.x) % 32;
 #pragma unroll
-    for (int n = 0; n < kLaneColumns; ++n)
-      keys[n] = fetch_key(columns, block * kColumns + 32 * n + int(threadIdx.x) % 32);
+    for (int n = 0; n < kLaneColumns; ++n) keys[n] = fetch_key(columns, first + 32 * n);
   }
 
   // The keys are those of the block, and become those of this warp's next.
   template <class Task> __device__ void store_block(const Task &task, int32_t (&keys)[kLaneColumns]) {
-    const int first = block * kColumns + int(threadIdx.x) % 32, stage = k_state.index;
     const TileColumns &columns = task.columns;
+    const int place = column_block<kColumns>(columns, block), first = place * kColumns + int(threadIdx.x) % 32;
+    const int stage = k_state.index;
     const ScoreView bias = task.bias;
     ColumnEntry entries[kLaneColumns];
 #pragma unroll
@@ -57,7 +58,7 @@ private:
       entries[n] = {keys[n]};
       if (keys[n] >= 0 && bias.data) entries[n].bias_bits = bias.load_bits(keys[n]);
     }
-    const bool partial = (block + 1) * kColumns > columns.full;
+    const bool partial = (place + 1) * kColumns > columns.full;
     if (partial) {
 #pragma unroll
       for (int n = 0; n < kLaneColumns; ++n)

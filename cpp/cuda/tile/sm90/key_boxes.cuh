@@ -81,7 +81,7 @@ template <class Boxes> struct BoxCopier {
 // A lookup thread. The facts about the columns of a block are requested when those of the block before have been stored,
 // which may be of the task before.
 //
-// on_column(stage, i, bias) is called for each column of a block whose facts have been stored.
+// on_column(task, stage, i, bias) is called for each column of a block whose facts have been stored.
 template <class Boxes, class OnColumn> struct BoxLookup {
   using Tile = typename Boxes::Tile;
   using Reader = KeyColumnReader<Boxes::kColumns>;
@@ -134,7 +134,7 @@ private:
     Roles::producer_acquire(boxes.k_empty[stage], k_state.phase);
     if (has_column) {
       key.store(boxes.facts[stage], c % Boxes::kColumns);
-      on_column(stage, c % Boxes::kColumns, key.bias);
+      on_column(task, stage, c % Boxes::kColumns, key.bias);
     }
     boxes.flags.of(k_state).set(has_column && !key.full(), last);
     ptx::fence_async_proxy();

@@ -99,6 +99,9 @@ template <int kColumns> struct KeyColumnReader {
   __device__ explicit KeyColumnReader(const fdm_problem &problem) : p(problem) {}
 
   __device__ static int column(int block) { return Roles::own_column<kColumns, Roles::kLookupWarps>(block); }
+  template <class Task> __device__ static int column(const Task &task, int block) {
+    return column(column_block<kColumns>(task.columns, block));
+  }
   template <class Task> __device__ static int blocks_of(const Task &task) {
     return (task.columns.count + kColumns - 1) / kColumns;
   }
@@ -108,13 +111,13 @@ template <int kColumns> struct KeyColumnReader {
   }
 
   template <class Task> __device__ void ask(const Task &task, int block) {
-    const int c = column(block);
+    const int c = column(task, block);
     if (task.bias.data && c < task.columns.count) bias_bits = bias_view(task.bias.data).load_bits(c);
   }
 
   // The key of a block that was asked for.
   template <class Task> __device__ KeyColumn read(const Task &task, int block) const {
-    const int c = column(block);
+    const int c = column(task, block);
     if (c >= task.columns.count) return KeyColumn::none();
     KeyColumn key{column_word(task.columns, c, c, 0, 0, {}), 0.0f};
     if (task.bias.data) key.bias = to_base_2(bias_view(nullptr).convert(bias_bits));

@@ -24,14 +24,17 @@ template <class Stream, class OnColumn> struct KeyLookup : StreamLookup<Stream, 
 
   using Base::Base;
 
-  __device__ static int column(int block) { return Roles::own_column<kColumns, Roles::kLookupWarps>(block); }
+  // The column of this thread in a block of the walk over a task.
+  __device__ static int column(const TileColumns &columns, int block) {
+    return Roles::own_column<kColumns, Roles::kLookupWarps>(column_block<kColumns>(columns, block));
+  }
 
   // Requests the facts about the first columns, which have then arrived when the columns are stored.
   template <class Task> __device__ void start(const Task &task) {
     keys = &task.columns;
     fetch_from(task);
-    fetch(fetch_key(*keys, column(0)));
-    next_key = fetch_key(*keys, column(1));
+    fetch(fetch_key(*keys, column(*keys, 0)));
+    next_key = fetch_key(*keys, column(*keys, 1));
   }
 
   // Stores the facts of the blocks of the current task. meanwhile() is called once, where it delays least. What is read of
@@ -79,10 +82,11 @@ private:
     const int stage = k_state.index;
     // Few blocks are partial, so which rows keep their columns is not asked for further ahead.
     ColumnEntry entry{key, bias_bits};
-    const bool partial = (block + 1) * kColumns > task.columns.full;
+    const bool partial = (column_block<kColumns>(task.columns, block) + 1) * kColumns > task.columns.full;
     if (partial && key >= 0) fetch_rows(entry, task.columns);
     Roles::producer_acquire(stream.k_empty[stage], k_state.phase);
-    if (threadIdx.x % 32 < kOwnColumns) this->store_column(task, bias_view(), column(block), partial, entry);
+    if (threadIdx.x % 32 < kOwnColumns)
+      this->store_column(task, bias_view(), column(task.columns, block), partial, entry);
     ptx::arrive(stream.found[stage]);
     this->pass_block();
     ask_ahead(tasks, block, blocks - block);
@@ -94,7 +98,7 @@ private:
     if (left <= 2) keys = &tasks.next().columns;
     if (left == 1) fetch_from(tasks.next());
     fetch(next_key);
-    next_key = fetch_key(*keys, column(left > 2 ? block + 2 : 2 - left));
+    next_key = fetch_key(*keys, column(*keys, left > 2 ? block + 2 : 2 - left));
   }
 
   // Columns are those of this task from here on.

@@ -9,7 +9,7 @@ namespace fdm::cuda {
 
 // The place of a lookup thread in the stream of blocks, which has those of all tasks.
 //
-// on_column(stage, i, bias) is called for each column of a block whose facts have been stored.
+// on_column(task, stage, i, bias) is called for each column of a block whose facts have been stored.
 template <class Stream, class OnColumn> struct StreamLookup {
   static constexpr int kColumns = Stream::kColumns;
 
@@ -41,7 +41,7 @@ template <class Stream, class OnColumn> struct StreamLookup {
     const int stage = k_state.index, i = c % kColumns;
     auto &facts = stream.facts[stage];
     const int32_t key = store_facts<kColumns>(facts, task.columns, bias, c, partial, entry);
-    on_column(stage, i, facts.bias[i]);
+    on_column(task, stage, i, facts.bias[i]);
     stream.rows[row_state.index][Stream::Gather::place(i)] = key < 0 ? -1 : places.row(p, task.sequence_index, key);
   }
 };
