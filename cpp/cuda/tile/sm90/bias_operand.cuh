@@ -7,17 +7,28 @@
 
 namespace fdm::cuda {
 
-// A bias times `factor`, in units of the product of Q and K; only a bias of -inf drops a key. One that Element has no room for
-// becomes NaN. One of bfloat16 is cut off at kLargest: times the scale, which is between 2^-30 and 2^30, that is far beyond what
-// quick_softmax() takes, and far from the lowest float, by which it shifts a row that has no maximum yet.
+// What the fourth column of a bias is multiplied with: float16 has no room for large ones.
+constexpr float kFourth = 1024.0f;
+
+template <class Element> __device__ __forceinline__ OperandChunk<Element> ones_chunk() {
+  return OperandChunk<Element>::make(1.0f, 1.0f, 1.0f, kFourth);
+}
+
+// A bias times `factor`, in units of the product of Q and K; only a bias of -inf drops a key. One of float16 that four columns
+// have no room for becomes NaN. One of bfloat16 is cut off at kLargest: times the scale, which is between 2^-30 and 2^30, that is
+// far beyond what quick_softmax() takes, and far from the lowest float, by which it shifts a row that has no maximum yet.
 template <class Element> __device__ __forceinline__ OperandChunk<Element> bias_chunk(float given, float factor) {
+  using Chunk = OperandChunk<Element>;
   constexpr bool kHalf = __is_same(Element, __half);
   constexpr float kLargest = kHalf ? 65504.0f : 0x1p90f;
   const bool finite = fabsf(given) < INFINITY;
-  float bias = given * factor;
+  float bias = given * factor, fourth = 0.0f;
   if (!kHalf && finite) bias = fminf(fmaxf(bias, -kLargest), kLargest);
-  if (kHalf && finite && fabsf(bias) > kLargest) bias = NAN;
-  return OperandChunk<Element>::split(bias);
+  if (kHalf && finite && fabsf(bias) > kLargest) {
+    fourth = static_cast<float>(Element(bias / kFourth));
+    bias = fabsf(fourth) < INFINITY ? fmaf(-fourth, kFourth, bias) : NAN;
+  }
+  return Chunk::split(bias, fourth);
 }
 
 template <class Element, int kColumns, int kSlotCount> struct BiasSlots {
@@ -40,7 +51,7 @@ template <class Element, int kColumns, int kSlotCount> struct BiasOperand : Bias
 
   // All threads of the block call this, before they are synchronized.
   __device__ void init() {
-    for (int i = threadIdx.x; i < kRows; i += blockDim.x) ones[i] = Chunk::make(1.0f, 1.0f, 1.0f);
+    for (int i = threadIdx.x; i < kRows; i += blockDim.x) ones[i] = ones_chunk<Element>();
     for (int i = threadIdx.x; i < int(sizeof(zeros) / sizeof(Chunk)); i += blockDim.x) zeros[i] = {};
     ptx::fence_async_proxy();
   }
@@ -69,8 +80,7 @@ struct SmallBiasOperand : BiasSlots<Element, kColumns, kSlotCount> {
   // All threads of the block call this, before they are synchronized.
   __device__ void init() {
     if (threadIdx.x < 2 * kRows) {
-      const float one = threadIdx.x < kRows ? 1.0f : 0.0f;
-      ones[threadIdx.x / kRows][threadIdx.x % kRows] = Chunk::make(one, one, one);
+      ones[threadIdx.x / kRows][threadIdx.x % kRows] = threadIdx.x < kRows ? ones_chunk<Element>() : Chunk{};
     }
     ptx::fence_async_proxy();
   }
