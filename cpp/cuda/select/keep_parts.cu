@@ -7,7 +7,8 @@
 //
 // Reading the biases is most of the work, so later launches read few of them again. A sample of the row gives a threshold which
 // about a window and some more keys reach. The first launch that counts has only those counted, has each warp list its own,
-// and writes that all others are dropped. A warp whose list is too short for its keys goes through all of them in each launch.
+// and writes that all others are dropped. Where no list is too short, the first block of the next launch selects the row among
+// what is listed, and other launches have nothing to do; else a warp whose list is too short goes through all of its keys in each.
 // Should fewer keys than the window reach the threshold, which the sample makes all but impossible, one block selects the row.
 #include "../host/launch.cuh"
 #include "keep_row.cuh"
@@ -25,18 +26,19 @@ using Select = RadixSelect<kThreads>;
 static_assert(Select::kDigits == kKeepDigits);
 
 // What is known of the last selected key: its bits from some bit on, and how many of the keys that have the same are selected.
-// If settled, the window is final.
+// If settled, the window is final; if listed, what is listed has been selected from.
 struct Step {
   uint32_t decided, remaining;
   Window window;
-  bool settled, ignores_threshold;
+  bool settled, ignores_threshold, listed;
 };
 
 struct RowState {
   uint32_t threshold; // least value that is counted
   int32_t first_ranked;
   uint32_t ranked_count;
-  Step steps[2]; // after each digit but the last
+  uint32_t too_short; // is a list
+  Step steps[2];      // after each digit but the last
 };
 static_assert(sizeof(RowState) <= kRowStateBytes);
 
@@ -279,7 +281,9 @@ template <int kBits> __global__ void __launch_bounds__(kThreads, 2) sample_keys(
     const Window window = Select::select(shared.select, sampled, kSampledKeys, static_cast<int64_t>(rank));
     threshold = max(1u, window.value);
   }
-  if (threadIdx.x == 0) own.state().threshold = threshold;
+  if (threadIdx.x != 0) return;
+  own.state().threshold = threshold;
+  own.state().too_short = 0;
 }
 
 __device__ void load_digits(Shared &shared, const uint32_t *digits) {
@@ -301,6 +305,9 @@ template <int kBits> __device__ Step next_step(Shared &shared, const Step &befor
   return step;
 }
 
+// The keys of a row that a block can select from at once.
+constexpr int kListedRoom = 4096;
+
 // The step before a launch that counts the digits of a pass.
 template <int kBits> __device__ Step step_before(Shared &shared, const RowPart<kBits> &own, int pass) {
   if (pass > 1) {
@@ -313,13 +320,41 @@ template <int kBits> __device__ Step step_before(Shared &shared, const RowPart<k
   const int64_t count = own.work.s.window;
   const uint32_t total = Select::total(shared.select);
   const auto size = static_cast<int32_t>(min64(count, total));
+  Step step{0, 0, open_window(size), true, false, false};
+  step.listed = own.work.parts.listed > 0 && !own.state().too_short && total >= count && total <= kListedRoom;
+  if (step.listed) return step;
   if (total > count)
-    return next_step<kBits>(shared, {0, static_cast<uint32_t>(count), open_window(size), false, false}, 0);
-  Step step{0, 0, open_window(size), true, false};
+    return next_step<kBits>(shared, {0, static_cast<uint32_t>(count), open_window(size), false, false, false}, 0);
   if (total == count || own.threshold == 1) return step;
   step.ignores_threshold = true;
   if (own.part == 0) step.window = Select::select(shared.select, own.source, own.row.visible, count);
   return step;
+}
+
+// Keeps the selected ones of all keys that the warps of a row have listed. Lists, and keys in them, are in key order.
+template <int kBits> __device__ void keep_listed(Shared &shared, const RowPart<kBits> &own) {
+  __shared__ int32_t keys[kListedRoom];
+  __shared__ uint32_t values[kListedRoom];
+  const KeepParts &parts = own.work.parts;
+  const int32_t *const first_list = own.work.lists + own.part_number(0) * kWarps * (parts.listed + 1);
+  const auto lists = static_cast<int32_t>(parts.count * kWarps);
+  int32_t total = 0;
+  for (int32_t first = 0; first < lists; first += kThreads) {
+    const int32_t number = first + static_cast<int32_t>(threadIdx.x);
+    const int32_t *const list = first_list + number * (parts.listed + 1);
+    const int32_t count = number < lists ? list[0] : 0;
+    uint32_t sum;
+    const int32_t before =
+        total + static_cast<int32_t>(shared.select.sum.exclusive(static_cast<uint32_t>(count), &sum));
+    for (int32_t n = 0; n < count; ++n) keys[before + n] = list[1 + n];
+    total += static_cast<int32_t>(sum);
+  }
+  __syncthreads();
+  for (int32_t n = threadIdx.x; n < total; n += kThreads) values[n] = own.source.value(keys[n]);
+  const SampledValues<kBits> listed{values};
+  const Window window = Select::select(shared.select, listed, total, own.work.s.window);
+  for (int32_t n = threadIdx.x; n < total; n += kThreads)
+    if (window.holds(values[n], n)) own.row.keep[keys[n] * own.row.stride] = 1;
 }
 
 // Counts the keys of each part by the digit of a pass. In the first one warps list those that reach the threshold.
@@ -340,6 +375,8 @@ __global__ void __launch_bounds__(kThreads, 2) count_keys(const __grid_constant_
     own.read_state();
     const Step step = step_before(shared, own, kPass);
     if (own.is_first_thread()) own.state().steps[kPass - 1] = step;
+    if constexpr (kPass == 1)
+      if (step.listed && own.part == 0) keep_listed(shared, own);
     if (step.settled) return;
     decided = step.decided;
   }
@@ -378,7 +415,10 @@ __global__ void __launch_bounds__(kThreads, 2) count_keys(const __grid_constant_
       }
       found += static_cast<int32_t>(__shfl_sync(kAllLanes, up_to_own, 31));
     });
-    if (lane_id() == 0) own.list()[0] = found;
+    if (lane_id() == 0) {
+      own.list()[0] = found;
+      if (found > work.parts.listed) own.state().too_short = 1;
+    }
   } else {
     own.visit_keys(own.row.visible, [&](int32_t key, const auto &values) {
 #pragma unroll
@@ -437,6 +477,7 @@ __global__ void __launch_bounds__(kThreads, 2) write_kept_keys(const __grid_cons
   if (own.row.absent) return;
   own.read_state();
   Step step = own.state().steps[kLast - 1];
+  if (step.listed) return;
   if (step.ignores_threshold) {
     own.threshold = 1;
     own.listed = -1;
