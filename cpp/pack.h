@@ -66,7 +66,9 @@ enum fdm_flag {
   FDM_CAUSAL = 1,        /* query i sees keys j <= i + K - Q: aligned to the bottom right */
   FDM_DETERMINISTIC = 2, /* equal inputs on an equal machine give equal bits */
   FDM_FORWARD_ONLY = 4,  /* nobody but one call of forward reads the plan, so a pack may leave it empty */
-  FDM_SELECTS = 8        /* start and end are those of select_and_plan; without memory while sizes are asked for */
+  FDM_SELECTS = 8,       /* start and end are those of select_and_plan; without memory while sizes are asked for */
+  FDM_KEEPS_RUNS = 16 /* the keys that start and end keep for a query follow each other, but for few. Results are right
+                          * where that is not so, too */
 };
 
 /* How a problem gives its mask; the index of fdm_pack.plan_layouts. */

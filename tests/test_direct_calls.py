@@ -316,7 +316,7 @@ def test_the_core_does_nothing_without_an_allocator(pack_target: Target) -> None
     assert isinstance(backend, pack.PackBackend)
     names = ("query", "key", "value", "attn_mask")
     tensors = (*(as_tuple(given[name]) for name in names), *(None,) * 8)
-    settings = (0, 0, 0.3, False, 0.0, False, 0, -1, 0, 0)
+    settings = (0, 0, 0.3, False, 0.0, False, 0, -1, 0, 0, False)
     call = _core.Call((*tensors, *settings))  # type: ignore[arg-type]
     assert call.attend(backend.pack, 1, pack._ALLOCATOR, False) is None
     assert call.keep(backend.pack, 1, pack._ALLOCATOR, False) is None

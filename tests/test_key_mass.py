@@ -458,7 +458,7 @@ def operator_arguments(target: Target, kind: str) -> tuple[Any, ...]:
         )
         longest = (65, 80)
     tensors = (query, key, value, mask, start, end, bias, cu_q, cu_k, None, None, None)
-    settings = (*longest, 0.3, True, 0.0, True, 0, -1, 0, 0, target.backend)
+    settings = (*longest, 0.3, True, 0.0, True, 0, -1, 0, 0, False, target.backend)
     return (*tensors, *settings)
 
 

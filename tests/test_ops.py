@@ -51,7 +51,7 @@ def forward_arguments(target: Target, kind: str) -> tuple[object, ...]:
             for b in ([0, 4, 14], [0, 10, 18])
         )
         longest_q, longest_k = 10, 10
-    settings = (longest_q, longest_k, 0.3, True, 0.0, True, 0, -1, 0, 0, target.backend)
+    settings = (longest_q, longest_k, 0.3, True, 0.0, True, 0, -1, 0, 0, False, target.backend)
     sink = randn(4, seed=5).to(target.device).requires_grad_()
     return (query, key, value, mask, start, end, bias, cu_q, cu_k, None, None, sink, *settings)
 
@@ -83,7 +83,7 @@ def test_opcheck_of_a_plan_in_pages_of_its_own(pack_target: Target) -> None:
     query, key, value = (randn(1, 1200, 1, 8, seed=n).to(pack_target.device) for n in range(3))
     query, key, value = (t.to(pack_target.dtypes[0]) for t in (query, key, value))
     mask = rand_bool(1, 1, 1200, 1200).to(pack_target.device)
-    settings = (0, 0, 0.3, True, 0.0, True, 0, -1, 0, 0, pack_target.backend)
+    settings = (0, 0, 0.3, True, 0.0, True, 0, -1, 0, 0, False, pack_target.backend)
     arguments = (query, key, value, mask, *(None,) * 8, *settings)
     assert OPS.attention_forward(*arguments)[2].numel() > 1 << 17
     torch.library.opcheck(OPS.attention_forward.default, arguments)

@@ -18,7 +18,7 @@ SCHEMA = (
     "Tensor? bias, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? block_table, "
     "Tensor? given_plan, Tensor? sink, SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, "
     "bool causal, float softcap, bool deterministic, SymInt max_kept, SymInt window, "
-    "SymInt keep_last, SymInt keep_first"
+    "SymInt keep_last, SymInt keep_first, bool keeps_runs"
 )
 GRADIENTS = "Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dbias, Tensor dsink"
 

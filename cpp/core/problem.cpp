@@ -197,8 +197,9 @@ void Problem::read_settings(const AttentionRecord &record, const Execution &exec
   if (!std::isfinite(problem_.softcap) || problem_.softcap < 0)
     value_error("softcap is ", record.softcap, ", but must be 0 (off) or positive, and finite in float32");
   require_at_least(execution.threads, "threads", 1);
-  problem_.flags =
-      (record.causal ? uint32_t{FDM_CAUSAL} : 0) | (record.deterministic ? uint32_t{FDM_DETERMINISTIC} : 0);
+  const auto flag = [](bool is_set, fdm_flag bit) { return is_set ? uint32_t{bit} : 0; };
+  problem_.flags = flag(record.causal, FDM_CAUSAL) | flag(record.deterministic, FDM_DETERMINISTIC) |
+                   flag(record.keeps_runs, FDM_KEEPS_RUNS);
   problem_.context = {device_.index, execution.threads, reinterpret_cast<void *>(execution.stream)};
 }
 

@@ -28,7 +28,7 @@ struct AttentionRecord {
   int64_t max_seqlen_q = 0, max_seqlen_k = 0, max_kept = 0;
   int64_t window = -1, keep_last = 0, keep_first = 0;
   double scale = 1, softcap = 0;
-  bool causal = false, deterministic = false;
+  bool causal = false, deterministic = false, keeps_runs = false;
 
   template <class Visit> void each_field(Visit &&visit) {
     visit("query", query);
@@ -53,6 +53,7 @@ struct AttentionRecord {
     visit("window", window);
     visit("keep_last", keep_last);
     visit("keep_first", keep_first);
+    visit("keeps_runs", keeps_runs);
   }
 };
 

@@ -131,6 +131,8 @@ class Problem:
         The plan begins with their start and end.
     keep_last, keep_first: of the keys that a query sees, these are kept, and others selected; 0
         without window.
+    keeps_runs: of start and end; the keys that a query keeps follow each other, but for few. Where
+        that is not so, results are right, too.
     threads: of cpu packs. stream: CUstream as an integer, of GPU packs.
     """
 

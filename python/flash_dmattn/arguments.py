@@ -213,12 +213,13 @@ class MaskParts(NamedTuple):
     start: Tensor | None = None
     end: Tensor | None = None
     max_kept: int = 0  # of start and end
+    keeps_runs: bool = False  # likewise
 
 
 def mask_parts(mask: Tensor | IntervalMask | None) -> MaskParts:
     """Return the fields of a mask."""
     if isinstance(mask, IntervalMask):
-        return MaskParts(None, mask.start, mask.end, mask.max_kept or 0)
+        return MaskParts(None, mask.start, mask.end, mask.max_kept or 0, mask._keeps_runs)
     if mask is not None and mask.dtype != torch.bool:
         raise TypeError(
             f"attn_mask must have dtype torch.bool (True keeps the key), got {mask.dtype}"

@@ -75,7 +75,10 @@ def forgetting_bias(
     if prune is None:
         return bias, None
     length = log_forget.shape[-1] if cu_seqlens is None else None
-    return bias, IntervalMask(start, end, query_length=length)
+    mask = IntervalMask(start, end, query_length=length)
+    # What decays later comes later: only padding interrupts the keys that a query keeps.
+    mask._keeps_runs = True
+    return bias, mask
 
 
 def pruning_threshold(score_bound: float, length: int, *, error: float = 1e-4) -> float:

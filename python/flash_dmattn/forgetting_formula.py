@@ -151,7 +151,9 @@ def remembered(
     if capacity is not None:
         end = torch.minimum(end, row + capacity)
     start = row.clamp(min=0).to(torch.int32).expand_as(end).contiguous()
-    return IntervalMask(start, end.clamp(min=0).to(torch.int32), query_length=count)
+    mask = IntervalMask(start, end.clamp(min=0).to(torch.int32), query_length=count)
+    mask._keeps_runs = True
+    return mask
 
 
 def _intervals(

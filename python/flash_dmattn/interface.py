@@ -573,6 +573,7 @@ def _attention(
         resolved_deterministic(deterministic),
         parts.max_kept,
         *within,
+        parts.keeps_runs,
     )
     return_lse = flag("return_lse", return_lse) or return_probabilities
     need_lse = return_lse or return_key_mass

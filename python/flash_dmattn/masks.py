@@ -41,6 +41,9 @@ class IntervalMask:
     end: Tensor
     query_length: int | None
     max_kept: int | None
+    # The keys that a query keeps follow each other, but for few: kernels then compute runs of keys.
+    # Results do not depend on it.
+    _keeps_runs: bool = False
 
     def __init__(
         self,
@@ -100,12 +103,14 @@ class IntervalMask:
         if not isinstance(other, IntervalMask):
             _refuse_to_combine(other)
         _check_combinable(self, other)
-        return IntervalMask(
+        both = IntervalMask(
             torch.maximum(self.start, other.start),
             torch.minimum(self.end, other.end),
             query_length=other.query_length if self.query_length is None else self.query_length,
             max_kept=_least(self.max_kept, other.max_kept),
         )
+        both._keeps_runs = self._keeps_runs and other._keeps_runs
+        return both
 
     def __rand__(self, other: object) -> NoReturn:
         """Refuse what is not an IntervalMask.
@@ -131,12 +136,14 @@ class IntervalMask:
         if device is None:
             checks.refuse_type("device", "a torch.device or its name", device)
         checks.device("device", device)
-        return IntervalMask(
+        moved = IntervalMask(
             self.start.to(device),
             self.end.to(device),
             query_length=self.query_length,
             max_kept=self.max_kept,
         )
+        moved._keeps_runs = self._keeps_runs
+        return moved
 
     def to_bool(self, query_length: int) -> Tensor:
         """Return the same mask as bool ``({B|1}, {H|Hk|1}, query_length, K)``: O(Q x K) memory.

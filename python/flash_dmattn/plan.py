@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["AttentionPlan", "checked_mask", "is_changed", "make_plan", "mark_of"]
 
 _BOUNDS = Packing._fields[:2]
-_OF_INTERVALS = ("start", "end", "query_length", "max_kept")
+_OF_INTERVALS = ("start", "end", "query_length", "max_kept", "_keeps_runs")
 _DENSE_SIZES = (
     "query.shape[0]",
     "query.shape[1]",

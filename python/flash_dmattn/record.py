@@ -55,6 +55,8 @@ class AttentionInputs(NamedTuple):
     window: int = -1
     keep_last: int = 0
     keep_first: int = 0
+    # The keys that start and end keep for a query follow each other, but for few.
+    keeps_runs: bool = False
 
     @property
     def packed(self) -> bool:

@@ -140,7 +140,7 @@ def dynamic_mask(
     causal, name = flag("is_causal", is_causal), backend_name(backend)
     counts = key_counts(window_size, keep_last, keep_first)
     check_causal(counts, causal, queries)
-    keep, start, end, max_kept = select(bias, mask, packing, shape, counts, causal, name)
+    keep, start, end, max_kept, _ = select(bias, mask, packing, shape, counts, causal, name)
     if start is None or end is None:
         assert keep is not None
         return keep

@@ -26,6 +26,7 @@ def values(**changes: Any) -> tuple[Any, ...]:
         "window": -1,
         "keep_last": 0,
         "keep_first": 0,
+        "keeps_runs": False,
     }
     return tuple({**dict.fromkeys(FIELDS), **defaults, **named, **changes}[n] for n in FIELDS)
 

@@ -70,7 +70,7 @@ class Call:
 
     def inputs(self, mask: Tensor | IntervalMask | None) -> AttentionInputs:
         """Return what backends get of this call, with a mask in place of its own."""
-        plain, start, end, _ = mask_parts(mask)
+        plain, start, end, *_ = mask_parts(mask)
         if self.cu_seqlens_q is None:
             (batch, _, heads, _), (_, keys, kv_heads, _) = self.query.shape, self.key.shape
             sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "keys": keys}

@@ -239,9 +239,11 @@ class Repeater:
             tensor = getattr(call, name)
             if isinstance(tensor, IntervalMask):
                 ends = (self._gathered(name, end) for end in (tensor.start, tensor.end))
-                changed[name] = IntervalMask(
+                mask = IntervalMask(
                     *ends, query_length=tensor.query_length, max_kept=tensor.max_kept
                 )
+                mask._keeps_runs = tensor._keeps_runs
+                changed[name] = mask
             elif tensor is not None:
                 tensor = self._gathered(name, tensor)
                 is_rows = name in ("query", "key", "value", "dout")

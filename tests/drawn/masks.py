@@ -75,6 +75,13 @@ def with_bytes(source: Source, mask: Tensor) -> Tensor:
 
 
 def draw_intervals(source: Source, sizes: Sizes) -> IntervalMask:
+    mask = _drawn_intervals(source, sizes)
+    # Results do not depend on it. No draw tells, so that seeds draw what they have drawn before.
+    mask._keeps_runs = sizes.keys % 3 == 0
+    return mask
+
+
+def _drawn_intervals(source: Source, sizes: Sizes) -> IntervalMask:
     heads = source.choice([1, sizes.kv_heads, sizes.heads])
     shape = (
         (heads, sizes.keys)

@@ -65,6 +65,7 @@ EVERYDAY = {
         mask=2,
         mask_heads=2,
         mask_batch=1,
+        keeps_runs=1,
         bias=1,
         bias_heads=2,
         bias_batch=1,
@@ -90,7 +91,19 @@ EVERYDAY = {
     ),
     "a prompt": problem(1, 32, 8, 128, 32768, 32768, **ONE_TOKEN),
     "forgetting, float64": problem(
-        1, 16, 4, 64, 16384, 16384, causal=1, mask=2, mask_heads=1, bias=1, bias_heads=1, float64=1
+        1,
+        16,
+        4,
+        64,
+        16384,
+        16384,
+        causal=1,
+        mask=2,
+        mask_heads=1,
+        keeps_runs=1,
+        bias=1,
+        bias_heads=1,
+        float64=1,
     ),
     "forgetting, float64, one token": problem(
         8, 16, 4, 64, 1, 16384, bias=1, bias_heads=1, bias_batch=1, float64=1, **ONE_TOKEN

@@ -22,6 +22,7 @@ struct Spec {
   int64_t sms, batch, heads, kv_heads, head_dim, queries, keys;
   int64_t causal, deterministic, forward_only, softcap, sink, splits;
   int64_t mask, mask_batch, mask_heads, max_kept; // mask: fdm_mask_kind
+  int64_t keeps_runs;
   int64_t bias, bias_batch, bias_heads, float32;  // bias: 0 none, 1 of keys, 2 of rows
   int64_t float64;                                // the bias of keys is
   int64_t rows, total_keys, page;                 // packed: in all, with `batch` sequences; page: keys of a page
@@ -88,7 +89,7 @@ struct Call {
     p.queries = s.queries, p.keys = s.keys, p.max_kept = s.max_kept;
     p.softcap = s.softcap ? 20.0f : 0.0f;
     p.flags = uint32_t((s.causal ? FDM_CAUSAL : 0) | (s.deterministic ? FDM_DETERMINISTIC : 0) |
-                       (s.forward_only ? FDM_FORWARD_ONLY : 0));
+                       (s.forward_only ? FDM_FORWARD_ONLY : 0) | (s.keeps_runs ? FDM_KEEPS_RUNS : 0));
     p.q = tensor(batch, rows, s.heads, s.head_dim, dtype, has(kInputs));
     p.k = p.v = s.page ? tensor(keys / s.page + s.batch, s.page, s.kv_heads, s.head_dim, dtype, false)
                        : tensor(batch, keys, s.kv_heads, s.head_dim, dtype, false);

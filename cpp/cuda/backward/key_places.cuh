@@ -206,6 +206,22 @@ __device__ __forceinline__ void store_bias_sum(const BackwardParams &params, con
                 sum);
 }
 
+// The rows that a plan of runs tells to keep a key of the block, which begins with `key`.
+__device__ __forceinline__ RowRange rows_of_run(const BackwardParams &params, const KeyBlockPlace &place, int64_t key) {
+  const fdm_problem &p = params.p;
+  const Plan &plan = params.plan;
+  const KeySpan *spans = plan.spans + list_number(p, plan, place.s, place.kv_head * params.group) * plan.list_spans +
+                         span_number(p, place.s, place.sequence_index, kSpanKeys);
+  const int64_t past_key = min64(place.s.k_count, key + params.keys.block_keys);
+  RowRange rows{INT32_MAX, 0};
+  for (int64_t n = key / kSpanKeys; n * kSpanKeys < past_key; ++n) {
+    const KeySpan span = spans[n];
+    rows.first = min(rows.first, span.first);
+    rows.past = max(rows.past, span.past);
+  }
+  return rows.first < rows.past ? rows : RowRange{0, 0};
+}
+
 // The rows that may keep a key of the block. There is no such block where past < first.
 __device__ __forceinline__ RowRange key_block_rows(const BackwardParams &params, const KeyBlockPlace &place) {
   if (params.keys.listed) {
@@ -215,6 +231,7 @@ __device__ __forceinline__ RowRange key_block_rows(const BackwardParams &params,
   }
   const int64_t key = int64_t(place.block) * params.keys.block_keys;
   if (key >= place.s.k_count) return {0, -1};
+  if (params.plan.spans && group_shares_mask(params.p)) return rows_of_run(params, place, key);
   const int32_t past = static_cast<int32_t>(place.s.q_count);
   return {is_causal(params.p) ? static_cast<int32_t>(max64(0, min64(past, key - place.s.causal_off))) : 0, past};
 }
@@ -265,8 +282,9 @@ __device__ __forceinline__ bool find_key_item(const BackwardParams &params, int3
   if (scheduled && number >= *params.keys.item_count) return false;
   item = key_item(params.keys, number);
   place = key_block_place(params, item.block);
+  if (scheduled) return true;
   const RowRange rows = key_block_rows(params, place);
-  return scheduled || rows.past >= rows.first;
+  return rows.past >= rows.first;
 }
 
 } // namespace fdm::cuda

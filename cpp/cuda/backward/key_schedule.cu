@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kThreads, 1) schedule_keys(const __grid_consta
   __syncthreads();
   const auto all_steps = int64_t(all);
   // The division of more blocks than these matters little.
-  const bool few = keys.listed && keys.sms > 0 && existing <= 2 * keys.sms;
+  const bool few = (keys.listed || params.plan.spans) && keys.sms > 0 && existing <= 2 * keys.sms;
   int32_t length = few ? lengths.choose(keys, all_steps, for_each_block) : 0;
   const bool chosen = length > 0;
   if (!chosen) length = int32_t(max64(kShortestPart, min64(kStepLimit, ceil_div(all_steps, kWantedItems))));

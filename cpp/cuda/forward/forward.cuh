@@ -184,7 +184,7 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
     if (c < columns.count && columns.slots)
       ptx::cp_async_4(ptx::shared_address(&own), column_slot(columns, c));
     else
-      own = c < columns.count ? c : -1;
+      own = c < columns.count ? key_of_run(columns, c) : -1;
   }
   // Most columns are full. Facts about the rows of others are not prefetched, since they take registers.
   __device__ Entry fetch(int block) const {

@@ -15,6 +15,8 @@ cudaError_t make_plan(const fdm_problem &p, const Plan &plan, const DeviceFacts 
     return launch_tile_lists(p, plan, route, stream);
   case PlanKernel::chunks:
     return launch_chunk_lists(p, plan, route, workspace, stream);
+  case PlanKernel::runs:
+    return launch_runs(p, plan, route, stream);
   default:
     return cudaSuccess;
   }

@@ -22,6 +22,8 @@ cudaError_t launch_tile_lists(const fdm_problem &p, const Plan &plan, const Plan
 cudaError_t launch_chunk_lists(const fdm_problem &p, const Plan &plan, const PlanRoute &route, void *workspace,
                                cudaStream_t stream);
 
+cudaError_t launch_runs(const fdm_problem &p, const Plan &plan, const PlanRoute &route, cudaStream_t stream);
+
 // SelectionKernel::list, and the plan of a problem at once.
 cudaError_t launch_short_selection(const fdm_selection &s, const SelectionRoute &route, cudaStream_t stream);
 cudaError_t launch_short_lists(const fdm_selection &s, const fdm_problem &p, const Plan &plan,

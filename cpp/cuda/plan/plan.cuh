@@ -14,6 +14,10 @@
 // (fdm_problem.max_kept), or for kTileKeyRoom. A tile that keeps more overflows: its columns are then all kept keys of
 // the list from the tile's first to its last, as partial ones, of which some may be kept by no row. With a key mask the
 // columns of a tile are the first kept keys of the list, and need no memory of their own.
+//
+// A plan of runs (FDM_KEEPS_RUNS, with a causal limit) has no lists at all. The columns of a tile are all keys from the first
+// that a row keeps to the last that one sees, and the full ones a run among them. Where some of these keys are kept by no row,
+// they are columns that are computed for nothing. Blocks of keys of the backward pass have consecutive keys.
 #pragma once
 
 #include <cstdint>
@@ -40,6 +44,19 @@ struct TileCounts {
   FDM_MEMBER bool overflows() const { return full < 0; }
 };
 
+// Keys of a plan of runs of which it is known together which rows keep them, and how many of these spans are a section.
+constexpr int kSpanKeys = 64, kSectionSpans = 32, kSectionKeys = kSpanKeys * kSectionSpans;
+
+// Which rows keep keys: none before `first`, or from `past` on, keeps any of them; each of [full_from, full_past) keeps all.
+struct alignas(16) KeySpan {
+  int32_t first, past, full_from, full_past;
+};
+
+// The columns of a tile in a plan of runs: keys [first, first + count), of which all rows keep [full_first, full_first + full).
+struct alignas(16) TileRun {
+  int32_t first, count, full_first, full;
+};
+
 // Room for the columns of a tile where nothing is known of how many keys it keeps. It takes 128 bytes for each query of
 // a list, as a query of head dimension 64 does. Plans for up to as many keys never overflow.
 constexpr int kTileKeyRoom = 4096;
@@ -61,6 +78,10 @@ struct Plan {
   int32_t *columns;   // [list][tile][tile_keys]: full ones from the front; partial ones from the back, reversed.
                       // Null: those of a tile are the first kept keys of its list
   RowWord *words;     // [list][tile][tile_keys]: of every key, in key order; row plans only
+
+  int32_t list_spans, list_sections; // those of a list over all sequences
+  KeySpan *spans, *sections;         // [list][span], [list][section]; plans of runs, which have nothing else but runs
+  TileRun *runs;                     // [list][tile]
 };
 
 FDM_INLINE int64_t align_256(int64_t bytes) { return (bytes + 255) / 256 * 256; }
@@ -73,6 +94,11 @@ FDM_INLINE int64_t list_keys(const fdm_problem &p) {
 }
 
 FDM_INLINE bool is_interval_plan(fdm_mask_kind kind) { return kind == FDM_MASK_KEYS || kind == FDM_MASK_INTERVALS; }
+
+// Whether the plan is one of runs.
+FDM_INLINE bool plans_runs(const fdm_problem &p) {
+  return p.flags & FDM_KEEPS_RUNS && is_causal(p) && mask_kind(p) == FDM_MASK_INTERVALS && !present(p.block_table);
+}
 
 // Takes consecutive parts of a buffer. Without one, `used` still tells how long it must be.
 struct BufferParts {
@@ -98,17 +124,29 @@ inline Plan lay_out_plan(const fdm_problem &p, void *base, int64_t *bytes) {
   plan.list_keys = list_keys(p);
   plan.tiles = int32_t(total_rows(p) / kTileRows + list_sequences(p));
   plan.tile_keys = int32_t(p.keys);
+  const int64_t slots = plan.lists * plan.tiles;
+  BufferParts parts{static_cast<char *>(base)};
+  if (plans_runs(p)) {
+    const auto numbers = [&](int64_t size) {
+      return int32_t(is_varlen(p) ? plan.list_keys / size + p.batch : ceil_div(p.keys, size));
+    };
+    plan.list_spans = numbers(kSpanKeys);
+    plan.list_sections = numbers(kSectionKeys);
+    plan.spans = parts.take<KeySpan>(plan.lists * plan.list_spans);
+    plan.sections = parts.take<KeySpan>(plan.lists * plan.list_sections);
+    plan.runs = parts.take<TileRun>(slots);
+    *bytes = parts.used;
+    return plan;
+  }
   if (kind == FDM_MASK_INTERVALS)
     plan.tile_keys =
         int32_t(min64(p.keys, p.max_kept > 0 ? min64(p.max_kept, INT32_MAX) + kTileRows - 1 : kTileKeyRoom));
-  BufferParts parts{static_cast<char *>(base)};
   if (is_interval_plan(kind)) {
     plan.kept_count = parts.take<int32_t>(plan.lists * list_sequences(p));
     plan.kept_index = parts.take<int32_t>(plan.lists * plan.list_keys);
     plan.kept_start = parts.take<int32_t>(plan.lists * plan.list_keys);
     plan.kept_end = parts.take<int32_t>(plan.lists * plan.list_keys);
   }
-  const int64_t slots = plan.lists * plan.tiles;
   plan.counts = parts.take<TileCounts>(slots);
   if (kind != FDM_MASK_KEYS) plan.columns = parts.take<int32_t>(slots * plan.tile_keys);
   if (kind == FDM_MASK_ROWS) plan.words = parts.take<RowWord>(slots * plan.tile_keys);
@@ -129,8 +167,8 @@ inline fdm_plan_layout plan_layout(fdm_mask_kind kind) {
     return {3 * 256, 0, 0, sizeof(TileCounts), sizeof(int32_t) + sizeof(RowWord), kTileRows, INT64_MAX};
   case FDM_MASK_KEYS: // a tile for each sequence pays for its kept_count
     return {5 * 256, 0, 3 * sizeof(int32_t), sizeof(TileCounts) + sizeof(int32_t), 0, kTileRows, 0};
-  case FDM_MASK_INTERVALS:
-    return {6 * 256,         0,         3 * sizeof(int32_t), sizeof(TileCounts) + sizeof(int32_t),
+  case FDM_MASK_INTERVALS: // in a plan of runs a tile pays for its run, and for a span and a section of each sequence
+    return {6 * 256,         0,         3 * sizeof(int32_t), sizeof(TileRun) + 2 * sizeof(KeySpan),
             sizeof(int32_t), kTileRows, kTileKeyRoom};
   default:
     return {0, 0, 0, 0, 0, kTileRows, 0};
@@ -163,6 +201,11 @@ FDM_INLINE int64_t first_number(int64_t begin, int64_t sequence_index, int64_t s
 // the sequences is needed.
 FDM_INLINE int64_t tile_number(const fdm_problem &p, const Sequence &s, int64_t sequence_index, int64_t tile) {
   return is_varlen(p) ? first_number(s.q_begin, sequence_index, kTileRows) + tile : tile;
+}
+
+// The number of a span or a section of a sequence among those of its list, which have `size` keys each.
+FDM_INLINE int64_t span_number(const fdm_problem &p, const Sequence &s, int64_t sequence_index, int64_t size) {
+  return is_varlen(p) ? first_number(s.k_begin, sequence_index, size) : 0;
 }
 
 // begin_of(sequence) is where the sequence begins in the packed dimension, of an attention problem or a selection.

@@ -14,7 +14,9 @@ namespace fdm::cuda {
 namespace {
 
 // Whether the keys of a block are taken from the lists of a plan. Query heads of a group with lists of their own share no keys.
-bool takes_listed_keys(const fdm_problem &p) { return is_interval_plan(mask_kind(p)) && group_shares_mask(p); }
+bool takes_listed_keys(const fdm_problem &p) {
+  return is_interval_plan(mask_kind(p)) && group_shares_mask(p) && !plans_runs(p);
+}
 
 bool sums_bias_of_keys(const fdm_problem &p) { return present(p.bias) && !per_query(p.bias); }
 
@@ -197,6 +199,7 @@ struct KeyChoice {
     if (!device.has_wgmma() || keys.slot_dim > kSmallBlock.most_head_dim || is_varlen(p) || p.softcap > 0) return;
     if (has_relative_bias(p)) return;          // its steps all have the same biases
     if (mask_kind(p) == FDM_MASK_ROWS) return; // it tests ranges of rows only
+    if (plans_runs(p)) return;                 // its blocks go through all rows
     KeyDivision small = keys;
     small.small = true;
     small.block_keys = kSmallBlock.keys;
@@ -215,8 +218,8 @@ struct KeyChoice {
   // A schedule is not worth its launch and its sums if most rows see the first keys: their blocks are the longest and come
   // first, and with nearly two blocks for each SM the short ones keep all SMs busy to the end.
   bool is_in_order(int64_t blocks) const {
-    return !keys.listed && is_causal(p) && p.queries >= p.keys && keys.slot_dim > table.order_head_dim &&
-           3 * blocks >= table.order_thirds * table.items;
+    return !keys.listed && !plans_runs(p) && is_causal(p) && p.queries >= p.keys &&
+           keys.slot_dim > table.order_head_dim && 3 * blocks >= table.order_thirds * table.items;
   }
 };
 

@@ -13,7 +13,7 @@ constexpr const char *kForwardNames[] = {
 constexpr const char *kQueryNames[] = {"none", "general", "usual", "wgmma"};
 constexpr const char *kKeyNames[] = {"none",  "general",  "usual",    "wgmma",  "all",
                                      "fused", "row_bias", "row_mask", "shared", "chained"};
-constexpr const char *kPlanNames[] = {"none", "rows", "list", "tiles", "chunks"};
+constexpr const char *kPlanNames[] = {"none", "rows", "list", "tiles", "chunks", "runs"};
 constexpr const char *kSelectionNames[] = {"none", "keep", "parts", "intervals", "list"};
 constexpr const char *kInsideNames[] = {"none", "few", "all"};
 constexpr const char *kPartsNames[] = {"none", "workspace", "in_dk"};

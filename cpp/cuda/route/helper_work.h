@@ -20,6 +20,9 @@ constexpr int kFillThreads = 256;
 FillWork fill_work(const fdm_tensor &t, bool aligned);
 inline FillWork fill_work(const fdm_tensor &t) { return fill_work(t, rows_are_aligned(t, t.shape[3])); }
 
+// run_plan.cu. A warp has a tile.
+constexpr int kRunThreads = 128;
+
 // relative_bias.cu.
 constexpr int kRelativeThreads = 256;
 

@@ -255,6 +255,7 @@ enum class PlanKernel : uint8_t {
   list,   // short_lists.cu: a block of threads, or a few, for each list
   tiles,  // interval_plan.cu: a block of threads for each tile and each part of the keys
   chunks, // interval_plan.cu: three launches
+  runs    // run_plan.cu: two launches
 };
 struct PlanRoute {
   PlanKernel kernel;
@@ -263,7 +264,7 @@ struct PlanRoute {
   int32_t parts;                // blocks of threads. rows, list: for each list; tiles: for the kept keys of each
   bool aligned;                 // rows: the booleans of several keys are loaded at once
   int64_t blocks;               // of the last launch
-  int64_t chunks, chunk_blocks; // chunks: of each list, and of all lists
+  int64_t chunks, chunk_blocks; // chunks: of each list, and of all lists; runs: sections in their place
   Part counts;                  // chunks: kept keys of each
   int64_t plan_bytes, workspace_bytes;
   Launches launches;

@@ -65,14 +65,23 @@ PlanRoute plan_route(const fdm_problem &p, const DeviceFacts &device) {
   if (kind == FDM_MASK_NONE || is_pair_bias(p, device)) return route;
   const Plan plan = lay_out_plan(p, nullptr, &route.plan_bytes);
   const int64_t lists = plan.lists * list_sequences(p);
-  if (is_interval_plan(kind) && p.keys > table.plan_keys) {
+  const bool runs = plans_runs(p);
+  if (!runs && is_interval_plan(kind) && p.keys > table.plan_keys) {
     WorkspaceParts parts;
     route.counts = parts.take<int32_t>(lists * ceil_div(p.keys, kPlanChunkKeys));
     route.workspace_bytes = parts.bytes;
   }
   if (needs_no_plan(p, device)) return route;
   const int64_t tiles = lists_tiles(p) ? plan.lists * plan.tiles : 0; // that a launch lists
-  if (kind == FDM_MASK_ROWS) {
+  if (runs) {
+    route.kernel = PlanKernel::runs;
+    route.threads = kRunThreads;
+    route.chunks = plan.list_sections;
+    route.chunk_blocks = plan.lists * route.chunks;
+    route.blocks = ceil_div(tiles, kRunThreads / 32);
+    route.launches.add("find_spans");
+    route.launches.add("find_runs");
+  } else if (kind == FDM_MASK_ROWS) {
     route.kernel = PlanKernel::rows;
     route.aligned = mask_rows_are_aligned(p.mask);
     route.parts = int32_t(ceil_div(p.queries, kTileRows));

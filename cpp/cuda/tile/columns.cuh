@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The columns of a tile as the attention kernels walk them, from a plan or, without a mask, computed.
+// The columns of a tile as the attention kernels walk them, from a plan or, without a mask or in a plan of runs, computed.
 #pragma once
 
 #include "../plan/plan.cuh"
@@ -10,7 +10,8 @@ struct TileColumns {
   int32_t count, full;
   int32_t first_row; // the first row of the tile of kTileRows rows, in its sequence
   int32_t causal_off;
-  const int32_t *slots; // null: column c is key c
+  int32_t run, full_run; // without slots: the first key, and the first that is full
+  const int32_t *slots;  // null: column_key() computes keys; 0 is the first in both runs: column c is key c
   int32_t
       slot_count; // slots[slot_count - 1] is the first partial column, and they go backwards; 0: slots[c] is column c
   const RowWord *words;       // a word for every key of the sequence; null: there is no row plan
@@ -49,6 +50,7 @@ __device__ __forceinline__ void find_columns(TileColumns &t, const fdm_problem &
   t.causal_off = static_cast<int32_t>(s.causal_off);
   t.causal = is_causal(p);
   t.reversed = false;
+  t.run = t.full_run = 0;
   t.slots = nullptr;
   t.slot_count = 0;
   t.words = nullptr;
@@ -61,6 +63,14 @@ __device__ __forceinline__ void find_columns(TileColumns &t, const fdm_problem &
   }
   const int64_t list = list_number(p, plan, s, head);
   const int64_t slot = list * plan.tiles + tile_number(p, s, sequence_index, tile);
+  if (plan.runs) {
+    const TileRun run = plan.runs[slot];
+    t.count = run.count;
+    t.full = run.full;
+    t.run = run.first;
+    t.full_run = run.full_first;
+    return;
+  }
   const TileCounts counts = plan.counts[slot];
   t.count = counts.columns;
   t.full = max(0, counts.full);
@@ -101,9 +111,16 @@ __device__ __forceinline__ const int32_t *column_slot(const TileColumns &t, int3
   return t.slots + (c < t.full || t.slot_count == 0 ? c : t.slot_count - 1 - (c - t.full));
 }
 
+// The key of column c < count, if there are no slots.
+__device__ __forceinline__ int32_t key_of_run(const TileColumns &t, int32_t c) {
+  if (c < t.full) return t.full_run + c;
+  const int32_t key = t.run + c - t.full;
+  return key < t.full_run ? key : key + t.full;
+}
+
 // The key of column c < count.
 __device__ __forceinline__ int32_t column_key(const TileColumns &t, int32_t c) {
-  return t.slots ? *column_slot(t, c) : c;
+  return t.slots ? *column_slot(t, c) : key_of_run(t, c);
 }
 
 // The rows of a tile that keep a column, as a word for each 32 rows: from the key's rows [start, end) if there are

@@ -111,4 +111,5 @@ def _within(window_size: int, mask: IntervalMask | None, row: Tensor) -> Interva
     """
     start = row.to(torch.int32).unsqueeze(0)
     window = IntervalMask(start, (start.long() + window_size).clamp(max=checks.MOST_ROWS).int())
+    window._keeps_runs = True
     return window if mask is None else window & mask
