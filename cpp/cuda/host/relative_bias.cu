@@ -6,6 +6,7 @@
 #include "../route/workspaces.h"
 #include "../tile/key_ring.cuh"
 #include "launch.cuh"
+#include "ptx/dependent.cuh"
 
 namespace fdm::cuda {
 namespace {
@@ -13,12 +14,10 @@ namespace {
 constexpr int kThreads = kRelativeThreads;
 static_assert(sizeof(RelativeBias) == kRelativeBiasBytes);
 
-// Whether a row of the tile that exists keeps column c.
-__device__ bool keeps(const TileColumns &columns, int32_t c, int32_t key, int32_t rows) {
+// Whether a row of the tile that exists keeps the column of an entry.
+__device__ bool keeps(const TileColumns &columns, int32_t c, const ColumnEntry &entry, int32_t rows) {
   if (c < columns.full) return true;
-  ColumnEntry entry{key};
-  fetch_rows(entry, columns);
-  const RowWord word = column_word(columns, c, key, entry.start, entry.end, entry.word);
+  const RowWord word = column_word(columns, c, entry.key, entry.start, entry.end, entry.word);
   uint32_t any = 0;
 #pragma unroll
   for (int part = 0; part < kTileRows / 32; ++part) {
@@ -31,7 +30,9 @@ __device__ bool keeps(const TileColumns &columns, int32_t c, int32_t key, int32_
 // A block of threads finds the reference of a tile: the largest finite bias of the keys that its rows keep.
 __global__ void __launch_bounds__(kThreads)
     find_relative_biases(const __grid_constant__ fdm_problem p, const Plan plan, RelativeBias *table) {
-  __shared__ double largest[kThreads];
+  __shared__ double largest[kThreads / 32];
+  ptx::start_dependents();
+  ptx::wait_for_kernel_ahead();
   const int64_t tiles = relative_bias_tiles(p), list = quotient(blockIdx.x, tiles), tile = blockIdx.x - list * tiles;
   const int64_t sequence_index = quotient(list, p.heads), head = list - sequence_index * p.heads;
   const Sequence s = sequence(p, sequence_index);
@@ -45,16 +46,23 @@ __global__ void __launch_bounds__(kThreads)
   const TileColumns columns = tile_columns(p, plan, s, sequence_index, head, tile);
   double own = -INFINITY;
   for (int32_t c = threadIdx.x; c < columns.count; c += kThreads) {
-    const int32_t key = column_key(columns, c);
-    const double found = first[key * bias.col];
-    if (found > own && found < INFINITY && keeps(columns, c, key, int32_t(rows))) own = found;
+    ColumnEntry entry{column_key(columns, c)};
+    const double found = first[entry.key * bias.col];
+    if (c >= columns.full) fetch_rows(entry, columns); // while the bias is under way
+    if (found > own && found < INFINITY && keeps(columns, c, entry, int32_t(rows))) own = found;
   }
-  largest[threadIdx.x] = own;
-  for (int half = kThreads / 2; half > 0; half /= 2) {
-    __syncthreads();
-    if (int(threadIdx.x) < half) largest[threadIdx.x] = fmax(largest[threadIdx.x], largest[threadIdx.x + half]);
-  }
-  if (threadIdx.x == 0) table[blockIdx.x] = {first, largest[0] > -INFINITY ? largest[0] : 0.0};
+  const auto of_lanes = [](double value) {
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2)
+      value = fmax(value, __shfl_xor_sync(0xffffffffu, value, distance));
+    return value;
+  };
+  own = of_lanes(own);
+  if (threadIdx.x % 32 == 0) largest[threadIdx.x / 32] = own;
+  __syncthreads();
+  if (threadIdx.x >= 32) return;
+  own = of_lanes(threadIdx.x < kThreads / 32 ? largest[threadIdx.x] : -INFINITY);
+  if (threadIdx.x == 0) table[blockIdx.x] = {first, own > -INFINITY ? own : 0.0};
 }
 
 // A row of the packed rows, or of an element of the batch, in its sequence.
@@ -83,6 +91,8 @@ struct Conversion {
 
 template <bool kWidens>
 __global__ void __launch_bounds__(kThreads) convert_rows(const __grid_constant__ Conversion work) {
+  ptx::start_dependents();
+  ptx::wait_for_kernel_ahead();
   const fdm_problem &p = work.p;
   const int64_t number = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   const int64_t list = quotient(number, total_rows(p)), row = number - list * total_rows(p);
@@ -128,18 +138,18 @@ RelativeProblem::RelativeProblem(const fdm_problem &whole, const RelativeParts &
 }
 
 cudaError_t RelativeProblem::launch_references(const Plan &plan, cudaStream_t stream) const {
-  return launch(find_relative_biases, parts_.reference_blocks, kThreads, 0, stream, whole_, plan,
-                static_cast<RelativeBias *>(relative_.bias.data));
+  return launch<Overlap::kernel_ahead>(find_relative_biases, parts_.reference_blocks, kThreads, 0, stream, whole_, plan,
+                                       static_cast<RelativeBias *>(relative_.bias.data));
 }
 
 cudaError_t RelativeProblem::launch_widen(const fdm_tensor &lse, cudaStream_t stream) const {
-  return launch(convert_rows<true>, parts_.conversion_blocks, kThreads, 0, stream,
-                Conversion{relative_, lse, {}, lse_, {}});
+  return launch<Overlap::kernel_ahead>(convert_rows<true>, parts_.conversion_blocks, kThreads, 0, stream,
+                                       Conversion{relative_, lse, {}, lse_, {}});
 }
 
 cudaError_t RelativeProblem::launch_narrow(const fdm_tensor &lse, const fdm_tensor &dlse, cudaStream_t stream) const {
-  return launch(convert_rows<false>, parts_.conversion_blocks, kThreads, 0, stream,
-                Conversion{relative_, lse, dlse, lse_, dlse_});
+  return launch<Overlap::kernel_ahead>(convert_rows<false>, parts_.conversion_blocks, kThreads, 0, stream,
+                                       Conversion{relative_, lse, dlse, lse_, dlse_});
 }
 
 } // namespace fdm::cuda
