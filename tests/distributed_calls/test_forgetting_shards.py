@@ -118,6 +118,52 @@ def check_case(case: Case, device: str) -> None:
         torch.testing.assert_close(one.cpu().double(), part, atol=tolerance, rtol=0)
 
 
+# Tokens of each sequence on each rank. The last ranks, if there are fewer.
+LENGTHS = ((9, 0, 3, 0), (0, 30, 0, 1), (0, 0, 0, 0), (2, 11, 40, 5))
+
+
+def check_packed(device: str) -> None:
+    """Run on a rank: each sequence is computed apart."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    lengths = LENGTHS[-ranks:]
+    for case in (Case(()), Case((), gates=4, shift=3.0, options={"softcap": 2.0})):
+        sequences, wanted, own = [], [], []
+        for parts in zip(*lengths, strict=True):
+            (*tensors, dout), _ = make_tensors(case._replace(lengths=parts, batch=1))
+            exact = [t.requires_grad_() for t in tensors]
+            bias, mask = forgetting_bias(exact[3], case.prune)
+            whole = flash_dmattn_func(
+                *exact[:3], mask, bias, is_causal=True, backend="reference", **case.options
+            )
+            assert isinstance(whole, Tensor)
+            wanted.append(results(exact, whole, dout))
+            sequences.append([*tensors, dout])
+            start = sum(parts[:rank])
+            own.append(slice(start, start + parts[rank]))
+
+        def packed(parts: list[list[Tensor]], gates: int, own: list[slice]) -> list[Tensor]:
+            made = []
+            for place, of_sequences in enumerate(zip(*parts, strict=True)):
+                pairs = list(zip(of_sequences, own, strict=True))
+                if place == gates:
+                    made.append(torch.cat([t[0, ..., part] for t, part in pairs], 1))
+                else:
+                    made.append(torch.cat([t[0, part] for t, part in pairs]))
+            return made
+
+        *local, dout = (t.detach().to(device) for t in packed(sequences, 3, own))
+        leaves = [t.requires_grad_() for t in local]
+        counts = torch.tensor([o.stop - o.start for o in own])
+        bounds = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int().to(device)
+        out = context_parallel_forgetting(
+            *leaves, case.prune, cu_seqlens=bounds, backend="reference", **case.options
+        )
+        got = results(leaves, out, dout)
+        for one, other in zip(got, packed(wanted, 4, own), strict=True):
+            assert one.shape == other.shape
+            torch.testing.assert_close(one.cpu(), other, atol=1e-12, rtol=1e-12)
+
+
 def check_all(device: str) -> None:
     """Run on a rank."""
     for name, case in CASES.items():
@@ -184,7 +230,12 @@ def check_layer(device: str) -> None:
     if ranks == 2:
         compiled = torch.compile(layer, backend="aot_eager")(x[:, own], padding=padding[:, own])
         torch.testing.assert_close(compiled, want[:, own], atol=tolerance, rtol=tolerance)
-    for name in ("cache", "cu_seqlens", "max_seqlen"):
+    length = bounds[rank + 1] - bounds[rank]
+    both = torch.tensor([0, length, 2 * length], dtype=torch.int32, device=device)
+    parts = x[:, own].reshape(2 * length, 32)
+    apart = whole(x).detach()[:, own].reshape(2 * length, 32)
+    torch.testing.assert_close(layer(parts, cu_seqlens=both), apart, atol=tolerance, rtol=tolerance)
+    for name in ("cache", "max_seqlen"):
         with pytest.raises(ValueError, match=f"{name} must be None in context parallelism"):
             layer(x[:, own], **{name: 3})
     layer.prune = None
@@ -194,7 +245,9 @@ def check_layer(device: str) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(
-    "check", [check_all, check_layer, check_rows], ids=["function", "layer", "rows"]
+    "check",
+    [check_all, check_layer, check_rows, check_packed],
+    ids=["function", "layer", "rows", "packed"],
 )
 def test_shards_give_what_the_whole_gives(check: Any, ranks: int, tmp_path: Path) -> None:
     run_on_ranks(check, ranks, tmp_path, "cpu")
@@ -217,5 +270,23 @@ def test_it_needs_a_group() -> None:
         context_parallel_forgetting(*tensors, -4.0)
     with pytest.raises(ValueError, match="prune must be a finite log decay of at most 0"):
         context_parallel_forgetting(*tensors, 4.0)
+    bounds = torch.tensor([0, 4, 9], dtype=torch.int32)
+    packed = [torch.zeros(9, heads, 8) for heads in (4, 2, 2)]
+    gates = torch.zeros(2, 9)
+    for wrong, text in (
+        (
+            (*packed[:2], packed[2][1:], gates),
+            r"value must have shape \(total, heads, D\) with cu_seq",
+        ),
+        ((packed[0][None], *packed[1:], gates), "query must have shape"),
+        ((*packed, gates[None]), r"log_forget must have shape \(H, total\) with cu_seqlens"),
+        ((*packed, gates[:, 1:]), "cu_seqlens must rise from 0 to 8"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            context_parallel_forgetting(*wrong, -4.0, cu_seqlens=bounds)
+    with pytest.raises(ValueError, match="padding must be None with cu_seqlens"):
+        context_parallel_forgetting(
+            *packed, gates, -4.0, cu_seqlens=bounds, padding=torch.ones(2, 9).bool()
+        )
     with pytest.raises(TypeError, match=r"'process_group': it is called group here"):
         context_parallel_forgetting(*tensors, -4.0, process_group=None)  # type: ignore[arg-type]

@@ -9,10 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import checks
 from ..forgetting import check_gates, check_log_forget, checked_prune
 from ..forgetting_formula import bounded_gates, read_by, remembered
 from ..interface import flash_dmattn_func
 from ..modules import ForgettingAttention
+from ..modules.arguments import longest
 from ..modules.forgetting_cache import check_tokens
 from ..state.chunks import check_heads
 from ..wrong_keywords import refuse_keywords, without_unknown
@@ -36,6 +38,7 @@ def context_parallel_forgetting(
     group: dist.ProcessGroup | DeviceMesh | None = None,
     *,
     padding: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     softmax_scale: float | None = None,
     softcap: float | None = None,
     deterministic: bool | None = None,
@@ -59,17 +62,21 @@ def context_parallel_forgetting(
     means for parameters.
 
     Args:
-        query: ``(B, N, H, D)``, this rank's tokens.
-        key, value: ``(B, N, Hk, D)``.
-        log_forget: ``(B, {H|Hk}, N)``, logarithms of forget gates, as in `forgetting_bias`. -inf
-            forgets all that is before, such as another document.
+        query: ``(B, N, H, D)``, this rank's tokens; or with ``cu_seqlens`` those of each sequence,
+            one after another, ``(total, H, D)``.
+        key, value: ``(B, N, Hk, D)`` or ``(total, Hk, D)``.
+        log_forget: ``(B, {H|Hk}, N)`` or ``({H|Hk}, total)``, logarithms of forget gates, as in
+            `forgetting_bias`. -inf forgets all that is before, such as another document.
         prune: drop a key for a query where the gates between them sum to less than this.
         group: of the ranks; a `DeviceMesh` of one dimension; None is the default group.
         padding: bool ``(B, N)``, True for tokens; others are never seen, and decay nothing.
+        cu_seqlens: int32 ``(B + 1,)``: 0, then where this rank's part of each sequence ends. A
+            sequence may have no tokens on a rank. All ranks have to give as many.
         softmax_scale, softcap, deterministic, backend: as in `flash_dmattn_func`.
 
     Returns:
-        ``(B, N, H, D)``, as `flash_dmattn_func` with what `forgetting_bias` makes of the whole.
+        A tensor of query's shape, as `flash_dmattn_func` with what `forgetting_bias` makes of the
+        whole.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
@@ -84,6 +91,20 @@ def context_parallel_forgetting(
             "prune must be a log decay, such as -16.0, in context parallelism, got None: without "
             "it each rank needs all keys of those before it"
         )
+    if cu_seqlens is not None:
+        slots = _Slots(query, key, value, log_forget, cu_seqlens, padding)
+        padded: Tensor = context_parallel_forgetting(
+            *(slots.filled(tensor) for tensor in (query, key, value)),
+            slots.filled(log_forget.transpose(0, 1)).transpose(1, 2),
+            threshold,
+            group,
+            padding=slots.filled(torch.ones_like(slots.of_token, dtype=torch.bool)),
+            softmax_scale=softmax_scale,
+            softcap=softcap,
+            deterministic=deterministic,
+            backend=backend,
+        )
+        return padded.flatten(0, 1).index_select(0, slots.of_token)
     check_heads("query", query)
     check_tokens(key, value, log_forget)
     check_log_forget(log_forget, None, padding)
@@ -116,8 +137,8 @@ class ContextParallelForgetting(ForgettingAttention):
     """A `ForgettingAttention` that is given a rank's consecutive tokens of each sequence.
 
     Parameters, arguments and results are those of the layer that it extends; but it has no cache,
-    no packed sequences, and a ``prune``. All ranks call it, forward and backward. Positions are
-    counted along all shards. Gradients of parameters are to be summed over the group, not averaged;
+    and a ``prune``. All ranks call it, forward and backward. Positions are counted along all
+    shards. Gradients of parameters are to be summed over the group, not averaged;
     see `context_parallel_dmattn`.
     """
 
@@ -143,15 +164,18 @@ class ContextParallelForgetting(ForgettingAttention):
         """Attend from each token of a shard to those before it, on all ranks.
 
         Args:
-            hidden_states: ``(B, N, embed_dim)``.
-            **options: ``padding`` and ``position_ids``, as in `ForgettingAttention`.
+            hidden_states: ``(B, N, embed_dim)``, or ``(total, embed_dim)`` with ``cu_seqlens``.
+            **options: ``padding``, ``cu_seqlens`` and ``position_ids``, as in
+                `ForgettingAttention`; the cu_seqlens as in `context_parallel_forgetting`.
         """
-        for name in ("cache", "cu_seqlens", "max_seqlen"):
+        for name in ("cache", "max_seqlen"):
             if options.get(name) is not None:
-                hint = "; a gate of -inf begins a document" if name == "cu_seqlens" else ""
+                hint = "; cu_seqlens tells it" if name == "max_seqlen" else ""
                 raise ValueError(f"{name} must be None in context parallelism{hint}")
         if self.rotary_base is not None and options.get("position_ids") is None:
-            options["position_ids"] = shard_positions(self.process_group, hidden_states, None)
+            options["position_ids"] = shard_positions(
+                self.process_group, hidden_states, options.get("cu_seqlens")
+            )
         return super().forward(hidden_states, **options)
 
     def attend(
@@ -174,10 +198,56 @@ class ContextParallelForgetting(ForgettingAttention):
             self.prune,
             self.process_group,
             padding=padding,
+            cu_seqlens=cu_seqlens,
             softmax_scale=self.softmax_scale,
             backend=self.backend,
         )
         return out
+
+
+class _Slots:
+    """Places for a rank's parts of packed sequences in a batch, each at the end of its row.
+
+    So what is sent of each part, its last tokens, is as much as one of them needs.
+    """
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        log_forget: Tensor,
+        cu_seqlens: Tensor,
+        padding: Tensor | None,
+    ) -> None:
+        """Check arguments of `context_parallel_forgetting`, and find the places."""
+        check_log_forget(log_forget, cu_seqlens, padding)
+        total = log_forget.shape[1]
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            if checks.tensor(name, tensor).dim() != 3 or tensor.shape[0] != total:
+                raise ValueError(
+                    f"{name} must have shape (total, heads, D) with cu_seqlens, and total={total} "
+                    f"as log_forget has, got {tuple(tensor.shape)}"
+                )
+            if tensor.device != log_forget.device:
+                raise ValueError(
+                    f"{name} must be on log_forget's device {log_forget.device}, got a tensor on "
+                    f"{tensor.device}"
+                )
+        most, end = longest(cu_seqlens), int(cu_seqlens[-1])
+        if end != total:
+            raise ValueError(f"cu_seqlens must end with {total}, query's first size, got {end}")
+        bounds = cu_seqlens.long()
+        token = torch.arange(total, device=bounds.device)
+        sequence = torch.searchsorted(bounds[1:], token, right=True)
+        self.shape = len(bounds) - 1, most
+        self.of_token = (sequence + 1) * most - bounds[sequence + 1] + token
+
+    def filled(self, rows: Tensor) -> Tensor:
+        """Return ``(B, N, ...)`` with the rows ``(total, ...)`` at their places, and zeros."""
+        batch, most = self.shape
+        made = rows.new_zeros(batch * most, *rows.shape[1:]).index_copy(0, self.of_token, rows)
+        return made.view(batch, most, *rows.shape[1:])
 
 
 class _Rows(NamedTuple):
