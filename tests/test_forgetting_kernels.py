@@ -432,3 +432,97 @@ def test_wrong_calls_of_the_core() -> None:
     with pytest.raises(ValueError, match="cu_seqlens ends with 6, but must end with"):
         _core.Forgetting(pack, gates[0], None, bounds(0, 6), -1.0)
     assert flash_dmattn.forgetting_bias(gates)[0].shape == bias.shape
+
+
+def attended_apart(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, prune: float | None) -> Tensor:
+    bias, mask = forgetting_bias(gates, prune)
+    out = flash_dmattn.flash_dmattn_func(q, k, v, mask, bias, is_causal=True)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def attention_inputs(target: Target, *, value_dim: int = 16) -> list[Tensor]:
+    shapes = (1, 50, 4, 16), (1, 50, 2, 16), (1, 50, 2, value_dim)
+    dtype = target.dtypes[-1]
+    tensors = [randn(*shape, seed=n, dtype=dtype) for n, shape in enumerate(shapes)]
+    return [t.to(target.device) for t in (*tensors, exact_gates(1, 4, 50))]
+
+
+@pytest.mark.parametrize("prune", [None, PRUNE])
+@pytest.mark.parametrize("wanted", ["1111", "0001", "1110", "0100"])
+def test_one_function_gives_what_two_give(
+    pack_target: Target, wanted: str, prune: float | None
+) -> None:
+    tensors = attention_inputs(pack_target)
+    for tensor, flag in zip(tensors, wanted, strict=True):
+        tensor.requires_grad_(flag == "1")
+    leaves = [t for t in tensors if t.requires_grad]
+    out = forgetting.forgetting_attention(*tensors, prune)
+    assert out.grad_fn is not None
+    assert "Forgetting" in out.grad_fn.name()
+    want = attended_apart(*tensors, prune)
+    dout = randn(*out.shape, seed=7, dtype=out.dtype).to(out.device)
+    assert torch.equal(out, want)
+    for got, expected in zip(
+        torch.autograd.grad(out, leaves, dout), torch.autograd.grad(want, leaves, dout), strict=True
+    ):
+        assert torch.equal(got, expected)
+    with torch.no_grad():
+        assert torch.equal(forgetting.forgetting_attention(*tensors, prune), want)
+
+
+def test_one_function_takes_other_values_and_saved_tensors(pack_target: Target) -> None:
+    tensors = [t.requires_grad_() for t in attention_inputs(pack_target)]
+    want = torch.autograd.grad(attended_apart(*tensors, PRUNE).sum(), tensors)
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+        out = forgetting.forgetting_attention(*tensors, PRUNE)
+    for got, expected in zip(torch.autograd.grad(out.sum(), tensors), want, strict=True):
+        assert torch.equal(got, expected)
+    profiled = forgetting.forgetting_attention(*tensors, PRUNE)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        found = torch.autograd.grad(profiled.sum(), tensors)
+    for got, expected in zip(found, want, strict=True):
+        assert torch.equal(got, expected)
+    other = [t.requires_grad_() for t in attention_inputs(pack_target, value_dim=8)]
+    assert torch.equal(
+        forgetting.forgetting_attention(*other, PRUNE), attended_apart(*other, PRUNE)
+    )
+
+
+def test_autocast_casts_what_differs(pack_target: Target) -> None:
+    query, *others = attention_inputs(pack_target)
+    with torch.autocast(pack_target.device, torch.bfloat16):
+        out = forgetting.forgetting_attention(query.float(), *others, PRUNE)
+        want = attended_apart(query.float(), *others, PRUNE)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, want)
+
+
+def test_changed_gates_are_seen(pack_target: Target) -> None:
+    tensors = attention_inputs(pack_target)
+    tensors[3].requires_grad_()
+    gates = tensors[3] * 1.0
+    out = forgetting.forgetting_attention(*tensors[:3], gates, PRUNE)
+    gates.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_gradients_of_gradients_are_refused(pack_target: Target) -> None:
+    tensors = [t.requires_grad_() for t in attention_inputs(pack_target)]
+    out = forgetting.forgetting_attention(*tensors, PRUNE)
+    found = torch.autograd.grad(out.sum(), tensors, create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward"):
+        found[0].sum().backward()
+
+
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+def test_a_backend_without_kernels_for_gates(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    gates = exact_gates(1, 2, 50)
+    want, mask = forgetting_bias(gates, PRUNE)
+    monkeypatch.setenv("FLASH_DMATTN_BACKEND", backend)
+    bias, other = forgetting_bias(gates, PRUNE)
+    assert torch.equal(bias, want)
+    assert mask is not None
+    assert other is not None
+    assert torch.equal(other.end, mask.end)

@@ -33,6 +33,7 @@ __all__ = [
     "refuse_paged_mass",
     "refuse_ranks",
     "resolved_deterministic",
+    "scale_of",
     "to_4d",
     "without_expansion",
     "writable",
@@ -168,6 +169,14 @@ def resolved_deterministic(deterministic: bool | None) -> bool:
     if deterministic is not None:
         return flag("deterministic", deterministic)
     return torch.are_deterministic_algorithms_enabled() or _default_deterministic()
+
+
+def scale_of(softmax_scale: float | None, query: Tensor) -> float:
+    """Return the factor of scores; by default what the head dimension tells."""
+    if softmax_scale is not None:
+        return number("softmax_scale", softmax_scale)
+    head_dim = query.shape[-1]
+    return float(head_dim**-0.5) if head_dim else 1.0
 
 
 def to_4d(name: str, tensor: Tensor, *, batch: int, heads: int, kv_heads: int, keys: int) -> Tensor:

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from . import checks, forgetting_ops
-from .forgetting_formula import plain_results
+from .arguments import resolved_deterministic, scale_of
+from .forgetting_formula import plain_results, read_by
+from .interface import flash_dmattn_func
 from .mask_checks import check_token_mask
 from .masks import IntervalMask
 from .wrong_keywords import refuse_keywords, without_unknown
@@ -25,6 +27,7 @@ __all__ = [
     "check_gates",
     "check_log_forget",
     "checked_prune",
+    "forgetting_attention",
     "forgetting_bias",
     "pruning_threshold",
 ]
@@ -66,10 +69,68 @@ def forgetting_bias(
     """
     if unknown:
         refuse_keywords(forgetting_bias, unknown)
+    prune = _checked(log_forget, prune, cu_seqlens, padding)
+    return _bias_and_mask(log_forget, prune, cu_seqlens, padding)
+
+
+def forgetting_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_forget: Tensor,
+    prune: float | None,
+    *,
+    padding: Tensor | None = None,
+    softmax_scale: float | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Return causal self-attention with what `forgetting_bias` makes of gates.
+
+    Args:
+        query, key, value: tensors ``(B, N, heads, D)`` on the device of the gates.
+        log_forget, prune, padding: as in `forgetting_bias`.
+        softmax_scale, backend: as in `flash_dmattn_func`.
+    """
+    prune = _checked(log_forget, prune, None, padding)
+    # What is wrong, and what is cast or padded, is left to the functions that are apart.
+    is_usual = (
+        backend is None
+        and query.dtype == key.dtype == value.dtype != torch.float64
+        and query.shape[-1] == value.shape[-1]
+    )
+    if is_usual:
+        found = forgetting_ops.attend(
+            (query, key, value, log_forget),
+            padding,
+            prune,
+            scale_of(softmax_scale, query),
+            deterministic=resolved_deterministic(None),
+        )
+        if found is not None:
+            return found
+    bias, mask = _bias_and_mask(log_forget, prune, None, padding)
+    bias = read_by(backend, bias)
+    out = flash_dmattn_func(
+        query, key, value, mask, bias, softmax_scale, is_causal=True, backend=backend
+    )
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _checked(
+    log_forget: Tensor, prune: float | None, cu_seqlens: Tensor | None, padding: Tensor | None
+) -> float | None:
+    """Return the threshold of pruning, after a look at all arguments."""
     check_log_forget(log_forget, cu_seqlens, padding)
     prune = checked_prune(prune)
     if prune is not None:
         check_gates(log_forget)
+    return prune
+
+
+def _bias_and_mask(
+    log_forget: Tensor, prune: float | None, cu_seqlens: Tensor | None, padding: Tensor | None
+) -> tuple[Tensor, IntervalMask | None]:
     compute = forgetting_ops.forget if forgetting_ops.serves(log_forget) else plain_results
     bias, start, end = compute(log_forget, padding, cu_seqlens, prune)
     if prune is None:

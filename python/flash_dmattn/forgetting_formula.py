@@ -74,11 +74,10 @@ def plain_gradient(
 
 def empty_results(log_forget: Tensor, prune: float | None) -> Results:
     """Return tensors for what `plain_results` returns."""
-    shape = log_forget.shape
-    bias = log_forget.new_empty((*shape[:-1], 1, shape[-1]), dtype=torch.float64)
-    rows = (0,) if prune is None else shape
-    start, end = (log_forget.new_empty(rows, dtype=torch.int32) for _ in range(2))
-    return bias, start, end
+    shape, device = log_forget.shape, log_forget.device
+    bias = torch.empty((*shape[:-1], 1, shape[-1]), dtype=torch.float64, device=device)
+    start = torch.empty((0,) if prune is None else shape, dtype=torch.int32, device=device)
+    return bias, start, torch.empty_like(start)
 
 
 def least_gate(prune: float | None) -> float:

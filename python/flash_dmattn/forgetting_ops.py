@@ -7,12 +7,13 @@ A pack reads the gates once and writes all results, which takes PyTorch some for
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from . import dispatch_state, loader
+from .arguments import any_autocast
 from .backends import select_backend
 from .forgetting_formula import (
     Results,
@@ -21,15 +22,19 @@ from .forgetting_formula import (
     plain_gradient,
     plain_results,
 )
-from .operators import define, library, without_negation
+from .operators import define, direct_apply, library, without_negation
+from .ops import is_recorded, kept_gradients
+from .record import ATTENTION, AttentionInputs
 from .refusals import refuse_double_backward
 
 if TYPE_CHECKING:
     from .backends.pack import PackBackend
 
-__all__ = ["forget", "serves"]
+__all__ = ["attend", "forget", "serves"]
 
 _INPUTS = "Tensor log_forget, Tensor? padding, Tensor? cu_seqlens, float? prune"
+# The gates, their padding and the bounds of packed sequences.
+_Gates: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 def serves(log_forget: Tensor) -> bool:
@@ -48,13 +53,68 @@ def forget(
     """Return what `plain_results` does, with one operator."""
     tensors = (log_forget, padding, cu_seqlens)
     if dispatch_state.is_idle(tensors):
-        if not (log_forget.requires_grad and torch.is_grad_enabled()):
+        if not is_recorded((log_forget,)):
             return _forget(*tensors, prune)
         if not dispatch_state.is_below_autograd():
-            results: Results = _Forget.apply(*tensors, prune)  # type: ignore[no-untyped-call]
+            results: Results = _apply(*tensors, prune)
             return results
     bias, start, end = torch.ops.flash_dmattn.forget.default(*tensors, prune)
     return bias, start, end
+
+
+def attend(
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor],
+    padding: Tensor | None,
+    prune: float | None,
+    scale: float,
+    *,
+    deterministic: bool,
+) -> Tensor | None:
+    """Return the causal attention of a dense call over what forget gates leave of it, in one step
+    forward and one backward; None, with nothing done, where the gates are to be computed apart.
+
+    Args:
+        tensors: query, key, value and the gates.
+        padding, prune: as in `forget`.
+        scale, deterministic: of the call.
+    """
+    if not dispatch_state.is_idle((*tensors, padding)) or any_autocast():
+        return None
+    pack = _serving_pack(tensors[3].device)
+    if pack is None:
+        return None
+    settings = (pack, padding, prune, scale, deterministic)
+    if is_recorded(tensors) and not dispatch_state.is_below_autograd():
+        out: Tensor = _apply_attention(*tensors, settings)
+        return out
+    return pack.attend(_call(*tensors, settings), need_lse=False)[0]
+
+
+def _call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_forget: Tensor,
+    settings: tuple[PackBackend, Tensor | None, float | None, float, bool],
+) -> Any:
+    """Return a call of the attention, whose bias and intervals have been computed."""
+    pack, padding, prune, scale, deterministic = settings
+    bias, start, end = _results(pack, (log_forget, padding, None), prune)
+    is_pruned = prune is not None
+    return pack.call(
+        AttentionInputs(
+            query,
+            key,
+            value,
+            None,
+            start if is_pruned else None,
+            end if is_pruned else None,
+            bias,
+            scale=scale,
+            causal=True,
+            deterministic=deterministic,
+        )
+    )
 
 
 def _serving_pack(device: torch.device) -> PackBackend | None:
@@ -62,7 +122,14 @@ def _serving_pack(device: torch.device) -> PackBackend | None:
         chosen: Any = select_backend(device, "auto")
     except loader.NoPackError:
         return None
-    return chosen if chosen.pack.forgets else None
+    return chosen if chosen.forgets() else None
+
+
+def _results(pack: PackBackend, gates: _Gates, prune: float | None) -> Results:
+    results = empty_results(gates[0], prune)
+    given = (results[0], None, None) if prune is None else results
+    pack.forget(given, gates, least_gate(prune), prune or 0.0)
+    return results
 
 
 def _forget(*arguments: Any) -> Results:
@@ -70,13 +137,7 @@ def _forget(*arguments: Any) -> Results:
     pack = _serving_pack(log_forget.device)
     if pack is None:
         return plain_results(log_forget, padding, cu_seqlens, prune)
-    results = bias, _, _ = empty_results(log_forget, prune)
-    gates = (log_forget, padding, _contiguous(cu_seqlens))
-    if prune is None:
-        pack.forget((bias, None, None), gates, least_gate(prune), 0)
-    else:
-        pack.forget(results, gates, least_gate(prune), prune)
-    return results
+    return _results(pack, (log_forget, padding, _contiguous(cu_seqlens)), prune)
 
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:
@@ -105,14 +166,14 @@ def _forget_backward_fake(dbias: Tensor, log_forget: Tensor, *arguments: Any) ->
     return torch.empty_like(log_forget)
 
 
-def _differentiated(
-    ctx: Any, dbias: Tensor | None, backward: Callable[..., Tensor]
-) -> tuple[Tensor | None, ...]:
-    if dbias is None or not ctx.needs_input_grad[0]:
-        return (None,) * 4
+def _gradient(dbias: Tensor, gates: _Gates, prune: float | None) -> Tensor:
+    """Return the gradient of the gates, computed by whoever the state of the dispatcher wants."""
+    backward: Callable[..., Tensor] = torch.ops.flash_dmattn.forget_backward.default
     if torch.is_grad_enabled():  # the gradient is to have a gradient itself
         backward = plain_gradient
-    return backward(dbias, *ctx.saved_tensors, ctx.prune), None, None, None
+    elif dispatch_state.is_idle((dbias, *gates)):
+        backward = _forget_backward
+    return backward(dbias, *gates, prune)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
@@ -122,8 +183,10 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Results) -> No
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-    return _differentiated(ctx, gradients[0], torch.ops.flash_dmattn.forget_backward.default)
+def _differentiate(ctx: Any, dbias: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    if dbias is None or not ctx.needs_input_grad[0]:
+        return (None,) * 4
+    return _gradient(dbias, ctx.saved_tensors, ctx.prune), None, None, None
 
 
 class _Forget(torch.autograd.Function):
@@ -135,12 +198,34 @@ class _Forget(torch.autograd.Function):
         _save_for_backward(ctx, arguments, results)
         return results
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        if dispatch_state.is_idle((gradients[0],)):
-            return _differentiated(ctx, gradients[0], _forget_backward)
-        return _differentiate(ctx, *gradients)
+    backward = staticmethod(_differentiate)
 
+
+class _ForgettingAttention(torch.autograd.Function):
+    """Attention with the bias and the mask of its gates, which no other function sees."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        log_forget, (pack, padding, prune, *_) = arguments[3:]
+        saved, kept = pack.keep(_call(*arguments), need_lse=False)
+        ctx.save_for_backward(*saved, log_forget, padding)
+        ctx.call, ctx.prune = (pack, "auto", kept), prune
+        ctx.set_materialize_grads(False)
+        out: Tensor = saved[ATTENTION.tensor_count]
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
+        *saved, log_forget, padding = ctx.saved_tensors
+        # Those of query, key and value, and of the bias for that of the gates.
+        flags = ctx.needs_input_grad[:4]
+        found = kept_gradients(ctx.call, tuple(saved), (*flags, False), dout, None)
+        dquery, dkey, dvalue, dbias, _ = found
+        dgates = None if dbias is None else _gradient(dbias, (log_forget, padding, None), ctx.prune)
+        return dquery, dkey, dvalue, dgates, None
+
+
+_apply, _apply_attention = map(direct_apply, (_Forget, _ForgettingAttention))
 
 define("forget", (_INPUTS, "(Tensor bias, Tensor start, Tensor end)"), _forget, _forget_fake)
 define(

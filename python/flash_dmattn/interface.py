@@ -27,6 +27,7 @@ from .arguments import (
     refuse_paged_mass,
     refuse_ranks,
     resolved_deterministic,
+    scale_of,
     to_4d,
     without_expansion,
 )
@@ -567,7 +568,7 @@ def _attention(
         sink,
         max_seqlen_q,
         max_seqlen_k,
-        _scale(softmax_scale, query),
+        scale_of(softmax_scale, query),
         causal,
         0.0 if softcap is None else number("softcap", softcap),
         resolved_deterministic(deterministic),
@@ -607,10 +608,3 @@ def _to_4d(name: str, tensor: Tensor | None, query: Tensor, key: Tensor) -> Tens
         return tensor
     (batch, _, heads, _), (_, keys, kv_heads, _) = query.shape, key.shape
     return to_4d(name, tensor, batch=batch, heads=heads, kv_heads=kv_heads, keys=keys)
-
-
-def _scale(softmax_scale: float | None, query: Tensor) -> float:
-    if softmax_scale is not None:
-        return number("softmax_scale", softmax_scale)
-    head_dim = query.shape[-1]
-    return float(head_dim**-0.5) if head_dim else 1.0

@@ -19,7 +19,7 @@ from .backends import select_backend
 from .backends.base import Backend, lse_dtype, lse_shape, mass_shape, out_shape
 from .backends.reference import ReferenceBackend
 from .backends.shapes import has_other_width
-from .operators import define, library, without_negation
+from .operators import define, direct_apply, library, without_negation
 from .record import (
     ATTENTION,
     AttentionInputs,
@@ -34,6 +34,8 @@ __all__ = [
     "RECORDS_CALLS",
     "RecordedError",
     "attention",
+    "is_recorded",
+    "kept_gradients",
     "key_mass",
     "make_plan",
     "stop_if_recorded",
@@ -167,7 +169,7 @@ def _attention_of(
     chosen: Backend, backend: str, call: Any, given: tuple[Tensor | None, ...], *, need_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Compute a call of a backend's own form; ``given`` are the differentiable fields."""
-    if not _is_recorded(given) or dispatch_state.is_below_autograd():
+    if not is_recorded(given) or dispatch_state.is_below_autograd():
         return chosen.attend(call, need_lse=need_lse)
     made = _apply(*given, (call, backend, chosen, need_lse))
     return made if need_lse else (made, None)
@@ -208,7 +210,8 @@ def key_mass(inputs: AttentionInputs, backend: str, lse: Tensor) -> Tensor:
     return mass
 
 
-def _is_recorded(tensors: tuple[Any, ...]) -> bool:
+def is_recorded(tensors: tuple[Any, ...]) -> bool:
+    """Say whether autograd records an operation on any of these tensors or None."""
     if torch.is_grad_enabled():
         for tensor in tensors:  # an any() of a generator would take thrice the time
             if tensor is not None and tensor.requires_grad:
@@ -361,11 +364,11 @@ def _saved_gradients(
     results = (dout, dlse, out, lse, kept)
     given = (*results, *tensors)
     inputs = AttentionInputs(*tensors, *settings)
-    if backend == "reference" and _is_recorded(given):
+    if backend == "reference" and is_recorded(given):
         wanted = tuple(itertools.compress(ATTENTION.differentiable, flags))
         named = _REFERENCE.recorded_backward(inputs, dout, dlse, wanted)
         return tuple(map(named.get, ATTENTION.differentiable))
-    if dispatch_state.is_idle(given) and not _is_recorded(given):
+    if dispatch_state.is_idle(given) and not is_recorded(given):
         return _gradients(inputs, backend, results, flags)
     differentiate: Callable[..., tuple[Tensor, ...]] = (
         _TransformedGradients.apply
@@ -375,6 +378,39 @@ def _saved_gradients(
     kept = _nothing_kept(inputs) if kept is None else kept
     outputs = differentiate(dout, dlse, out, lse, kept, *inputs, backend, *flags)
     return tuple(g if wanted else None for g, wanted in zip(outputs, flags, strict=True))
+
+
+def kept_gradients(
+    call: tuple[Backend, str, Any],
+    saved: tuple[Any, ...],
+    flags: tuple[bool, ...],
+    dout: Tensor | None,
+    dlse: Tensor | None,
+) -> _Slots:
+    """Return the gradients of the differentiable fields of a call, and as many None as there are
+    more flags.
+
+    Args:
+        call: a backend, its name in the call, and what its `Backend.keep` has returned second.
+        saved: what that has returned first.
+        flags: which gradients are wanted.
+        dout, dlse: the gradients of out and lse, None for zeros.
+    """
+    chosen, backend, kept = call
+    if dout is not None and not torch.is_grad_enabled() and dispatch_state.is_idle((dout, dlse)):
+        gradients: _Slots | None = chosen.resume(kept, saved, flags, dout, dlse)
+        if gradients is not None:
+            return gradients
+    *tensors, out, lse, more = saved
+    settings = chosen.settings(kept)
+    if lse is None:
+        dtype = lse_dtype(AttentionInputs(*tensors, *settings))
+        lse = kept.lse_within(more, out, dtype)
+        more = None if more is None else more[: more.numel() - lse.nbytes]
+        saved = (*tensors, out, lse, more)
+    own = len(ATTENTION.differentiable)
+    found = _saved_gradients(saved, settings, backend, flags[:own], dout, dlse)
+    return (*found, *(None,) * (len(flags) - own))
 
 
 class _Attention(torch.autograd.Function):
@@ -396,31 +432,10 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any = None) -> tuple[Tensor | None, ...]:
-        chosen, backend, kept = ctx.call
-        flags, saved = ctx.needs_input_grad, ctx.saved_tensors
-        if (
-            dout is not None
-            and not torch.is_grad_enabled()
-            and dispatch_state.is_idle((dout, dlse))
-        ):
-            gradients: _Slots | None = chosen.resume(kept, saved, flags, dout, dlse)
-            if gradients is not None:
-                return gradients
-        *tensors, out, lse, more = saved
-        settings = chosen.settings(kept)
-        if lse is None:
-            dtype = lse_dtype(AttentionInputs(*tensors, *settings))
-            lse = kept.lse_within(more, out, dtype)
-            more = None if more is None else more[: more.numel() - lse.nbytes]
-            saved = (*tensors, out, lse, more)
-        return (*_saved_gradients(saved, settings, backend, flags[:-1], dout, dlse), None)
+        return kept_gradients(ctx.call, ctx.saved_tensors, ctx.needs_input_grad, dout, dlse)
 
 
-# Function.apply without its questions about functorch, which is_idle has answered; and what the
-# engine calls, without the look for the function that we know. The class of nodes is not public.
-_apply: Callable[..., Any] = super(torch.autograd.Function, _Attention).apply
-if _node := getattr(_Attention, "_backward_cls", None):
-    _node.apply = _Attention.backward
+_apply = direct_apply(_Attention)
 
 
 class _TransformedAttention(torch.autograd.Function):

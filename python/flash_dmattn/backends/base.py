@@ -49,6 +49,10 @@ class Backend(Protocol):
         """Say whether it has kernels for a call whose queries list their keys."""
         return False
 
+    def forgets(self) -> bool:
+        """Say whether it has kernels for forget gates."""
+        return False
+
     def plan_bytes(self, inputs: AttentionInputs) -> int:
         """Return the length of a plan; sizes may be symbolic."""
 

@@ -203,6 +203,10 @@ class PackBackend(Backend):
             and (inputs.block_table is None or key.shape[0] * key.shape[1] <= _MOST_PLACES)
         )
 
+    def forgets(self) -> bool:
+        """Say whether it has kernels for forget gates."""
+        return self.pack.forgets
+
     def list_forward(self, inputs: KeyListInputs) -> tuple[Tensor, Tensor]:
         """Return out and lse of a call whose queries list their keys."""
         return torch_memory.list_forward(self.pack, self._threads(), inputs)

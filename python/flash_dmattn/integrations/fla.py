@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flash_dmattn import checks
 from flash_dmattn.arguments import check_together
-from flash_dmattn.forgetting import forgetting_bias
+from flash_dmattn.forgetting import forgetting_attention, forgetting_bias
 from flash_dmattn.forgetting_formula import read_by
 from flash_dmattn.interface import flash_dmattn_func, flash_dmattn_varlen_func
 from flash_dmattn.masks import IntervalMask
@@ -78,9 +78,11 @@ def parallel_forgetting_attn(
         window_size = checks.index("window_size", window_size, 1, checks.MOST_ROWS)
     backend = backend_of(q)
     if cu_seqlens is None:
-        bias, mask = forgetting_bias(g.transpose(1, 2), prune)
-        if window_size is not None:
-            mask = _within(window_size, mask, torch.arange(length, device=q.device)[None])
+        gates = g.transpose(1, 2)
+        if window_size is None:
+            return forgetting_attention(q, k, v, gates, prune, softmax_scale=scale, backend=backend)
+        bias, mask = forgetting_bias(gates, prune)
+        mask = _within(window_size, mask, torch.arange(length, device=q.device)[None])
         bias = read_by(backend, bias)
         out = flash_dmattn_func(q, k, v, mask, bias, scale, is_causal=True, backend=backend)
         assert isinstance(out, Tensor)

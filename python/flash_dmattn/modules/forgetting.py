@@ -12,7 +12,7 @@ from torch.nn.functional import logsigmoid
 
 from .. import checks
 from ..arguments import flag, index
-from ..forgetting import checked_prune, forgetting_bias
+from ..forgetting import checked_prune, forgetting_attention, forgetting_bias
 from ..forgetting_formula import read_by
 from ..interface import flash_dmattn_func, flash_dmattn_varlen_func
 from ..masks import IntervalMask
@@ -249,11 +249,20 @@ class ForgettingAttention(nn.Module):
             log_forget: of `log_forget`.
             cu_seqlens, max_seqlen, padding: as in `forward`.
         """
+        if cu_seqlens is None:
+            return forgetting_attention(
+                query,
+                key,
+                value,
+                log_forget,
+                self.prune,
+                padding=padding,
+                softmax_scale=self.softmax_scale,
+                backend=self.backend,
+            )
         bias, mask = forgetting_bias(log_forget, self.prune, cu_seqlens, padding=padding)
-        bounds = None
-        if cu_seqlens is not None:
-            keys = longest(cu_seqlens) if max_seqlen is None else index("max_seqlen", max_seqlen)
-            bounds = (cu_seqlens, cu_seqlens, keys, keys)
+        keys = longest(cu_seqlens) if max_seqlen is None else index("max_seqlen", max_seqlen)
+        bounds = (cu_seqlens, cu_seqlens, keys, keys)
         return self._attend(query, key, value, bias, mask, bounds)
 
     def _attend(
