@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from direct import needs_direct_calls
-from flash_dmattn import _core, flash_dmattn_func, ops
+from flash_dmattn import IntervalMask, _core, dynamic_mask, flash_dmattn_func, ops
 from flash_dmattn.record import AttentionInputs
-from support import Target
+from support import Target, rand_bool
 
 
 def tensors(device: str, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -24,8 +24,17 @@ def tensors(device: str, dtype: torch.dtype) -> dict[str, Tensor]:
     return {**made, "attn_bias": bias, "sink": torch.randn(4, device=device)}
 
 
+# Masks, as the tensors that they are made of.
+MASKS: dict[str, Any] = {
+    "keys": lambda device: rand_bool(2, 2, 1, 9).to(device),
+    "rows": lambda device: rand_bool(1, 4, 9, 9).to(device),
+    "intervals": lambda device: IntervalMask.sliding_window(3, 1, 9, 9, device=device),
+    "selection": lambda device: dynamic_mask(tensors(device, torch.float32)["attn_bias"], 3, True),
+}
 SETTINGS: list[dict[str, Any]] = [
     {},
+    *({"attn_mask": name, "is_causal": True} for name in MASKS),
+    {"attn_mask": "intervals", "wide_bias": True},
     {"is_causal": True, "window_size": 3},
     {"is_causal": True, "window_size": 2, "keep_last": 3, "keep_first": 1},
     {"is_causal": True, "window_size": 0, "keep_last": 8},
@@ -64,6 +73,10 @@ def test_both_ways_make_the_same_record(
         pytest.skip("a window needs a bias")
     given = tensors(pack_target.device, pack_target.dtypes[-1])
     arguments = {name: t for name, t in given.items() if name not in without} | settings
+    if "attn_mask" in arguments:
+        arguments["attn_mask"] = MASKS[arguments["attn_mask"]](pack_target.device)
+    if arguments.pop("wide_bias", False) and "attn_bias" in arguments:
+        arguments["attn_bias"] = arguments["attn_bias"].double()
     looked_at: list[AttentionInputs] = []
     look = ops.attention
 
@@ -114,6 +127,14 @@ def test_both_ways_make_the_same_record(
         {"keep_first": lambda _: 1.0},
         {"is_causal": lambda _: 1},
         {"is_causal": lambda _: False},
+        {"attn_mask": lambda _: rand_bool(2, 1, 1, 9)},
+        {"attn_mask": lambda _: IntervalMask.sliding_window(3, 1, 9, 9)},
+        {"window_size": None, "attn_mask": lambda _: rand_bool(2, 9)},
+        {"window_size": None, "attn_mask": lambda _: rand_bool(1, 1, 1, 9).expand(2, 1, 1, 9)},
+        {"window_size": None, "attn_mask": lambda _: torch.zeros(2, 1, 1, 9)},
+        {"window_size": None, "attn_mask": lambda _: rand_bool(2, 1, 1, 9).to("meta")},
+        {"window_size": None, "attn_mask": lambda _: rand_bool(2, 1, 1, 9).numpy()},
+        {"window_size": None, "attn_mask": lambda _: IntervalMask.sliding_window(3, 1, 8, 9)},
     ],
     ids=lambda change: next(iter(change)),
 )
@@ -127,13 +148,17 @@ def test_what_is_not_usual_is_looked_at(change: dict[str, Any]) -> None:
         "keep_last": 2,
         "keep_first": 2,
     }
+    if "window_size" in change and change["window_size"] is None:
+        given.update(window_size=None, keep_last=0, keep_first=0)
     for name, made in change.items():
-        given[name] = made(given[name])
+        if made is not None:
+            given[name] = made(given.get(name))
     names = ("query", "key", "value", "attn_bias", "sink")
     places = tuple(given.pop(name) for name in names)
     settings = (given[n] for n in ("softmax_scale", "is_causal", "softcap"))
     counts = (given["window_size"], given["keep_last"], given["keep_first"])
-    assert ops.usual_attention(places, *settings, counts, None, return_lse=False) is None
+    mask = given.get("attn_mask")
+    assert ops.usual_attention(places, mask, *settings, counts, None, return_lse=False) is None
 
 
 @pytest.mark.parametrize("name", ["query", "key", "value"])

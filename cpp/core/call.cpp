@@ -72,12 +72,30 @@ bool is_usual_selection(const AttentionRecord &record, const TensorView &query, 
          (bias.rank == 3 || bias.shape[2] == 1) && (bias.shape[0] == 1 || bias.shape[0] == batch);
 }
 
-// The call that arguments of flash_dmattn_func make, a dense one without a mask. None where it has to be looked at more
-// closely, be it wrong or only rare: a Problem checks what is not asked here. Reading them takes a tenth of the time that
-// it takes in Python, which for a small problem is longer than its kernels.
+// A tensor on query's device, or None.
+bool is_usual_tensor(const TensorField &field, const TensorView &query) {
+  return is_absent(field) || (field.try_read() && same_device(query.device, field.view().device));
+}
+
+// Booleans of 4 dimensions, or intervals, and no window beside them.
+bool is_usual_mask(const AttentionRecord &record, const TensorView &query, nb::handle window) {
+  if (!is_usual_tensor(record.mask, query) || !is_usual_tensor(record.start, query) ||
+      !is_usual_tensor(record.end, query))
+    return false;
+  if (!is_absent(record.mask)) {
+    const TensorView &mask = record.mask.view();
+    if (mask.rank != 4 || mask.dtype->pack_code != FDM_BOOL || is_expanded(mask)) return false;
+  }
+  return is_absent(window) || (is_absent(record.mask) && is_absent(record.start));
+}
+
+// The call that arguments of flash_dmattn_func make, a dense one. None where it has to be looked at more closely, be it
+// wrong or only rare: a Problem checks what is not asked here. Reading them takes a tenth of the time that it takes in
+// Python, which for a small problem is longer than its kernels.
 nb::object usual_call(nb::handle query_object, nb::handle key_object, nb::handle value_object, nb::handle bias_object,
-                      nb::handle sink_object, nb::handle scale, nb::handle causal, nb::handle softcap,
-                      nb::handle window, nb::handle keep_last, nb::handle keep_first, bool deterministic) {
+                      nb::handle sink_object, nb::handle mask, nb::handle start, nb::handle end, int64_t max_kept,
+                      nb::handle scale, nb::handle causal, nb::handle softcap, nb::handle window, nb::handle keep_last,
+                      nb::handle keep_first, bool deterministic) {
   auto found = std::make_unique<AttentionRecord>();
   AttentionRecord &record = *found;
   record.query = TensorField(query_object);
@@ -85,6 +103,10 @@ nb::object usual_call(nb::handle query_object, nb::handle key_object, nb::handle
   record.value = TensorField(value_object);
   record.bias = TensorField(bias_object);
   record.sink = TensorField(sink_object);
+  record.mask = TensorField(mask);
+  record.start = TensorField(start);
+  record.end = TensorField(end);
+  record.max_kept = max_kept;
   if (!record.query.try_read() || !record.key.try_read() || !record.value.try_read()) return nb::none();
   const TensorView &query = record.query.view(), &key = record.key.view(), &value = record.value.view();
   if (query.rank != 4 || key.rank != 4 || value.rank != 4 || query.shape[3] < 1) return nb::none();
@@ -96,14 +118,13 @@ nb::object usual_call(nb::handle query_object, nb::handle key_object, nb::handle
   record.causal = causal.ptr() == Py_True;
   const TensorView &bias = record.bias.view();
   if (!is_absent(record.bias)) {
-    if (!record.bias.try_read() || !is_usual_bias(query, key, bias) || bias.dtype->pack_code == FDM_FLOAT64 ||
-        !same_device(query.device, bias.device) || is_expanded(bias))
+    if (!is_usual_tensor(record.bias, query) || !is_usual_bias(query, key, bias) || is_expanded(bias))
       return nb::none();
+    if (bias.dtype->pack_code == FDM_FLOAT64 && !is_absent(window)) return nb::none();
   }
-  if (!is_absent(record.sink)) {
-    const TensorView &sink = record.sink.view();
-    if (!record.sink.try_read() || !same_device(query.device, sink.device) || is_expanded(sink)) return nb::none();
-  }
+  if (!is_usual_tensor(record.sink, query) || (!is_absent(record.sink) && is_expanded(record.sink.view())))
+    return nb::none();
+  if (!is_usual_mask(record, query, window)) return nb::none();
   if (!read_usual_count(record.keep_last, keep_last) || !read_usual_count(record.keep_first, keep_first))
     return nb::none();
   if (!is_absent(window)) {
@@ -230,8 +251,8 @@ void bind_call(nb::module_ &module) {
            "dlse"_a.none(), "flags"_a)
       .def("lse_within", &Call::lse_within, "kept"_a.none(), "out"_a, "dtype"_a);
   module.def("usual_call", &usual_call, "query"_a, "key"_a.none(), "value"_a.none(), "bias"_a.none(), "sink"_a.none(),
-             "scale"_a.none(), "causal"_a.none(), "softcap"_a.none(), "window"_a.none(), "keep_last"_a.none(),
-             "keep_first"_a.none(), "deterministic"_a);
+             "mask"_a.none(), "start"_a.none(), "end"_a.none(), "max_kept"_a, "scale"_a.none(), "causal"_a.none(),
+             "softcap"_a.none(), "window"_a.none(), "keep_last"_a.none(), "keep_first"_a.none(), "deterministic"_a);
 }
 
 } // namespace fdm

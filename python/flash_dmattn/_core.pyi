@@ -291,6 +291,10 @@ def usual_call(
     value: TensorLike,
     bias: TensorLike | None,
     sink: TensorLike | None,
+    mask: TensorLike | None,
+    start: TensorLike | None,
+    end: TensorLike | None,
+    max_kept: int,
     scale: float | None,
     causal: bool | None,
     softcap: float | None,
@@ -302,8 +306,8 @@ def usual_call(
     """Returns the call that arguments of flash_dmattn_func make.
 
     None where something is wrong, or rare: other types or ranks, mixed dtypes or devices, expanded
-    tensors, a window that does not select causally by a bias per key, or tensors without DLPack's C
-    exchange API.
+    tensors, a window beside a mask or one that does not select causally by a bias per key, or
+    tensors without DLPack's C exchange API.
     """
 
 class Selection:

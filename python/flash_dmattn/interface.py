@@ -205,10 +205,11 @@ def flash_dmattn_func(
         )
     wants_probabilities = return_attn_probs is not None and return_attn_probs is not False
     wants_more = wants_probabilities or return_key_mass is not False
-    if attn_mask is None and plan is None and backend is None and not wants_more:
+    if plan is None and backend is None and not wants_more:
         tensors = query, key, value, attn_bias, sink
         found = ops.usual_attention(
             tensors,
+            attn_mask,
             softmax_scale,
             is_causal,
             softcap,

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from . import dispatch_state
-from .arguments import any_autocast, flag, resolved_deterministic
+from .arguments import MaskParts, any_autocast, flag, mask_parts, resolved_deterministic
 from .backends import select_backend
 from .backends.base import Backend, lse_dtype, lse_shape, mass_shape, out_shape
 from .backends.reference import ReferenceBackend
 from .backends.shapes import has_other_width
+from .masks import IntervalMask
 from .operators import define, direct_apply, library, without_negation
 from .record import (
     ATTENTION,
@@ -55,6 +56,7 @@ _differentiable = operator.itemgetter(*ATTENTION.places)
 _Slots: TypeAlias = tuple[Tensor | None, ...]
 
 _REFERENCE = ReferenceBackend()
+_NO_MASK = MaskParts()
 
 
 @cache
@@ -133,6 +135,7 @@ def attention(
 
 def usual_attention(
     tensors: tuple[Any, ...],
+    mask: Any,
     scale: float | None,
     causal: bool | None,
     softcap: float | None,
@@ -146,17 +149,24 @@ def usual_attention(
 
     Args:
         tensors: query, key, value, bias and sink; they and the settings are as they were given.
+        mask: of the call, or None.
         scale, causal, softcap, deterministic: of the call.
         counts: its window_size, keep_last and keep_first.
     """
-    if not dispatch_state.is_idle(tensors) or any_autocast():
+    parts, query_length = _NO_MASK, None
+    if type(mask) is IntervalMask:
+        parts, query_length = mask_parts(mask), mask.query_length
+    elif mask is not None:
+        parts = MaskParts(mask)
+    given = tensors if mask is None else (*tensors, *parts[:3])
+    if not dispatch_state.is_idle(given) or any_autocast():
         return None
     usual_call = _usual_call()
     if usual_call is None:
         return None
     is_deterministic = resolved_deterministic(deterministic)
-    call = usual_call(*tensors, scale, causal, softcap, *counts, is_deterministic)
-    if call is None:
+    call = usual_call(*tensors, *parts, scale, causal, softcap, *counts, is_deterministic)
+    if call is None or (query_length is not None and query_length != tensors[0].shape[1]):
         return None
     need_lse = flag("return_lse", return_lse)
     chosen = select_backend(tensors[0].device, "auto")
