@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <type_traits>
+#include <vector>
 
 #include "error.h"
 
@@ -19,18 +20,29 @@ template <class Visit> void each_tensor(AttentionRecord &record, Visit &&visit) 
   });
 }
 
-size_t count_tensors(AttentionRecord &record) {
-  size_t count = 0;
-  each_tensor(record, [&](size_t, const char *, TensorField &) { ++count; });
-  return count;
-}
+// Where tensors of a record stand among them.
+struct Places {
+  size_t count = 0, given_plan = 0;
+  std::vector<size_t> gradients; // those of the fields of Gradients, in their order
+};
 
-// The place of the tensor of a name that there is.
-size_t place_of(AttentionRecord &record, const char *wanted) {
-  size_t found = count_tensors(record);
-  each_tensor(record, [&](size_t place, const char *name, TensorField &) {
-    if (std::strcmp(name, wanted) == 0) found = place;
-  });
+// Found out once, for a comparison of all names is a part of a small call's time that shows.
+const Places &places() {
+  static const Places found = [] {
+    Places made;
+    AttentionRecord record;
+    const auto place_of = [&](const char *wanted) {
+      size_t place_found = 0;
+      each_tensor(record, [&](size_t place, const char *name, TensorField &) {
+        if (std::strcmp(name, wanted) == 0) place_found = place;
+      });
+      return place_found;
+    };
+    each_tensor(record, [&](size_t, const char *, TensorField &) { ++made.count; });
+    made.given_plan = place_of("given_plan");
+    Gradients{}.each_field([&](const char *name, TensorField &) { made.gradients.push_back(place_of(name)); });
+    return made;
+  }();
   return found;
 }
 
@@ -165,7 +177,7 @@ nb::object Call::keep(const Pack &pack, int32_t threads, const Allocator &alloca
   if (bytes > 0) more = TensorField(allocator.bytes(out.object(), bytes));
   if (!problem.keep(out, lse, record_->given_plan, more, Workspace(exchange))) return nb::none();
 
-  const size_t count = count_tensors(*record_);
+  const size_t count = places().count;
   nb::object kept = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(count + 3)));
   if (!kept.is_valid()) nb::raise_python_error();
   const auto give = [&](size_t place, const char *, TensorField &field) {
@@ -184,7 +196,7 @@ bool Call::are_kept(nb::tuple tensors) {
   const auto compare = [&](size_t place, const char *, TensorField &field) {
     are = are && field.reads_as(tensors[place]);
   };
-  const size_t count = count_tensors(*record_);
+  const size_t count = places().count;
   each_tensor(*record_, compare);
   compare(count, "out", kept_->out);
   compare(count + 1, "lse", kept_->lse);
@@ -194,7 +206,7 @@ bool Call::are_kept(nb::tuple tensors) {
 
 nb::object Call::differentiate(const Pack &pack, int32_t threads, const Allocator &allocator, nb::tuple kept,
                                nb::handle dout, nb::handle dlse, nb::tuple flags) {
-  const size_t count = count_tensors(*record_);
+  const size_t count = places().count;
   if (kept.size() != count + 3)
     type_error("kept must be a tuple of ", count, " tensors of a record, out, lse and what else is kept, but has ",
                kept.size(), " items");
@@ -214,14 +226,14 @@ nb::object Call::differentiate(const Pack &pack, int32_t threads, const Allocato
   arguments.gradients.each_field([&](const char *of, TensorField &gradient) {
     if (place == flags.size()) return;
     if (flags[place].ptr() == Py_True) {
-      TensorField like = nb::handle(kept[place_of(*record_, of)]);
+      TensorField like = nb::handle(kept[places().gradients[place]]);
       if (is_absent(like)) value_error("the gradient of ", of, " is wanted, but the call has no ", of);
       gradient = TensorField(allocator.like(like.object(), like.read(of)));
     }
     append(nb::borrow(gradient.object()));
   });
   while (place < flags.size()) append(nb::none());
-  const TensorField given_plan = nb::handle(kept[place_of(*record_, "given_plan")]), more = nb::handle(kept[count + 2]);
+  const TensorField given_plan = nb::handle(kept[places().given_plan]), more = nb::handle(kept[count + 2]);
   if (!problem.backward(arguments, given_plan, more, Workspace(exchange))) return nb::none();
   return results;
 }
