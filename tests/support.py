@@ -257,7 +257,7 @@ def core_without_allocator() -> Iterator[mock.Mock]:
     methods = ("attend", "keep", "differentiate")
     with (
         mock.patch.multiple(_core.Call, **dict.fromkeys(methods, refuse)),
-        mock.patch.object(_core, "select", refuse),
+        mock.patch.multiple(_core, select=refuse, forget=refuse, forget_backward=refuse),
     ):
         yield refuse
 

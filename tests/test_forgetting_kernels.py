@@ -16,7 +16,7 @@ import flash_dmattn
 from flash_dmattn import _core, forgetting, forgetting_bias, forgetting_ops, loader
 from flash_dmattn.forgetting_formula import plain_gradient, plain_results
 from flash_dmattn.integrations import parallel_forgetting_attn
-from support import Target, randn
+from support import Target, core_without_allocator, randn
 
 CHUNK = 1024  # gates of a block of threads of the CUDA kernels
 PRUNE = -6.0
@@ -477,6 +477,12 @@ def test_one_function_takes_other_values_and_saved_tensors(pack_target: Target) 
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
         out = forgetting.forgetting_attention(*tensors, PRUNE)
     for got, expected in zip(torch.autograd.grad(out.sum(), tensors), want, strict=True):
+        assert torch.equal(got, expected)
+    with core_without_allocator() as refused:
+        out = forgetting.forgetting_attention(*tensors, PRUNE)
+        found = torch.autograd.grad(out.sum(), tensors)
+    assert refused.call_count == 4
+    for got, expected in zip(found, want, strict=True):
         assert torch.equal(got, expected)
     profiled = forgetting.forgetting_attention(*tensors, PRUNE)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):

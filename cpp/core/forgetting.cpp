@@ -65,16 +65,17 @@ int64_t Forgetting::workspace_bytes() const {
 }
 
 template <class Entry>
-void Forgetting::run(Entry entry, const char *name, fdm_forgetting forgetting, Workspace &workspace) const {
-  if (is_empty(forgetting.log_forget)) return;
+bool Forgetting::run(Entry entry, const char *name, fdm_forgetting forgetting, Workspace &workspace) const {
+  if (is_empty(forgetting.log_forget)) return true;
   fdm_buffer memory;
-  workspace.take(workspace_bytes(), device_, forgetting.context.stream, memory);
+  if (!workspace.take(workspace_bytes(), device_, forgetting.context.stream, memory)) return false;
   call_pack<Gil::release>(pack_, name, [&](char *message, size_t message_bytes) {
     return entry(&forgetting, memory, message, message_bytes);
   });
+  return true;
 }
 
-void Forgetting::forget(const TensorField &bias, const TensorField &start, const TensorField &end, double prune,
+bool Forgetting::forget(const TensorField &bias, const TensorField &start, const TensorField &end, double prune,
                         Workspace &&workspace) const {
   fdm_forgetting f = forgetting_;
   f.bias = read_like(bias, "bias", only(FDM_FLOAT32) | only(FDM_FLOAT64), true);
@@ -87,16 +88,16 @@ void Forgetting::forget(const TensorField &bias, const TensorField &start, const
     require_distinct_elements(f.start, "start");
     require_distinct_elements(f.end, "end");
   }
-  run(pack_.forget, "forget", f, workspace);
+  return run(pack_.forget, "forget", f, workspace);
 }
 
-void Forgetting::forget_backward(const TensorField &dbias, const TensorField &dlog_forget,
+bool Forgetting::forget_backward(const TensorField &dbias, const TensorField &dlog_forget,
                                  Workspace &&workspace) const {
   fdm_forgetting f = forgetting_;
   f.dbias = read_like(dbias, "dbias", only(FDM_FLOAT32) | only(FDM_FLOAT64), true);
   f.dlog_forget = read_like(dlog_forget, "dlog_forget", only(f.log_forget.dtype), false);
   require_distinct_elements(f.dlog_forget, "dlog_forget");
-  run(pack_.forget_backward, "forget_backward", f, workspace);
+  return run(pack_.forget_backward, "forget_backward", f, workspace);
 }
 
 } // namespace fdm

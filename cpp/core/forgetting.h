@@ -19,16 +19,18 @@ public:
   // The same for both.
   int64_t workspace_bytes() const;
 
+  // These return false, with nothing done, where the workspace has no memory.
+
   // bias (B, H, 1, N), packed (H, 1, total); start and end of the shape of the gates, or None and None.
-  void forget(const TensorField &bias, const TensorField &start, const TensorField &end, double prune,
+  bool forget(const TensorField &bias, const TensorField &start, const TensorField &end, double prune,
               Workspace &&workspace) const;
   // dbias as bias, dlog_forget as the gates.
-  void forget_backward(const TensorField &dbias, const TensorField &dlog_forget, Workspace &&workspace) const;
+  bool forget_backward(const TensorField &dbias, const TensorField &dlog_forget, Workspace &&workspace) const;
 
 private:
   // A tensor with an element for each gate; a bias has a dimension of 1 before the last one.
   fdm_tensor read_like(const TensorField &field, const char *name, DtypeSet allowed, bool is_bias) const;
-  template <class Entry> void run(Entry entry, const char *name, fdm_forgetting forgetting, Workspace &workspace) const;
+  template <class Entry> bool run(Entry entry, const char *name, fdm_forgetting forgetting, Workspace &workspace) const;
 
   const fdm_pack &pack_;
   fdm_forgetting forgetting_;

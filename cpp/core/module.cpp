@@ -200,6 +200,35 @@ void bind_select(nb::module_ &module) {
       "pack"_a, "threads"_a, "results"_a, "inputs"_a);
 }
 
+// What `compute` does with forget gates, their padding and cu_seqlens, in memory of the gates' library.
+template <class Compute>
+bool with_gates(const Pack &pack, int32_t threads, nb::tuple gates, double least, const Compute &compute) {
+  const Exchange exchange(gates[0]);
+  if (!exchange.offers_memory()) return false;
+  const TensorField log_forget = nb::handle(gates[0]), padding = nb::handle(gates[1]), bounds = nb::handle(gates[2]);
+  return compute(Forgetting(pack.table(), log_forget, padding, bounds, least, {threads}), Workspace(exchange));
+}
+
+void bind_forget(nb::module_ &module) {
+  module.def(
+      "forget",
+      [](const Pack &pack, int32_t threads, nb::tuple results, nb::tuple gates, double least, double prune) {
+        return with_gates(pack, threads, gates, least, [&](const Forgetting &forgetting, Workspace &&workspace) {
+          return forgetting.forget(nb::handle(results[0]), nb::handle(results[1]), nb::handle(results[2]), prune,
+                                   std::move(workspace));
+        });
+      },
+      "pack"_a, "threads"_a, "results"_a, "gates"_a, "least"_a, "prune"_a);
+  module.def(
+      "forget_backward",
+      [](const Pack &pack, int32_t threads, nb::handle dbias, nb::handle dlog_forget, nb::tuple gates, double least) {
+        return with_gates(pack, threads, gates, least, [&](const Forgetting &forgetting, Workspace &&workspace) {
+          return forgetting.forget_backward(dbias, dlog_forget, std::move(workspace));
+        });
+      },
+      "pack"_a, "threads"_a, "dbias"_a, "dlog_forget"_a, "gates"_a, "least"_a);
+}
+
 template <class Record> Record without_memory(Record record) {
   record.each_field([](const char *, auto &field) {
     if constexpr (std::is_same_v<std::decay_t<decltype(field)>, TensorField>) field.allow_no_memory();
@@ -243,6 +272,7 @@ NB_MODULE(_core, module) {
   bind_selection(module);
   bind_forgetting(module);
   bind_select(module);
+  bind_forget(module);
   bind_checks(module);
   module.attr("ATTENTION_FIELDS") = field_names<AttentionRecord>();
   module.attr("SELECTION_FIELDS") = field_names<SelectionRecord>();

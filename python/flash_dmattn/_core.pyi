@@ -372,6 +372,26 @@ def select(
 ) -> bool:
     """Makes a Selection and writes start and end, or keep; False where a Call would return None."""
 
+def forget(
+    pack: Pack,
+    threads: int,
+    results: tuple[TensorLike, TensorLike | None, TensorLike | None],
+    gates: tuple[TensorLike, TensorLike | None, TensorLike | None],
+    least: float,
+    prune: float,
+) -> bool:
+    """Makes a Forgetting of the gates, and writes bias, start and end; False as `select`."""
+
+def forget_backward(
+    pack: Pack,
+    threads: int,
+    dbias: TensorLike,
+    dlog_forget: TensorLike,
+    gates: tuple[TensorLike, TensorLike | None, TensorLike | None],
+    least: float,
+) -> bool:
+    """Makes a Forgetting of the gates, and writes their gradient; False as `select`."""
+
 def check_attention(inputs: tuple[Any, ...], device_type: int) -> None:
     """Raises where Problem would, by the rules that do not depend on a pack; float64 is allowed.
 

@@ -238,7 +238,9 @@ class PackBackend(Backend):
             least: a gate below it counts as this.
             prune: the threshold below which keys are dropped; 0 where none are.
         """
-        torch_memory.forget(self.pack, self._threads(), results, gates, (least, prune))
+        pack, threads = self.pack, self._threads()
+        if not _core.forget(pack, threads, results, gates, least, prune):
+            torch_memory.forget(pack, threads, results, gates, (least, prune))
 
     def forget_backward(
         self,
@@ -248,7 +250,9 @@ class PackBackend(Backend):
         least: float,
     ) -> None:
         """Write the gradient of forget gates, which are as in `forget`."""
-        torch_memory.forget_backward(self.pack, self._threads(), (gradient, dbias), gates, least)
+        pack, threads = self.pack, self._threads()
+        if not _core.forget_backward(pack, threads, dbias, gradient, gates, least):
+            torch_memory.forget_backward(pack, threads, (gradient, dbias), gates, least)
 
     def _has_key_mass(self, inputs: AttentionInputs) -> bool:
         biases = self.pack.key_mass_biases
