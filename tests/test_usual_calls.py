@@ -31,6 +31,14 @@ MASKS: dict[str, Any] = {
     "intervals": lambda device: IntervalMask.sliding_window(3, 1, 9, 9, device=device),
     "selection": lambda device: dynamic_mask(tensors(device, torch.float32)["attn_bias"], 3, True),
 }
+
+
+def with_most(keys: Any) -> IntervalMask:
+    mask = IntervalMask.sliding_window(3, 1, 9, 9)
+    mask.max_kept = keys
+    return mask
+
+
 SETTINGS: list[dict[str, Any]] = [
     {},
     *({"attn_mask": name, "is_causal": True} for name in MASKS),
@@ -135,6 +143,7 @@ def test_both_ways_make_the_same_record(
         {"window_size": None, "attn_mask": lambda _: rand_bool(2, 1, 1, 9).to("meta")},
         {"window_size": None, "attn_mask": lambda _: rand_bool(2, 1, 1, 9).numpy()},
         {"window_size": None, "attn_mask": lambda _: IntervalMask.sliding_window(3, 1, 8, 9)},
+        {"window_size": None, "attn_mask": lambda _: with_most(2.5)},
     ],
     ids=lambda change: next(iter(change)),
 )

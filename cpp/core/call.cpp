@@ -105,7 +105,7 @@ bool is_usual_mask(const AttentionRecord &record, const TensorView &query, nb::h
 // wrong or only rare: a Problem checks what is not asked here. Reading them takes a tenth of the time that it takes in
 // Python, which for a small problem is longer than its kernels.
 nb::object usual_call(nb::handle query_object, nb::handle key_object, nb::handle value_object, nb::handle bias_object,
-                      nb::handle sink_object, nb::handle mask, nb::handle start, nb::handle end, int64_t max_kept,
+                      nb::handle sink_object, nb::handle mask, nb::handle start, nb::handle end, nb::handle max_kept,
                       nb::handle scale, nb::handle causal, nb::handle softcap, nb::handle window, nb::handle keep_last,
                       nb::handle keep_first, bool deterministic) {
   auto found = std::make_unique<AttentionRecord>();
@@ -118,7 +118,6 @@ nb::object usual_call(nb::handle query_object, nb::handle key_object, nb::handle
   record.mask = TensorField(mask);
   record.start = TensorField(start);
   record.end = TensorField(end);
-  record.max_kept = max_kept;
   if (!record.query.try_read() || !record.key.try_read() || !record.value.try_read()) return nb::none();
   const TensorView &query = record.query.view(), &key = record.key.view(), &value = record.value.view();
   if (query.rank != 4 || key.rank != 4 || value.rank != 4 || query.shape[3] < 1) return nb::none();
@@ -136,7 +135,7 @@ nb::object usual_call(nb::handle query_object, nb::handle key_object, nb::handle
   }
   if (!is_usual_tensor(record.sink, query) || (!is_absent(record.sink) && is_expanded(record.sink.view())))
     return nb::none();
-  if (!is_usual_mask(record, query, window)) return nb::none();
+  if (!is_usual_mask(record, query, window) || !read_usual_count(record.max_kept, max_kept)) return nb::none();
   if (!read_usual_count(record.keep_last, keep_last) || !read_usual_count(record.keep_first, keep_first))
     return nb::none();
   if (!is_absent(window)) {
