@@ -9,6 +9,7 @@
 // before, or after it where there is only one buffer.
 #pragma once
 
+#include "../host/launch.cuh"
 #include "../tile/copy_rows.cuh"
 #include "../tile/products.cuh"
 #include "../tile/row_bias_tile.cuh"
@@ -396,6 +397,13 @@ __global__ void __launch_bounds__(Config::kThreads) row_bias_kernel(const __grid
   }
   __syncthreads();
   RowBiasBlock<Config>(params, shared).run();
+}
+
+template <class Element, int kHeadDim> cudaError_t launch_row_bias(const BackwardLaunch &work, cudaStream_t stream) {
+  constexpr RowBiasTileChoice tile = row_bias_tile(FDM_TILE_ARCH, kHeadDim);
+  using Config = RowBiasConfig<Element, kHeadDim, tile.columns, tile.warps, tile.query_buffers, tile.key_buffers>;
+  return launch_with_shared<RowBiasShared<Config>, row_bias_kernel<Config>>(work.params, work.route.row_bias_blocks,
+                                                                            Config::kThreads, stream);
 }
 
 } // namespace fdm::cuda

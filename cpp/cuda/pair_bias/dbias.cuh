@@ -8,6 +8,7 @@
 #pragma once
 
 #include "dbias_tiles.cuh"
+#include "launch.cuh"
 #include "tile_sizes.cuh"
 
 namespace fdm::cuda {
@@ -312,6 +313,14 @@ __global__ void __launch_bounds__(Config::kThreads) dbias_kernel(const __grid_co
     if (past == division.groups && tile.is_last_of_row(work)) block.clear_behind(tile);
     step += past - first;
   }
+}
+
+template <class Element, int kHeadDim>
+cudaError_t launch_pair_bias_dbias(const PairBiasBackward &work, cudaStream_t stream) {
+  using Config = DbiasConfig<Element, kHeadDim>;
+  const fdm_problem &p = work.call.p;
+  const int bytes = Config::shared_bytes(work.dbias, p.bias.dtype == FDM_FLOAT32, has_rows(p.mask));
+  return launch_pair_bias<dbias_kernel<Config>>(work, work.dbias.blocks, Config::kThreads, bytes, stream);
 }
 
 } // namespace fdm::cuda

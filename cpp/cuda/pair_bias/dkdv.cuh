@@ -7,6 +7,7 @@
 // statistics and the bias of the next step are copied meanwhile. Each warp has keys of one sequence.
 #pragma once
 
+#include "launch.cuh"
 #include "statistics.cuh"
 #include "tile_sizes.cuh"
 
@@ -373,6 +374,15 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   do block.run(exact);
   while (!exact && (exact = __syncthreads_or(block.needs_exact())));
   block.write();
+}
+
+template <class Element, int kHeadDim>
+cudaError_t launch_pair_bias_dkdv(const PairBiasBackward &work, cudaStream_t stream) {
+  using Config = PairBiasDkdvConfig<Element, kHeadDim>;
+  const fdm_problem &p = work.call.p;
+  const int bytes = Config::shared_bytes(work.slots, p.bias.dtype == FDM_FLOAT32, has_rows(p.mask));
+  return launch_pair_bias<pair_bias_dkdv_kernel<Config>>(work, p.kv_heads * work.groups * work.tiles, Config::kThreads,
+                                                         bytes, stream);
 }
 
 } // namespace fdm::cuda

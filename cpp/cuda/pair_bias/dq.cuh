@@ -3,6 +3,7 @@
 // has one source, its gradient is dS, which is written here.
 #pragma once
 
+#include "launch.cuh"
 #include "row_block.cuh"
 #include "statistics.cuh"
 
@@ -147,6 +148,16 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   while (!exact && (exact = __syncthreads_or(block.needs_exact())));
   block.write();
   block.clear_dbias_from(task.end);
+}
+
+template <class Element, int kHeadDim>
+cudaError_t launch_pair_bias_dq(const PairBiasBackward &work, cudaStream_t stream) {
+  using Config = PairBiasDqConfig<Element, kHeadDim>;
+  const fdm_problem &p = work.call.p;
+  const int64_t planes = p.bias.shape[0] * p.bias.shape[1];
+  const int bytes = Config::shared_bytes(work.slots, p.bias.dtype == FDM_FLOAT32, has_rows(p.mask));
+  return launch_pair_bias<pair_bias_dq_kernel<Config>>(work, planes * work.groups * work.tiles, Config::kThreads, bytes,
+                                                       stream);
 }
 
 } // namespace fdm::cuda

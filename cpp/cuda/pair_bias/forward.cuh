@@ -3,6 +3,7 @@
 // of threads (splits).
 #pragma once
 
+#include "launch.cuh"
 #include "ptx/dependent.cuh"
 #include "row_block.cuh"
 #include "softmax.cuh"
@@ -93,6 +94,15 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   do block.run(task, exact);
   while (!exact && (exact = __syncthreads_or(block.needs_exact())));
   block.write(task.split);
+}
+
+template <class Element, int kHeadDim>
+cudaError_t launch_pair_bias_forward(const PairBiasForwardLaunch &launch, cudaStream_t stream) {
+  using Config = PairBiasForwardConfig<Element, kHeadDim>;
+  const fdm_problem &p = launch.work.call.p;
+  const int bytes = Config::shared_bytes(launch.work.slots, p.bias.dtype == FDM_FLOAT32, has_rows(p.mask));
+  return launch_pair_bias<pair_bias_forward_kernel<Config>>(launch.work, launch.route.blocks, Config::kThreads, bytes,
+                                                            stream);
 }
 
 } // namespace fdm::cuda
