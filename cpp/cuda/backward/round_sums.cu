@@ -74,12 +74,8 @@ struct KeyBands {
   static constexpr int kTogether = 4, kBlocks = 4;
 
   const BackwardParams &params;
-  const float *sums[2];
-  BandRows rows{{-1, -1}};
+  KeyBand band;
   bool exists = false;
-
-  __device__ static bool of_values() { return blockIdx.y == 1; }
-  __device__ const fdm_tensor &gradient() const { return of_values() ? params.a.dv : params.a.dk; }
 
   __device__ KeyBands(const BackwardParams &params_, int64_t number) : params(params_) {
     ptx::wait_for_kernel_ahead();
@@ -95,37 +91,24 @@ struct KeyBands {
     const int32_t first = int32_t(number - head_number * bands) * kBandRows;
     if (segments.count == 0 || first >= count || segments.overflow(keys)) return;
     const int64_t head = s.batch * p.kv_heads + kv_head;
-    exists = present(gradient());
+    const fdm_tensor &t = KeyBand::gradient(params.a);
+    exists = present(t);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int32_t row = first + accumulator_row(half), sum = segments.first_sum + row;
       if (row >= count) continue;
       const int32_t key = keys.segments.sum_keys[list * keys.segments.most_sums + sum];
-      const fdm_tensor &t = gradient();
-      rows.offset[half] = s.batch * t.stride[0] + (s.k_begin + key) * t.stride[1] + kv_head * t.stride[2];
-      sums[half] = key_segment_sums(keys, head, sum) + (of_values() ? keys.slot_dim : 0);
-      if (!of_values() && params.wants_bias_sums && threadIdx.x % 4 == 0)
+      band.rows.offset[half] = s.batch * t.stride[0] + (s.k_begin + key) * t.stride[1] + kv_head * t.stride[2];
+      band.sums[half] = key_segment_sums(keys, head, sum) + (KeyBand::of_values() ? keys.slot_dim : 0);
+      if (!KeyBand::of_values() && params.wants_bias_sums && threadIdx.x % 4 == 0)
         store_bias_sum(params, s, kv_head, 0, key, *bias_segment_sum(keys, head, sum));
     }
   }
 
   __device__ int tiles() const { return exists ? params.keys.slot_dim / 8 : 0; }
-  // A thread has four neighbours of two tiles of columns, as sm90/segment_sums.cuh and key_gradients.cuh write them.
-  __device__ void load(int first, float (&x)[kTogether][4]) const {
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-#pragma unroll
-      for (int n = 0; n < kTogether; n += 2) {
-        const auto *quads = reinterpret_cast<const float4 *>(sums[half]) + threadIdx.x % 4;
-        const float4 own = rows.offset[half] >= 0 ? quads[(first + n) * 2] : float4{};
-        x[n][2 * half] = own.x;
-        x[n][2 * half + 1] = own.y;
-        x[n + 1][2 * half] = own.z;
-        x[n + 1][2 * half + 1] = own.w;
-      }
-  }
+  __device__ void load(int first, float (&x)[kTogether][4]) const { band.load(first, x); }
   __device__ void store(int first, const float (&x)[kTogether][4]) const {
-    rows.store(gradient(), of_values() ? 1.0f : params.p.scale, first, x);
+    band.store(params.a, params.p.scale, first, x);
   }
   __device__ void end(bool) const {}
 };

@@ -16,48 +16,31 @@ struct ListBands {
   static constexpr int kTogether = 4, kBlocks = 4;
 
   const ListBackwardParams &params;
-  const float *sums[2];
-  BandRows rows{{-1, -1}};
+  KeyBand band;
   bool exists;
 
-  __device__ static bool of_values() { return blockIdx.y == 1; }
-  __device__ const fdm_tensor &gradient() const { return of_values() ? params.backward.dv : params.backward.dk; }
-
   __device__ ListBands(const ListBackwardParams &params_, int64_t number) : params(params_) {
-    const fdm_tensor &t = gradient();
+    const fdm_tensor &t = KeyBand::gradient(params.backward);
     const int64_t count = params.p.k.shape[0] * params.p.k.shape[1] * params.p.kv_heads;
     exists = present(t) && number * kBandRows < count;
     if (!exists) return;
     ptx::wait_for_kernel_ahead();
-    const float *first = of_values() ? params.sums.value : params.sums.key;
+    const float *first = KeyBand::of_values() ? params.sums.value : params.sums.key;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int64_t row = number * kBandRows + accumulator_row(half);
       if (row >= count) continue;
       const int64_t key = quotient(row, params.p.kv_heads), batch = quotient(key, t.shape[1]);
-      rows.offset[half] = batch * t.stride[0] + (key - batch * t.shape[1]) * t.stride[1] +
-                          (row - key * params.p.kv_heads) * t.stride[2];
-      sums[half] = first + row * params.sum_dim;
+      band.rows.offset[half] = batch * t.stride[0] + (key - batch * t.shape[1]) * t.stride[1] +
+                               (row - key * params.p.kv_heads) * t.stride[2];
+      band.sums[half] = first + row * params.sum_dim;
     }
   }
 
   __device__ int tiles() const { return exists ? params.sum_dim / 8 : 0; }
-  // A thread has four neighbours of two tiles of columns, as lists/backward.cuh adds them.
-  __device__ void load(int first, float (&x)[kTogether][4]) const {
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-#pragma unroll
-      for (int n = 0; n < kTogether; n += 2) {
-        const auto *quads = reinterpret_cast<const float4 *>(sums[half]) + threadIdx.x % 4;
-        const float4 own = rows.offset[half] >= 0 ? quads[(first + n) * 2] : float4{};
-        x[n][2 * half] = own.x;
-        x[n][2 * half + 1] = own.y;
-        x[n + 1][2 * half] = own.z;
-        x[n + 1][2 * half + 1] = own.w;
-      }
-  }
+  __device__ void load(int first, float (&x)[kTogether][4]) const { band.load(first, x); }
   __device__ void store(int first, const float (&x)[kTogether][4]) const {
-    rows.store(gradient(), of_values() ? 1.0f : params.p.scale, first, x);
+    band.store(params.backward, params.p.scale, first, x);
   }
   __device__ void end(bool) const {}
 };

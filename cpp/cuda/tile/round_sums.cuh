@@ -38,6 +38,34 @@ struct BandRows {
   }
 };
 
+// A band of dk or dv, each row of which lies by itself. A row of the grid has dk, another dv.
+struct KeyBand {
+  const float *sums[2]; // of this thread's two rows, where they exist
+  BandRows rows{{-1, -1}};
+
+  __device__ static bool of_values() { return blockIdx.y == 1; }
+  __device__ static const fdm_tensor &gradient(const fdm_backward_args &a) { return of_values() ? a.dv : a.dk; }
+
+  // A thread has four neighbours of two tiles of columns, as the kernels that add to the sums write them.
+  template <int kTiles> __device__ void load(int first, float (&x)[kTiles][4]) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int n = 0; n < kTiles; n += 2) {
+        const auto *quads = reinterpret_cast<const float4 *>(sums[half]) + threadIdx.x % 4;
+        const float4 quad = rows.offset[half] >= 0 ? quads[(first + n) * 2] : float4{};
+        x[n][2 * half] = quad.x;
+        x[n][2 * half + 1] = quad.y;
+        x[n + 1][2 * half] = quad.z;
+        x[n + 1][2 * half + 1] = quad.w;
+      }
+  }
+  template <int kTiles>
+  __device__ void store(const fdm_backward_args &a, float scale, int first, const float (&x)[kTiles][4]) const {
+    rows.store(gradient(a), of_values() ? 1.0f : scale, first, x);
+  }
+};
+
 template <class Bands>
 __global__ void __launch_bounds__(kRoundingThreads, Bands::kBlocks)
     round_sums(const __grid_constant__ typename Bands::Params params) {
