@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The backward pass on the host: what its kernels are given, and in which order they run. Its route tells which ones.
+// The host side of the backward pass: it fills in the parameters of the kernels that the route names, and launches them
+// in order.
 #include "backward.h"
 
 #include <cuda_runtime.h>
@@ -180,7 +181,7 @@ cudaError_t run_key_mass(const fdm_problem &p, const fdm_key_mass_args &args, co
   constexpr fdm_tensor kAbsent{nullptr, {1, 1, 1, 1}, {0, 0, 0, 0}, FDM_FLOAT32, 0};
   fdm_backward_args own{};
   own.struct_size = sizeof own;
-  own.out = own.dout = p.q; // read by what makes statistics of rows, whose product with each other nothing uses
+  own.out = own.dout = p.q; // for the statistics kernel; nothing reads this delta
   own.lse = args.lse;
   own.dlse = own.dq = own.dk = own.dv = own.dsink = kAbsent;
   own.dbias = {mass.data,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The backward pass: what the host hands to its kernels.
+// The backward pass: the parameters of its kernels.
 //
 // Unless dq is summed as below, nothing is added by two blocks of threads, so equal inputs give equal bits:
 //   1. prepare.cu              blocks of keys that are kept by similar rows (key_order.cuh, key_segments.cuh);
@@ -71,9 +71,9 @@ struct BackwardParams {
   bool reduces_bias;
   int32_t bias_heads; // bias heads of a key/value head: 1, or the query heads of a group
   bool wants_bias_sums;
-  bool only_mass;   // these are sums of P, of the pass that computes nothing else: dS is P, and dO is read by nobody
-  bool clears_keys; // some rows of dk and dv are written by no kernel that computes them
-  bool beside_dq;   // the key-stationary kernel is right behind dq
+  bool only_mass;             // the pass of the key mass: these are sums of P, and no gradient is computed
+  bool clears_keys;           // some rows of dk and dv are written by no kernel that computes them
+  bool beside_dq;             // the key-stationary kernel is right behind dq
   bool aligned, dout_aligned; // what rows_are_aligned says of q, k and v, and of dout
   TileOrder order;            // of a persistent kernel
 };

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What the gradient of the queries does with the scores of a tile of rows, apart from the matrix instructions that make
-// them. Accumulators are those of mma.sync and wgmma alike: kRowTiles tiles of 16 rows to each warp.
+// The elementwise work of dq on a tile of rows, between the matrix products: from scores and dP to dS, and the
+// epilogue. Accumulators are those of mma.sync and wgmma alike: kRowTiles tiles of 16 rows to each warp.
 #pragma once
 
 #include "../tile/products.cuh"

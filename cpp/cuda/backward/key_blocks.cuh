@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The work on a block of keys of the key-stationary kernel: the order of its steps through query heads and tiles of rows,
-// and the facts about its keys meanwhile.
+// How a key-stationary kernel works on a block of keys: the order of its steps through query heads and tiles of rows,
+// and what shared memory holds of its keys.
 #pragma once
 
 #include "key_places.cuh"
@@ -44,7 +44,7 @@ struct KeyStep {
   bool tests; // its pairs may be dropped, whatever the ranges of rows say
 };
 
-// The threads that work on a block of keys together are all of a block of threads.
+// The team of a block of keys: all threads of the block of threads.
 template <int kCount> struct WholeBlock {
   static constexpr int kThreads = kCount;
   __device__ static __forceinline__ int thread() { return threadIdx.x; }

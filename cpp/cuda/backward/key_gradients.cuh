@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What the gradients of keys, values and of a bias that is the same for every query do with the scores of a block of
-// keys, apart from the matrix instructions that make them. Accumulators, a key to a row, are those of mma.sync and
-// wgmma alike: kKeyTiles tiles of 16 keys to each warp.
+// The elementwise work of dk, dv and the gradient of a bias that is the same for every query on a block of keys,
+// between the matrix products: from S' and dP' to P' and dS', and the epilogue. Accumulators, a key to a row, are those
+// of mma.sync and wgmma alike: kKeyTiles tiles of 16 keys to each warp.
 #pragma once
 
 #include <type_traits>
@@ -16,7 +16,7 @@ namespace fdm::cuda {
 // No bias with a row for each query.
 struct NoRowBias {};
 
-// Facts about a tile of query rows while it is in shared memory.
+// Statistics of a tile of query rows in shared memory.
 template <int kKeys, int kRows, bool kHasRowPlans> struct RowStage {
   alignas(16) float lse[kRows], delta[kRows];          // as RowStatistics has them
   alignas(16) RowWord words[kHasRowPlans ? kKeys : 1]; // set for row plans

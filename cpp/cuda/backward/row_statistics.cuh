@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What the backward pass knows of a row of queries, and which rows keep a key.
+// The statistics of a query row, lse and delta, and the range of rows that keep a key.
 #pragma once
 
 #include "../plan/plan.cuh"

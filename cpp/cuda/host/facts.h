@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What routes are chosen by, of this pack and of a device.
+// Facts of this pack and of a device, from which routes are chosen.
 #pragma once
 
 #include <cuda_runtime_api.h>

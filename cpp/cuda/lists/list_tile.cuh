@@ -126,7 +126,7 @@ template <class Element, int kHeadDim, ListTileChoice (*kTile)(int, ListHeads), 
 using ListConfigOf = ListConfig<Element, kHeadDim, kTile(kHeadDim, kHeads).row_tiles, kTile(kHeadDim, kHeads).row_warps,
                                 kTile(kHeadDim, kHeads).key_warps, kTile(kHeadDim, kHeads).columns>;
 
-// What the passes have in common in shared memory.
+// The shared memory that both passes have.
 template <class Config> struct ListShared {
   alignas(1024) char sQ[Config::Tile::bytes(Config::kRows)];
   char sKV[Config::kStages][2][Config::kKeyBytes]; // K and V

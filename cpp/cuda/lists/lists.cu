@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Calls whose queries list their keys, on the host: what the kernels are given. The route tells which ones.
+// The host side of calls whose queries list their keys: it fills in the parameters of the kernels that the route names.
 #include "lists.h"
 
 #include "../host/dispatch.h"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Calls whose queries list their keys: what the host hands to the kernels.
+// Calls whose queries list their keys: the parameters of the kernels.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What the backward passes of listed keys have in common: facts of a row by which its scores become P and dS, and the gradients of biases.
+// Shared by the backward kernels of listed keys: the statistics of a row, by which its scores become P and dS, and the
+// gradients of biases.
 #pragma once
 
 #include "../backward/sum_bands.cuh"

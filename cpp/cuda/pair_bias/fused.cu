@@ -7,7 +7,7 @@
 namespace fdm::cuda {
 namespace {
 
-// Its sums in the first launch.
+// The sums of a gradient in the first launch, half of which lie in the memory of the gradient itself.
 GradientSums sums_in_gradient(const fdm_tensor &t, char *workspace) {
   GradientSums sums{};
   sums.first = static_cast<char *>(t.data);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The fused kernel on the host: all gradients with a pair bias, a launch after the other.
+// The host side of the fused kernel, which computes all gradients with a pair bias in one or more launches.
 #pragma once
 
 #include "../host/dispatch.h"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The launch of a fused instantiation.
+// The launch of the fused kernel of pair biases.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 namespace fdm::cuda {
 
 #if FDM_TILE_ARCH == 90
-// How many clusters run at the same time only the driver knows, of a kernel.
+// Only the driver knows how many clusters of a kernel run at the same time.
 template <class Config> cudaError_t launch_clusters(const PairBiasBackward &work, cudaStream_t stream) {
   using Shared = PairBiasFusedShared<Config>;
   const int64_t blocks = int64_t(work.fused.row_tiles) * work.fused.key_tiles;

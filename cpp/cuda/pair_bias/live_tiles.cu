@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Finds the tiles of which a mask of rows keeps something. Most are known by their first rows, so most of the mask is not
-// read here.
+// Finds the live tiles of a mask of rows: those of which it keeps a pair. Most are decided by their first rows, so most
+// of the mask is not read.
 #include "../host/launch.cuh"
 #include "ptx/dependent.cuh"
 #include "sources.cuh"

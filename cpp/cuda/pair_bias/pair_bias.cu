@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Calls with a pair bias on the host: what their kernels are given. Routes tell which ones, and how their work is divided.
+// The host side of calls with a pair bias: it fills in the parameters of the kernels that the route names, and launches
+// them.
 #include "pair_bias.h"
 
 #include "../host/dispatch.h"

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Kernels for a pair bias, which has a value for each pair of a query and a key: the keys of a block are consecutive, and nothing is gathered.
+// Kernels for a pair bias, which has a value for each pair of a query and a key (triangle attention, evoformer). The
+// keys of a block are consecutive, and nothing is gathered.
 //
 // Such a bias is as large as the scores, so a plan could save little of what must be read anyway. K, V and the bias come
 // as tiles, and the mask is tested there: one bit for each key of a mask of keys; a mask of rows, or intervals, makes
@@ -30,8 +31,8 @@ struct PairBiasCall : PairBiasFacts {
   fdm_problem p;
 };
 
-// Which tiles a mask of rows leaves something of (live_tiles.cu): bit k % 32 of word k / 32 of a tile of rows tells of its
-// tile k of keys. Without such bits all of them are live.
+// The live tiles: those of which a mask of rows keeps a pair (live_tiles.cu). Bit k % 32 of word k / 32 of a tile of
+// rows tells of its tile k of keys. Without such bits all of them are live.
 struct LiveTiles {
   uint32_t *words; // [plane][tile of rows][words_of(keys)]; null: none
   int32_t row_tiles, row_words;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What the pair bias kernels of the backward pass have in common.
+// Row statistics, exponents and dS in the backward kernels of pair biases.
 #pragma once
 
 #include "../backward/row_statistics.cuh"

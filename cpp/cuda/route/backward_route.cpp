@@ -398,7 +398,7 @@ KeyLaunches key_launches(const BackwardRoute &route, int arch, const Wanted &wan
   return !keys ? KeyLaunches::values : wanted.dv ? KeyLaunches::each : KeyLaunches::keys;
 }
 
-// What the kernels before and behind the mainloops do.
+// The kernels that run before and after the mainloops.
 void divide_helpers(const fdm_problem &p, const RouteTable &table, const Alignment &lies, BackwardRoute *route) {
   const KeyDivision &keys = route->division;
   const int64_t sums = (is_varlen(p) ? 1 : p.batch) * p.kv_heads * route->bias_heads * list_keys(p);

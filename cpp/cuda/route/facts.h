@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What routes are chosen by beside the sizes of a problem: facts of the pack and of the tensors' device, and how tensors lie.
+// The inputs of a route beside the sizes of a problem: facts of the pack and of the tensors' device, and how tensors
+// lie in memory.
 #pragma once
 
 #include "../../indexing.h"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// How the kernels before and behind the mainloops divide their work.
+// How the kernels that run before and after the mainloops divide their work.
 #pragma once
 
 #include <math.h>

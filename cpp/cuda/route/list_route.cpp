@@ -8,8 +8,8 @@
 namespace fdm::cuda {
 namespace {
 
-// What one head of a group drops by its bias and another keeps may hold anything, NaN included, so that a tile has heads with the same
-// biases.
+// A key that one head of a group drops by its bias may hold NaN, and another head may keep it, so the heads of a tile
+// have the same biases.
 bool heads_share_keys(const fdm_problem &p) {
   const auto shared = [&](const fdm_tensor &bias) { return !present(bias) || bias.shape[1] <= p.kv_heads; };
   return p.heads == p.kv_heads || (shared(p.bias) && shared(p.index_bias));

@@ -8,7 +8,7 @@
 
 namespace fdm::cuda {
 
-// What the head dimension chooses: the shared memory, the consumers, and the registers of each role.
+// What depends on the head dimension: the shared memory, the consumers, and the registers of each role.
 template <class Config, int kGroups = Config::Roles::kConsumerGroups> struct FusedParts {
   using Memory = std::conditional_t<Config::kShared, LargeHeadShared<Config>, FusedShared<Config>>;
   using Consumer = std::conditional_t<Config::kShared, LargeHeadConsumer<Config>, FusedConsumer<Config>>;

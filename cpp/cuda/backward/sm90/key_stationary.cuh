@@ -52,7 +52,7 @@ struct KeyStationaryConfig {
   using Gradients = KeyGradients<Element, kKeys, 1, kScoreRows, kColumns, GradientSet::both, TileKind::usual, Keys>;
 };
 
-// What every consumer asks of a step, read at once: one load after the other would take as long as a product.
+// What every consumer reads of a step, in one load: loads one after the other would take as long as a product.
 struct alignas(16) StepFacts {
   bool tests
       [Roles::kProducerWarps]; // of all pairs of a warp's rows: some have a very large lse, or the step asks for it
@@ -252,7 +252,7 @@ template <class Config> struct RowProducer {
     }
   }
 
-  // Asks L2 for the bias of a step's rows, from the first and from the last key of the block on.
+  // Prefetches the bias of a step's rows to L2, from the first and from the last key of the block on.
   __device__ void ask_for_bias(const KeyStep &step) const {
     if constexpr (Config::kRowBias) {
       if (!step.valid || keys.params.keys.listed) return;

@@ -61,7 +61,8 @@ struct ChainWalk {
   }
 };
 
-// What a block gets of the block above, and for each warp: a tile has come; the block below has room for one.
+// The sums that the block above sends, and two barriers for each warp: a tile has arrived; the block below has room for
+// one.
 template <int kTiles, int kWarps> struct ChainShared {
   alignas(16) float sums[kWarps][kTiles][32 * 4];
   uint64_t full[kWarps], empty[kWarps];

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// All gradients at once, as fused.cuh computes them, where blocks of keys have few steps: a warpgroup has 64 keys, loads
-// its rows itself, and several of them share an SM. What one waits for at its beginning and end, others hide, for which a
-// block of threads that fills an SM would need a second set of keys.
+// All gradients at once, as fused.cuh computes them, where blocks of keys have few steps: a warpgroup has 64 keys,
+// loads its rows itself, and several of them share an SM: while one loads its keys or writes its gradients, others
+// compute. A block of threads that fills an SM would need room for a second set of keys to do so.
 #pragma once
 
 #include "../../tile/copy_rows.cuh"
@@ -16,7 +16,7 @@
 
 namespace fdm::cuda {
 
-// What the blocks of threads of a cluster are: the key blocks of a chain, or those that share the steps of one key block.
+// The blocks of threads of a cluster are the key blocks of a chain, or share the steps of one key block.
 enum class ClusterOf { step_shares, chain };
 
 template <class ElementType, int kHeadDimension, ClusterOf kCluster> struct SmallBlocksConfig {

@@ -11,8 +11,9 @@
 namespace fdm::cuda {
 
 struct ShareBarriers {
-  static constexpr int kSums = 2;     // dK with the gradient of the bias, and dV: who adds them up has this rank
-  uint64_t writable[kSums], readable; // the memory of who adds up, and the sums that have arrived
+  // dK with the gradient of the bias, and dV. The number of each is the rank of the block that adds it up.
+  static constexpr int kSums = 2;
+  uint64_t writable[kSums], readable; // of the block that adds up: its memory is free, and the sums have arrived
 
   // One thread of the block calls this, before the blocks of the cluster meet.
   __device__ void init() {

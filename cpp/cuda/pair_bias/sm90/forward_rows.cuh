@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What the Hopper kernels of the forward pass do with the results of a row.
+// The epilogue of the Hopper forward kernels of pair biases: how a row of results is written.
 #pragma once
 
 #include "../softmax.cuh"

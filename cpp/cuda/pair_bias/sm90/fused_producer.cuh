@@ -27,14 +27,14 @@ template <class Config> struct PairBiasFusedProducer {
         v(own_work.call.p.v, own_work.call.p.head_dim, first_key),
         used(__ballot_sync(0xffffffffu, first_row + own() < own_work.call.p.queries)) {}
 
-  // What this thread knows of its row and its key, fetched a step ahead, as it lies in memory.
+  // What this thread loads of its row and its key, a step ahead, in the form in which it lies in memory.
   struct Facts {
     RowStatistics row;
     uint8_t kept;
   };
 
   __device__ static int own() { return Roles::producer_thread(); }
-  // Whose rows and keys this thread's warp has, of the sources of a tile.
+  // The source of the tile whose rows and keys this thread's warp loads.
   __device__ static int own_source() { return Config::kWindows ? own() / Config::kSide : 0; }
 
   __device__ Facts fetch(const SourceWalk &source) const {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What the fused kernel knows of a row, or of a key: lse and delta, and whether the key is dropped.
+// The statistics of each row, lse and delta, and whether each key is dropped, as the consumers of the fused kernel read
+// them.
 #pragma once
 
 #include "../../tile/sm90/operand_chunk.cuh"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What the Hopper kernels of pair biases have in common: tiles of 128 rows, and the copies that fill them.
+// Tiles of 128 rows in the Hopper kernels of pair biases, and the copies that fill them.
 #pragma once
 
 #include "../../backward/row_statistics.cuh"
