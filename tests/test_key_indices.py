@@ -274,7 +274,7 @@ def test_equal_bits_where_they_are_asked_for(target: Target) -> None:
 def test_chunks_of_rows_are_one_call(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in (1, 2, 3):
         call = ListedCall(seed, target, sizes=[(20, 30)] * 2, length=17)
-        for name in ("_STREAMED", "_GATHERED_ON_CPU", "_GATHERED_ELSEWHERE"):
+        for name in ("_GATHERED_ON_CPU", "_GATHERED_ELSEWHERE"):
             monkeypatch.setattr(formula, name, 1000)
         check_listed(call)
 

@@ -8,7 +8,6 @@ float32 inputs are computed in float32, those with a query or a bias of float64 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -19,16 +18,13 @@ from flash_dmattn.record import Gradients, KeyListInputs
 from flash_dmattn.reference import computing_dtype, sink_share, without_autocast
 
 from .places import Rows, bias_steps, by_head, key_places, rows_of
-from .products import Gathered, Listed, Products, Streamed
+from .products import Gathered
 
 __all__ = ["backward", "forward", "key_mass"]
 
 # Elements of the largest tensor of a chunk: on CPUs what caches hold.
 _GATHERED_ON_CPU = 2**19
 _GATHERED_ELSEWHERE = 2**25
-_STREAMED = 2**19
-# From so many heads that share a list on, products of matrices are faster on a CPU.
-_MANY_HEADS = 8
 
 
 class _Call(NamedTuple):
@@ -63,8 +59,8 @@ class _Chunk(NamedTuple):
     rows: Rows
     listed: Tensor  # (h, rows, k), 0 for what is out of range
     valid: Tensor  # (h, rows, k), what of it is a key
-    keys: Products
-    values: Products
+    keys: Gathered
+    values: Gathered
     bias_places: Tensor | None  # (h, rows, k), in `_Call.bias`
     slope: Tensor | None  # of the softcap
     probabilities: Tensor  # (h, rows, g, k); they sum to 1 without the sink
@@ -226,19 +222,11 @@ def _table(tensor: Tensor, dtype: torch.dtype, recorded: bool) -> Tensor:
 def _chunks(call: _Call) -> list[slice]:
     """Return slices that cover all rows."""
     _, rows, length = call.indices.shape
-    if _is_streamed(call):
-        row, most = call.heads * length, _STREAMED
-    else:
-        head_dim = max(call.key.shape[-1], call.value.shape[-1])
-        row = max(call.kv_heads * length * head_dim, call.heads * length * 8)
-        most = _GATHERED_ON_CPU if call.query.is_cpu else _GATHERED_ELSEWHERE
+    head_dim = max(call.key.shape[-1], call.value.shape[-1])
+    row = max(call.kv_heads * length * head_dim, call.heads * length * 8)
+    most = _GATHERED_ON_CPU if call.query.is_cpu else _GATHERED_ELSEWHERE
     step = max(1, most // max(row, 1))
     return [slice(begin, min(begin + step, rows)) for begin in range(0, rows, step)]
-
-
-def _is_streamed(call: _Call) -> bool:
-    few_heads = call.heads < _MANY_HEADS * call.kv_heads
-    return call.is_readable and few_heads and 0 < call.indices.shape[-1] <= call.key.shape[0]
 
 
 def _chunk(call: _Call, rows: slice) -> _Chunk:
@@ -280,7 +268,9 @@ def _chunk(call: _Call, rows: slice) -> _Chunk:
     query = _by_list(call.query[rows].to(call.dtype), lists).contiguous() * inputs.scale
     if empty is not None:
         query = query.masked_fill(empty.unsqueeze(-1), 0)
-    keys, values = map(_products(call, numbers), (call.key, call.value))
+    keys, values = (
+        Gathered(table, numbers, ordered=inputs.deterministic) for table in (call.key, call.value)
+    )
     scores, slope = keys.dots(query), None
     if inputs.softcap > 0:
         tanh = torch.tanh(scores / inputs.softcap)
@@ -312,14 +302,6 @@ def _chunk(call: _Call, rows: slice) -> _Chunk:
         probabilities,
         lse,
     )
-
-
-def _products(call: _Call, numbers: Tensor) -> Callable[[Tensor], Products]:
-    """Return what makes the products with a table."""
-    if not _is_streamed(call):
-        return lambda table: Gathered(table, numbers, ordered=call.inputs.deterministic)
-    listed = Listed(numbers, call.heads)
-    return lambda table: Streamed(table, listed)
 
 
 def _bias_places(inputs: KeyListInputs, rows: Rows, listed: Tensor, valid: Tensor) -> Tensor:
