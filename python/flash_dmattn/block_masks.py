@@ -50,7 +50,7 @@ def mask_of_blocks(
 def plain_mask(
     mask: Any, query: Tensor, key: Tensor, plan: Any = None, *, as_tensor: bool = False
 ) -> Any:
-    """Return what `mask_of_blocks` makes of a call's BlockMask; None of that of which a plan is."""
+    """Return what `mask_of_blocks` makes of a BlockMask; None if the call has a plan of it."""
     if plan is None:
         check_tensors(query, key=key)
         return mask_of_blocks(mask, query, key, as_tensor=as_tensor)

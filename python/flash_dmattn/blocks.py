@@ -70,11 +70,7 @@ def _check(packing: Packing, query: Tensor, key: Tensor, blocks: Tensor, rows: i
             f"block_indices must have dtype torch.int32, got {blocks.dtype}; "
             "block_indices.to(torch.int32) is one"
         )
-    if blocks.device != query.device:
-        raise ValueError(
-            f"block_indices must be on query's device {query.device}, got a tensor on "
-            f"{blocks.device}"
-        )
+    checks.same_device("block_indices", blocks, "query's device", query.device)
     if not packing.is_dense:
         check_packed_ranks(query, key, paged=packing.block_table is not None)
     elif query.dim() != 4 or key.dim() != 4:

@@ -19,7 +19,7 @@ INTEGERS = frozenset({torch.int8, torch.uint8, torch.int16, torch.int32, torch.i
 
 
 def described(value: object) -> str:
-    """Say in a few words what an argument is; of tensors, arrays and collections no values."""
+    """Describe an argument in a few words; tensors, arrays and collections without values."""
     if value is None:
         return "None"
     if isinstance(value, Tensor):
@@ -88,6 +88,12 @@ def refuse_layout(name: str, value: Tensor) -> NoReturn:
         f"{name} must be a torch.Tensor of layout torch.strided, got {value.layout}; "
         f"{name}.to_dense() is one"
     )
+
+
+def same_device(name: str, value: Tensor, place: str, device: torch.device) -> None:
+    """Raise ValueError unless a tensor is on a device, which is that of a place."""
+    if value.device != device:
+        raise ValueError(f"{name} must be on {place} {device}, got a tensor on {value.device}")
 
 
 def bounds(name: str, value: Any) -> Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the names of the package stand for, looked up when they are first touched."""
+"""The public names of the package, imported when they are first used."""
 
 from __future__ import annotations
 

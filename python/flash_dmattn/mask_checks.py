@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Checks of what masks are made from."""
+"""Checks of the arguments that masks are made from."""
 
 from __future__ import annotations
 

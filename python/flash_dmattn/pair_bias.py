@@ -162,7 +162,7 @@ def _scale(softmax_scale: float | None, head_dim: int, softcap: float | None) ->
 
 
 def _sum(bias: Tensor | None, key_bias: Tensor) -> Tensor:
-    """Add what is no larger than keys."""
+    """Add tensors of at most the size of the keys."""
     key_bias = key_bias.to(torch.float32)
     if bias is None:
         return key_bias
@@ -171,7 +171,7 @@ def _sum(bias: Tensor | None, key_bias: Tensor) -> Tensor:
 
 
 def _of_equal_heads(*tensors: Tensor) -> list[Tensor]:
-    """Repeat for query heads what has one entry for each key/value head."""
+    """Repeat what has an entry for each KV head for the query heads of its group."""
     heads = max(t.shape[2] for t in tensors)
     return [
         t if t.shape[2] in (1, heads) else t.repeat_interleave(heads // t.shape[2], 2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Plans: what attention makes of a mask before it computes, kept for further calls."""
+"""Plans: the columns that attention finds of a mask before it computes, kept for further calls."""
 
 from __future__ import annotations
 

@@ -359,7 +359,7 @@ def computing_inputs(
 
 
 def per_query_head(tensor: Tensor, heads: int, kv_heads: int) -> Tensor:
-    """Repeat what has one entry for each key/value head for the query heads of its group."""
+    """Repeat what has an entry for each KV head for the query heads of its group."""
     if tensor.shape[1] in (1, heads):
         return tensor
     return tensor.repeat_interleave(heads // kv_heads, 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What kernels cannot differentiate or map, in the words of the errors."""
+"""Errors about derivatives and transforms that kernels do not have."""
 
 from __future__ import annotations
 

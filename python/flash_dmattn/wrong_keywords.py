@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What arguments of other packages' functions are called here."""
+"""The names that arguments of other packages' functions have here."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the name of a backend stands for, and which backends can run here; the loader chooses."""
+"""The backends by name, and which of them can run here; the loader chooses between packs."""
 
 from __future__ import annotations
 

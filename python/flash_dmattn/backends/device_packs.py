@@ -12,7 +12,7 @@ from .reference import ReferenceBackend
 
 
 def pack_backend(device: torch.device) -> Backend:
-    """Return what calls the pack of a device; NoPackError if there is none."""
+    """Return the backend of the pack that serves a device; NoPackError if there is none."""
     pack = loader.pack_for(device.type, device.index)
     # It needs the core, as the loader has just found that this installation has.
     from .pack import PackBackend
@@ -21,7 +21,7 @@ def pack_backend(device: torch.device) -> Backend:
 
 
 def selecting_backend(device: torch.device) -> Backend:
-    """Return what selects keys for a backend that has no selection of its own."""
+    """Return the backend that selects keys for one without a selection of its own."""
     try:
         return pack_backend(device)
     except loader.NoPackError:

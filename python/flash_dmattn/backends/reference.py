@@ -195,7 +195,7 @@ def _group_sum(gradient: Tensor, part: Sequence) -> Tensor:
 
 
 def _places(inputs: AttentionInputs, part: Sequence) -> dict[str, tuple[slice, ...]]:
-    """Return where the gradients of a sequence stand in those of the call."""
+    """Return the index of a sequence's gradients in those of the call."""
     everything = slice(None)
     if not inputs.packed:
         return dict.fromkeys(ATTENTION.differentiable, (everything,))

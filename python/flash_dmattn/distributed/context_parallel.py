@@ -150,7 +150,7 @@ def _tokens(bias: Tensor, counts: KeyCounts) -> Tensor | None:
 
 
 def _received(candidates: Rows, counts: KeyCounts, ranks: dist.ProcessGroup, backend: str) -> Rows:
-    """Return what this rank gets of the ranks before it."""
+    """Return the rows that the ranks before this one send it."""
     exchange = planned(candidates, counts, ranks, backend)
     return Rows(*exchanged(candidates, exchange), exchange.places)
 

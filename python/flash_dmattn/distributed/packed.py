@@ -49,8 +49,7 @@ def packed_shard(
             f"total={total}, got {shape}"
         )
     for name, tensor in (("value", value), ("attn_bias", bias), ("cu_seqlens", cu_seqlens)):
-        if tensor.device != key.device:
-            raise ValueError(f"{name} must be on key's device {key.device}, got {tensor.device}")
+        checks.same_device(name, tensor, "key's device", key.device)
     longest = 0 if max_seqlen is None else index("max_seqlen", max_seqlen, 0, MOST_ROWS)
     if max_seqlen is None or bounds.is_cpu:
         longest_part, end = torch.stack((bounds.diff().max(), bounds[-1])).tolist()
@@ -63,8 +62,8 @@ def packed_shard(
 def packed_best(
     key: Tensor, value: Tensor, bias: Tensor, packing: Packing, counts: KeyCounts, backend: str
 ) -> Rows:
-    """Return what later queries can see of each sequence: for each head the rows with the largest
-    biases, besides the first and the last.
+    """Return the rows of each sequence that later queries can see: for each head those with the
+    largest biases, besides the first and the last.
 
     Args:
         key, value: ``(total, Hk, D)``.

@@ -69,7 +69,7 @@ class KeptLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         return self._key_bias is not None
 
     def prepare(self, key_bias: Callable[[Tensor], Tensor], padding: Tensor | None) -> None:
-        """Take what the next `update` is not given.
+        """Note what transformers does not pass to the next `update`.
 
         Args:
             key_bias: returns the bias ``(B, {H|Hk|1}, 1, N)`` of values ``(B, N, Hk, D)``.

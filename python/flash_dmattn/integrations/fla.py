@@ -104,10 +104,10 @@ def parallel_forgetting_attn(
 
 
 def _within(window_size: int, mask: IntervalMask | None, row: Tensor) -> IntervalMask:
-    """Return a mask that also drops what is before the last keys.
+    """Return a mask that also drops keys before the window of a query.
 
     Args:
-        window_size: how many these are.
+        window_size: keys that a query sees.
         mask: or None for all keys.
         row: ``(1, N)``, packed ``(total,)``: that of each key.
     """

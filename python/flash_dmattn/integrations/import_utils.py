@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What is installed here."""
+"""Which packages are installed."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ CACHE_NAMES = ("past_key_values", "cache")
 
 
 class KeyBias(NamedTuple):
-    """What a module computes its bias by, and how many keys it keeps."""
+    """How a module computes its bias, and how many keys it keeps."""
 
     function: KeyBiasFunction
     window_size: int | None
@@ -55,7 +55,7 @@ class KeyBias(NamedTuple):
 
 
 class KeptCall:
-    """What one call of a module with a `KeyBias` hands on, where its cache forgets."""
+    """The state that a call of a module with a `KeyBias` hands on, where its cache forgets."""
 
     def __init__(self, layer: KeptLayer) -> None:
         """Keep the layer of the cache, which the module updates."""
@@ -64,7 +64,7 @@ class KeptCall:
 
 
 class DogeCall:
-    """What one call of a Doge attention module hands on, past the places that expect a mask."""
+    """The state that a call of a Doge module hands on, past functions that expect a mask."""
 
     mask: Mask
     bias: Tensor | None

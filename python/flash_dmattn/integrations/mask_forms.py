@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What callers give as mask and bias, in the forms that attention takes."""
+"""Masks and biases of callers, in the forms that attention takes."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ __all__ = ["FlashDynamicMaskAttentionKwargs", "fdma_peft_integration_check"]
 
 
 class FlashDynamicMaskAttentionKwargs(TypedDict, total=False):
-    """What models hand on to attention of packed sequences."""
+    """The keyword arguments by which models pack sequences."""
 
     cu_seq_lens_q: Tensor | None
     cu_seq_lens_k: Tensor | None

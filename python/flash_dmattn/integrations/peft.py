@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Casting back what adapters have cast to float32."""
+"""Casting queries, keys and values back that PEFT's adapters have cast to float32."""
 
 from __future__ import annotations
 

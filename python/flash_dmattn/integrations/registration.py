@@ -50,7 +50,7 @@ def register(attention_dropout: str | None = None) -> None:
 
 
 def _take_names_as_they_are() -> None:
-    """Keep transformers from what it does with every name that has "flash" in it.
+    """Keep transformers from taking our names for FlashAttention's.
 
     From version 5 it takes each such name, registered or not, for a kernel of flash attention: it
     loads that before the model can be made, and for some models puts another name in its place.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Saying what files of a model do not hold, when they are written and when they are read."""
+"""Warnings about the parts of a model that its files do not hold, on saving and on loading."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _save_and_warn(
 
 
 def forget_note(config: Any) -> None:
-    """Take what was read of a file out of a config."""
+    """Remove the note of a file from a config that was read."""
     if hasattr(config, _NOTE):
         delattr(config, _NOTE)
 

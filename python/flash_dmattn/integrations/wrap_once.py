@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Methods of transformers that learn what is ours."""
+"""Wrapping methods of transformers, each once."""
 
 from __future__ import annotations
 

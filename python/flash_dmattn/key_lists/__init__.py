@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Attention of which each query lists its keys; imported by the first call that does."""
+"""Attention in which each query lists its keys; imported by the first such call."""
 
 from .call import listed_attention
 

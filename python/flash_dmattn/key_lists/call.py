@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the public functions do with `key_indices` and `index_bias`."""
+"""Calls of the public functions with `key_indices` and `index_bias`."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def key_mass(inputs: KeyListInputs, backend: str, lse: Tensor) -> Tensor:
 
 
 def check_call(inputs: KeyListInputs, backend: str) -> None:
-    """Raise what a call with these arguments raises."""
+    """Raise the error, if any, that a call with these arguments raises."""
     check_key_lists(inputs)
     if backend != "auto":
         select_backend(inputs.query.device, backend)

@@ -12,7 +12,7 @@ from flash_dmattn.record import KeyListInputs
 
 
 class Rows(NamedTuple):
-    """What each row sees; integers ``(rows,)``."""
+    """The keys that each row may see; integers ``(rows,)``."""
 
     sequence: Tensor
     begin: Tensor  # the first key of its sequence, among those of all sequences
@@ -20,7 +20,7 @@ class Rows(NamedTuple):
 
 
 def rows_of(inputs: KeyListInputs) -> Rows:
-    """Return what each row of a call sees.
+    """Return the keys that each row of a call may see.
 
     The cu_seqlens cannot be checked without waiting for a GPU, so whatever they hold is cut down to
     what can be read. Rows of no sequence see nothing.
@@ -62,7 +62,7 @@ def by_head(tensor: Tensor, *, packed: bool) -> Tensor:
 
 
 def key_places(inputs: KeyListInputs, rows: Rows, listed: Tensor) -> Tensor:
-    """Return which of the rows of key and value listed keys are, whose indices are in range.
+    """Return which rows of key and value hold listed keys, whose indices are in range.
 
     Args:
         inputs: of the call.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the headers of a shared library of Linux tell before it is opened."""
+"""Checks of a shared library of Linux by its headers, before it is opened."""
 
 from __future__ import annotations
 

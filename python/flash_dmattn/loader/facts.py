@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What is known of the machine: host, torch, NVIDIA driver, devices. Each is looked up when first
+"""Facts of the machine: host, torch, NVIDIA driver, devices. Each is looked up when first
 needed.
 """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the headers of a shared library of macOS tell before it is opened.
+"""Checks of a shared library of macOS by its headers, before it is opened.
 
 No library reads them here, since nothing but the standard library is required at run time.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the headers of a shared library of Windows tell before it is opened; see macho.py."""
+"""Checks of a shared library of Windows by its headers, before it is opened; see macho.py."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What ``python -m flash_dmattn`` tells: versions, devices, packs, and the trace of each device."""
+"""The report of ``python -m flash_dmattn``: versions, devices, packs, and each device's trace."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CANDIDATE_FIELDS = ("name", "path", "source", "device", "cuda", "arch", "versio
 
 
 def make_report(loader: Loader, environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return the report as what JSON can hold. It opens packs, and imports torch only where a
+    """Return the report in types that JSON has. It opens packs, and imports torch only where a
     backend or GPUs can be asked in no other way.
 
     ``usable`` is true if every value of a variable is allowed, and calls compute: on every visible

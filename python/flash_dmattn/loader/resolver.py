@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""From a device to an opened pack, and from a call to what computes it: each decided once.
+"""The pack that serves a device, and the backend of a call: each decided once.
 
 What other distributions bring is foreign code: it may ask the loader while it is loaded, and it may
 wait for a thread that does. So it runs before the lock is taken. What it asks is answered from

@@ -174,7 +174,7 @@ class Case(NamedTuple):
         return remedies.reinstall(self.facts.package_version, self.pack.distribution)
 
     def filled(self, text: str) -> str:
-        """Return a text with what is in braces filled in."""
+        """Return a text with its braces filled in."""
         return text.format(case=self, pack=self.pack, need=self.need, facts=self.facts)
 
 

@@ -19,7 +19,7 @@ class InstallationError(RuntimeError):
 
 
 class Targets(NamedTuple):
-    """What packs can be built for."""
+    """The GPU archs of packs, and the drivers and CUDA versions that they need."""
 
     # For each compute capability, such as 8.9, the archs that run on it, the best first.
     preference: Mapping[str, tuple[str, ...]]

@@ -30,7 +30,7 @@ _BLOCK = 1 << 20
 
 
 class Outcome(NamedTuple):
-    """What came of a self-test: why it failed, "" if it passed; and whether it ran just now."""
+    """The outcome of a self-test: why it failed, "" if it passed; and whether it ran just now."""
 
     failure: str
     is_new: bool
@@ -53,7 +53,7 @@ class Trials:
         self._folder = folder
 
     def remembered(self, candidate: Candidate, situation: Situation) -> Outcome | None:
-        """Return what came of an earlier test; None where there was none, or it goes on."""
+        """Return the outcome of an earlier test; None where there was none, or it still runs."""
         try:
             found = json.loads(self._file(candidate, situation).read_text(encoding="utf-8"))
             if "failure" in found:
@@ -65,7 +65,7 @@ class Trials:
         return Outcome(messages.TRIAL_ENDED_PROCESS, is_new=False)
 
     def outcome(self, pack: Pack, candidate: Candidate, situation: Situation) -> Outcome:
-        """Return what came of an earlier test, or run it."""
+        """Return the outcome of an earlier test, or run it."""
         known = self.remembered(candidate, situation)
         if known is not None:
             return known

@@ -26,7 +26,7 @@ _BLOCK = 1 << 20
 
 
 class Recorded(NamedTuple):
-    """What a record says of a file."""
+    """The record of a file: its hash and size."""
 
     path: str
     record: str  # where it stands, such as manifest.json or RECORD
@@ -97,7 +97,7 @@ def render(checked: Sequence[Checked]) -> str:
 
 
 def as_json(checked: Sequence[Checked]) -> dict[str, Any]:
-    """Return the outcome as what JSON can hold."""
+    """Return the outcome in types that JSON has."""
     files = [{"path": row.path, "problem": row.problem or None} for row in checked]
     return {"passed": passed(checked), "files": files}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Checks of what the layer is made with and called with."""
+"""Checks of the arguments that layers are made and called with."""
 
 from __future__ import annotations
 
@@ -132,13 +132,9 @@ def longest(cu_seqlens: Tensor) -> int:
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, hidden_states: Tensor) -> Tensor:
-    """Return what may be bounds of packed sequences; their values are checked later."""
+    """Return bounds of packed sequences of the right form; their values are checked later."""
     checks.bounds("cu_seqlens", cu_seqlens)
-    if cu_seqlens.device != hidden_states.device:
-        raise ValueError(
-            f"cu_seqlens must be on hidden_states' device {hidden_states.device}, got a tensor on "
-            f"{cu_seqlens.device}"
-        )
+    checks.same_device("cu_seqlens", cu_seqlens, "hidden_states' device", hidden_states.device)
     return cu_seqlens
 
 
@@ -163,11 +159,7 @@ def check_padding(padding: Tensor, hidden_states: Tensor, cu_seqlens: Tensor | N
             f"padding must have shape {rows}, of the tokens of this call, got "
             f"{tuple(padding.shape)}"
         )
-    if padding.device != hidden_states.device:
-        raise ValueError(
-            f"padding must be on hidden_states' device {hidden_states.device}, got a tensor on "
-            f"{padding.device}"
-        )
+    checks.same_device("padding", padding, "hidden_states' device", hidden_states.device)
 
 
 def check_positions(position_ids: Tensor, hidden_states: Tensor) -> None:
@@ -179,11 +171,7 @@ def check_positions(position_ids: Tensor, hidden_states: Tensor) -> None:
     if tuple(position_ids.shape) not in (rows, rows[-1:]):
         allowed = " or ".join(str(shape) for shape in dict.fromkeys((rows[-1:], rows)))
         raise ValueError(f"position_ids must have shape {allowed}, got {tuple(position_ids.shape)}")
-    if position_ids.device != hidden_states.device:
-        raise ValueError(
-            f"position_ids must be on hidden_states' device {hidden_states.device}, got a tensor "
-            f"on {position_ids.device}"
-        )
+    checks.same_device("position_ids", position_ids, "hidden_states' device", hidden_states.device)
 
 
 def check_tokens(tokens: dict[str, Tensor]) -> None:
@@ -203,7 +191,4 @@ def check_tokens(tokens: dict[str, Tensor]) -> None:
             wanted = (batch, got[1] if len(got) == 4 else heads, 1, added)
         if got != wanted:
             raise ValueError(f"{name} must have shape {wanted} to go with key, got {got}")
-        if tensor.device != key.device:
-            raise ValueError(
-                f"{name} must be on key's device {key.device}, got a tensor on {tensor.device}"
-            )
+        checks.same_device(name, tensor, "key's device", key.device)

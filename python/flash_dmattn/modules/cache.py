@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a layer keeps of the tokens that it has seen, for decoding."""
+"""The cache of a layer for decoding: keys, values and biases of the tokens that it has seen."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class AttentionCache:
         self._made_during = current_backward()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take what was pickled, by 2.0.0a1 too."""
+        """Restore a pickled cache, of 2.0.0a1 too."""
         if "length" in state:
             self.__init__(state["max_length"])  # type: ignore[misc]
             state = {"_length": state["length"], "_buffers": state["_buffers"]}

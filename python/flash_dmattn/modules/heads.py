@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What is done with the heads of queries and keys between their projections and attention."""
+"""The norm and the rotation of the heads of queries and keys, between projections and attention."""
 
 from __future__ import annotations
 

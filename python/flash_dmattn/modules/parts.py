@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What fused kernels compute a layer of."""
+"""The parts of a layer that fused kernels compute."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Fusable", "Headed", "Part", "Projecting", "Sized", "eps_of"]
 
 
 class Headed(Protocol):
-    """What makes heads of hidden states, and their sizes."""
+    """The projections that make heads of hidden states, and their sizes."""
 
     q_proj: nn.Linear
     k_proj: nn.Linear
@@ -71,7 +71,7 @@ class Part(NamedTuple):
 
 
 def eps_of(norm: nn.Module) -> float:
-    """Return what a norm that says it adds to the mean square."""
+    """Return the epsilon of a norm that states it."""
     assert isinstance(norm, nn.RMSNorm)
     assert norm.eps is not None
     return float(norm.eps)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A decoding step of the layer in few kernels, where what they fuse is what the layer computes."""
+"""A decoding step of the layer in few kernels, where these compute exactly what the layer does."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Step:
         )
 
     def _eps(self) -> tuple[object, ...]:
-        """Return what the norms add to the mean square now."""
+        """Return the epsilons of the norms as they are now."""
         return tuple(norm.eps for norm in self._norms)
 
     def __call__(self, layer: Fusable, x: Tensor, kept: KeptKeys) -> Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the self-test compares, by how much results may differ, and what came of it."""
+"""The comparisons of the self-test, their tolerances, and its outcome."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Outcome:
         return [comparison for comparison in self.comparisons if not comparison.passed]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the outcome as what JSON can hold."""
+        """Return the outcome in types that JSON has."""
         rows = [{**asdict(c), "passed": c.passed} for c in self.comparisons]
         return {"passed": self.passed, "comparisons": rows, "untested": list(self.untested)}
 

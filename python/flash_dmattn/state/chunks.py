@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What callers give of the tokens that follow, as rows."""
+"""The tokens that callers pass to a state, as rows."""
 
 from __future__ import annotations
 
@@ -56,8 +56,7 @@ def as_rows(
     for name, tensor in (("key", key), ("value", value), ("bias", bias)):
         if checks.tensor(name, tensor).dtype not in _DTYPES:
             raise TypeError(f"{name} must be of 16 to 64 floating-point bits, got {tensor.dtype}")
-        if tensor.device != key.device:
-            raise ValueError(f"{name} must be on key's device {key.device}, got {tensor.device}")
+        checks.same_device(name, tensor, "key's device", key.device)
     if value.shape != key.shape:
         raise ValueError(
             f"value must have shape {tuple(key.shape)} to go with key, got {tuple(value.shape)}"
@@ -194,7 +193,6 @@ def _checked_padding(padding: Any, key: Tensor) -> Tensor:
             f"padding must have shape {tuple(key.shape[:2])}, that of the new tokens, got "
             f"{tuple(padding.shape)}; {_GROWS_ONLY}"
         )
-    if padding.device != key.device:
-        raise ValueError(f"padding must be on key's device {key.device}, got {padding.device}")
+    checks.same_device("padding", padding, "key's device", key.device)
     checked: Tensor = padding
     return checked

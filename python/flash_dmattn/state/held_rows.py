@@ -36,7 +36,7 @@ _Result = TypeVar("_Result")
 
 
 class HeldRows:
-    """What `KeptKeys` holds: rows, a counter, and everything but attention and merging."""
+    """The base of `KeptKeys`: rows, a counter, and all but attention and merging."""
 
     window_size: int
     keep_last: int = 0  # of states that were pickled before it was there

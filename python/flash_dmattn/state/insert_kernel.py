@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The start of the kernel that does what `.stepping` does in some thirty."""
+"""The launch of the kernel that inserts a token, some thirty operations of `.stepping`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""One token more, in place: it is dropped, or takes the slot of what it replaces."""
+"""Inserting one token in place: it is dropped, or takes the slot of the one that it replaces."""
 
 from __future__ import annotations
 

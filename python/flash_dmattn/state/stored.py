@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What `state_dict` of a state or a cache says, checked before anything becomes of it."""
+"""Checks of the `state_dict` of a state or a cache, before it is loaded."""
 
 from __future__ import annotations
 

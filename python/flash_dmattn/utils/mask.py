@@ -121,11 +121,7 @@ def _check_mask(mask: Tensor, scores: Tensor) -> None:
     checks.tensor("attention_mask", mask, "a torch.Tensor or None")
     if mask.dtype != torch.bool:
         raise TypeError(f"attention_mask must have dtype torch.bool, got {mask.dtype}")
-    if mask.device != scores.device:
-        raise ValueError(
-            f"attention_mask must be on attention_bias' device {scores.device}, got a tensor on "
-            f"{mask.device}"
-        )
+    checks.same_device("attention_mask", mask, "attention_bias' device", scores.device)
     sizes = zip(reversed(mask.shape), reversed(scores.shape), strict=False)
     if mask.dim() > scores.dim() or any(size not in (1, full) for size, full in sizes):
         raise ValueError(

@@ -163,11 +163,7 @@ def _check_rows(name: str, tensor: Tensor, attention_mask: Tensor) -> None:
         raise ValueError(
             f"{name} must begin with attention_mask's shape {rows}, got {tuple(tensor.shape)}"
         )
-    if tensor.device != attention_mask.device:
-        raise ValueError(
-            f"{name} must be on attention_mask's device {attention_mask.device}, got a tensor on "
-            f"{tensor.device}"
-        )
+    checks.same_device(name, tensor, "attention_mask's device", attention_mask.device)
 
 
 def _check_indices(indices: Tensor, tensor: Tensor, rows: int) -> None:
@@ -176,11 +172,7 @@ def _check_indices(indices: Tensor, tensor: Tensor, rows: int) -> None:
         raise TypeError(f"indices must have dtype torch.int64 or torch.int32, got {indices.dtype}")
     if indices.dim() != 1:
         raise ValueError(f"indices must have shape (total,), got {tuple(indices.shape)}")
-    if indices.device != tensor.device:
-        raise ValueError(
-            f"indices must be on the device of what they index, {tensor.device}, got a tensor on "
-            f"{indices.device}"
-        )
+    checks.same_device("indices", indices, "the device of what they index,", tensor.device)
     # Reading them from a GPU would wait for it.
     if indices.device.type != "cpu" or torch.compiler.is_compiling() or indices.numel() == 0:
         return
@@ -205,11 +197,7 @@ def _check_layers(
                 f"{name} must have shape ({batch}, {rows}, heads, D) to go with attention_mask "
                 f"{tuple(attention_mask.shape)} and query_length {query_length}, got {shape}"
             )
-        if layer.device != device:
-            raise ValueError(
-                f"{name} must be on attention_mask's device {device}, got a tensor on "
-                f"{layer.device}"
-            )
+        checks.same_device(name, layer, "attention_mask's device", device)
     if query_length > length:
         raise ValueError(
             f"query_length must be at most attention_mask's {length}, got {query_length}"

@@ -16,7 +16,7 @@ _ELEMENTS_AT_ONCE = 1 << 26
 
 
 class Blocks(NamedTuple):
-    """What a mask keeps, by blocks and by keys.
+    """The blocks that a mask keeps something of, and what it keeps in them.
 
     Rows and keys are padded to whole blocks; nothing is kept there.
     """

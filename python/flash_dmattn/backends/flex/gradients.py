@@ -95,7 +95,7 @@ def gradients(
 
 
 def _summed(dscores: Tensor, like: Tensor, heads: int, kv_heads: int) -> Tensor:
-    """Sum over what a bias is the same for."""
+    """Sum a gradient over the dimensions along which a bias is broadcast."""
     if like.shape[1] == kv_heads != heads:
         dscores = torch.unflatten(dscores, 1, (kv_heads, heads // kv_heads)).sum(2)
     return dscores.sum_to_size(like.shape)

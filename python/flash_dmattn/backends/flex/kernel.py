@@ -21,7 +21,7 @@ _LEAST_HEAD_DIM = 16
 
 
 class Call(NamedTuple):
-    """What FlexAttention is called with; rows and keys are padded to whole blocks."""
+    """The arguments of FlexAttention; rows and keys are padded to whole blocks."""
 
     query: Tensor  # (B, H, Q, D)
     key: Tensor

@@ -114,7 +114,7 @@ def _has_lists_of_query_heads(inputs: AttentionInputs, heads: int) -> bool:
 
 
 def _ungrouped(problem: Problem) -> Problem:
-    """Repeat keys, values, and what has one entry for each of them for the query heads."""
+    """Repeat what has an entry for each KV head for the query heads of its group."""
     heads, kv_heads = problem.heads
     bias = None if problem.bias is None else per_query_head(problem.bias, heads, kv_heads)
     return problem._replace(

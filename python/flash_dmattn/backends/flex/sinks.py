@@ -46,7 +46,7 @@ def without_sink(sink: Tensor, dout: Tensor, dlse: Tensor, out: Tensor, lse: Ten
 
 
 def shares(sink: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what is the keys' and what the sink's; 0 in rows that keep nothing."""
+    """Return the shares of keys and sink in the softmax; 0 in rows that keep nothing."""
     empty = lse == -torch.inf
     share, rest = sink_share(sink, lse)
     return share.masked_fill(empty, 0), rest.masked_fill(empty, 0)

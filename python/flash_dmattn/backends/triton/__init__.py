@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Portable GPU kernels in Triton: what the kernel packs do, for GPUs that no pack was built for.
+"""Portable GPU kernels in Triton, for GPUs that no kernel pack was built for.
 
 Importing this package does not import triton; its backend does.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The backward pass: what each kernel computes, and the sums of what they leave in parts."""
+"""The backward pass: the launch of each kernel, and the sums over the parts that they write."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ def _constant_bias_gradient(problem: Problem, dlse: Tensor | None, lse: Tensor) 
 
 
 def _summed(gradient: Tensor, bias: Tensor) -> Tensor:
-    """Sum a gradient ``(B, H, ...)`` over what a bias has one of."""
+    """Sum a gradient ``(B, H, ...)`` over the dimensions along which a bias is broadcast."""
     heads = bias.shape[-3]
     batch, query_heads, *rest = gradient.shape
     gradient = gradient.view(batch, heads, query_heads // heads, *rest).sum(2)

@@ -23,7 +23,7 @@ _UNIT = 8  # elements: what 16-bit loads of full width are aligned to
 
 
 class _Problem(NamedTuple):
-    """What the kernels are given for a call."""
+    """The arguments of the kernels for a call."""
 
     inputs: KeyListInputs
     rows: int

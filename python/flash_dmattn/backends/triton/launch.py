@@ -24,7 +24,7 @@ class Tiles(NamedTuple):
 
     @property
     def constants(self) -> dict[str, int]:
-        """What kernels that compute scores are given of it."""
+        """The constants of the kernels that compute scores."""
         return {
             "BLOCK_ROWS": self.block_rows,
             "BLOCK_KEYS": self.block_keys,
@@ -88,7 +88,7 @@ def tiles_of(name: str, vector_bytes: int) -> tuple[Tiles, ...]:
 
 
 def launch(kernel: Any, programs: int, arguments: dict[str, Any], **constants: Any) -> None:
-    """Start a kernel with those of the arguments that it has."""
+    """Start a kernel with the arguments that it takes, of those given."""
     if programs:
         chosen = {name: arguments[name] for name in kernel.arg_names if name in arguments}
         kernel[(programs,)](**chosen, **constants)

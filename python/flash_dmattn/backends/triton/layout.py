@@ -92,7 +92,7 @@ def plan_views(layout: Layout, plan: Tensor) -> PlanViews:
 
 
 def _parts(layout: Layout) -> list[tuple[str, torch.dtype, int]]:
-    """Return the names of a plan's parts, and what each holds how many of."""
+    """Return the name, the dtype and the number of elements of each part of a plan."""
     if layout.kind == RANGE:
         return []
     slots, keys = layout.lists * layout.tiles, layout.lists * layout.list_keys

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Starting a kernel of which it is known what it was compiled for."""
+"""Starting a kernel that was compiled before, without asking Triton for it."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ _UNIT = 8  # elements: what 16-bit loads of full width are aligned to
 
 
 class Problem(NamedTuple):
-    """The sizes of a call, and what its kernels are given."""
+    """The sizes of a call, and the arguments of its kernels."""
 
     inputs: AttentionInputs
     layout: Layout
@@ -42,7 +42,7 @@ class Problem(NamedTuple):
 
 
 def describe(inputs: AttentionInputs) -> Problem:
-    """Return what kernels are given for a call whose shapes have been checked."""
+    """Return the sizes and arguments of a call whose shapes have been checked."""
     layout = plan_layout(inputs)
     heads, head_dim = inputs.query.shape[-2:]
     kv_heads = inputs.key.shape[-2]
@@ -142,7 +142,7 @@ def _with_adjacent_elements(tensor: Tensor) -> Tensor:
 
 
 def _dropped_keys(bias: Tensor) -> Tensor:
-    """Return what a bias that is the same for every row drops, as key and value are laid out."""
+    """Return which keys a bias per key drops, in the layout of key and value."""
     return (bias.squeeze(-2).transpose(-1, -2) == -torch.inf).unsqueeze(-1)
 
 
