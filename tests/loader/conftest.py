@@ -141,6 +141,13 @@ class Installation:
     def use_torch(self, cuda: str | None) -> None:
         self.facts.torch_ = Torch("2.11.0", cuda)
 
+    def set_up(self, *packs: str, gpu: str, torch: str | None = "unknown", **driver: str) -> None:
+        """Put packs into the installation and a GPU into its machine, and use a torch, if named."""
+        self.write(*packs)
+        self.gpus(gpu, **driver)
+        if torch != "unknown":
+            self.use_torch(torch)
+
     def loader(self) -> Loader:
         def opening(path: str):
             self.opened.append(path)

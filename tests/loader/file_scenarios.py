@@ -86,8 +86,7 @@ def file_system_that_forbids_code(installation):
 
 @SCENARIOS.add
 def file_unlike_its_manifest(installation):
-    installation.write("cpu", "cu13-sm90")
-    installation.gpus("9.0")
+    installation.set_up("cpu", "cu13-sm90", gpu="9.0")
     path = installation.packs / "libflash_dmattn_cu13_sm90.so"
     path.write_text(path.read_text().replace('"arch": 90', '"arch": 80'))
     return error_of(installation.loader(), "cuda", 0)
@@ -119,16 +118,14 @@ def no_table_at_all(installation):
 
 @SCENARIOS.add
 def damaged_pack_with_a_replacement(installation):
-    installation.write("cu12-sm90", "cu13-sm90")
-    installation.gpus("9.0")
+    installation.set_up("cu12-sm90", "cu13-sm90", gpu="9.0")
     (installation.packs / "libflash_dmattn_cu13_sm90.so").write_text("garbage")
     return warning_of(installation.loader(), "cuda", 0)
 
 
 @SCENARIOS.add
 def damaged_pack_whose_replacement_is_forbidden(installation):
-    installation.write("cu12-sm90", "cu13-sm90")
-    installation.gpus("9.0")
+    installation.set_up("cu12-sm90", "cu13-sm90", gpu="9.0")
     (installation.packs / "libflash_dmattn_cu13_sm90.so").unlink()
     installation.environ["FLASH_DMATTN_FALLBACK"] = "error"
     return error_of(installation.loader(), "cuda", 0)
@@ -136,8 +133,7 @@ def damaged_pack_whose_replacement_is_forbidden(installation):
 
 @SCENARIOS.add
 def plain_pytorch(installation):
-    installation.write("cpu")
-    installation.gpus("7.5")
+    installation.set_up("cpu", gpu="7.5")
     with pytest.raises(NoPackError) as caught:
         installation.loader().pack_for("cuda", 0)
     with pytest.warns(errors.FallbackWarning) as warned:
@@ -217,8 +213,7 @@ SCENARIOS["core_that_is_absent"] = core_that_fails("cannot import name '_core'")
 
 def targets_text(content):
     def give(installation):
-        installation.write("cu13-sm90")
-        installation.gpus("9.0")
+        installation.set_up("cu13-sm90", gpu="9.0")
         path = installation.root / "targets.json"
         path.unlink()
         if content is not None:

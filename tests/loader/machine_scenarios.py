@@ -21,50 +21,38 @@ SCENARIOS = Scenarios()
 
 @SCENARIOS.add
 def gpu_without_support(installation):
-    installation.write("cpu", "cu13-sm90")
-    installation.gpus("7.5")
-    installation.use_torch("13.0")
+    installation.set_up("cpu", "cu13-sm90", gpu="7.5", torch="13.0")
     return error_of(installation.loader(), "cuda", 0)
 
 
 @SCENARIOS.add
 def gpu_whose_pack_was_not_built(installation):
-    installation.write("cpu", "cu12-sm80")
-    installation.gpus("9.0")
-    installation.use_torch(None)
+    installation.set_up("cpu", "cu12-sm80", gpu="9.0", torch=None)
     return error_of(installation.loader(), "cuda", 0)
 
 
 @SCENARIOS.add
 def newer_gpu_whose_pack_was_not_built(installation):
-    installation.write("cpu", "cu12-sm90", "cu13-sm90")
-    installation.gpus("10.0")
-    installation.use_torch("13.0")
+    installation.set_up("cpu", "cu12-sm90", "cu13-sm90", gpu="10.0", torch="13.0")
     return error_of(installation.loader(), "cuda", 0)
 
 
 @SCENARIOS.add
 def gpu_on_which_no_pack_was_run(installation):
-    installation.write("cpu", "cu12-sm100", "cu13-sm100")
-    installation.gpus("10.0")
-    installation.use_torch("13.0")
+    installation.set_up("cpu", "cu12-sm100", "cu13-sm100", gpu="10.0", torch="13.0")
     return error_of(installation.loader(), "cuda", 0)
 
 
 @SCENARIOS.add
 def gpu_on_which_no_pack_was_run_and_one_is_asked_for(installation):
-    installation.write("cpu", "cu13-sm120")
-    installation.gpus("12.0")
-    installation.use_torch("13.0")
+    installation.set_up("cpu", "cu13-sm120", gpu="12.0", torch="13.0")
     installation.environ["FLASH_DMATTN_UNTRIED"] = "1"
     return str(installation.loader().trace_for("cuda", 0))
 
 
 @SCENARIOS.add
 def gpu_whose_self_test_passes(installation):
-    installation.write("cpu", "cu12-sm120", "cu13-sm120")
-    installation.gpus("12.0")
-    installation.use_torch("13.0")
+    installation.set_up("cpu", "cu12-sm120", "cu13-sm120", gpu="12.0", torch="13.0")
     loader = installation.loader()
     before = str(loader.trace_for("cuda", 0))
     with pytest.warns(errors.UntestedWarning) as caught:
@@ -73,9 +61,7 @@ def gpu_whose_self_test_passes(installation):
 
 
 def failing(installation, outcome):
-    installation.write("cpu", "cu13-sm120")
-    installation.gpus("12.0")
-    installation.use_torch("13.0")
+    installation.set_up("cpu", "cu13-sm120", gpu="12.0", torch="13.0")
     installation.on_trial = outcome
     return error_of(installation.loader(), "cuda", 0)
 
@@ -126,9 +112,7 @@ def child_that_ended():
 
 @SCENARIOS.add
 def gpu_without_any_gpu_pack(installation):
-    installation.write("cpu")
-    installation.gpus("8.9")
-    installation.use_torch("12.8")
+    installation.set_up("cpu", gpu="8.9", torch="12.8")
     return error_of(installation.loader(), "cuda", 0)
 
 
@@ -161,8 +145,7 @@ def no_driver_and_no_gpu_pack(installation):
 
 @SCENARIOS.add
 def hidden_gpu(installation):
-    installation.write("cpu", "cu13-sm90")
-    installation.gpus("9.0")
+    installation.set_up("cpu", "cu13-sm90", gpu="9.0")
     return error_of(installation.loader(), "cuda", 1)
 
 
@@ -243,16 +226,14 @@ def what_is_worth_knowing_of_accepted_packs(installation):
 
 @SCENARIOS.add
 def forced_arch(installation):
-    installation.write("cpu", "cu13-sm90")
-    installation.gpus("9.0")
+    installation.set_up("cpu", "cu13-sm90", gpu="9.0")
     installation.environ["FLASH_DMATTN_ARCH"] = "80"
     return error_of(installation.loader(), "cuda", 0)
 
 
 @SCENARIOS.add
 def forced_cuda(installation):
-    installation.write("cpu", "cu13-sm90")
-    installation.gpus("9.0")
+    installation.set_up("cpu", "cu13-sm90", gpu="9.0")
     installation.environ["FLASH_DMATTN_CUDA"] = "12"
     return error_of(installation.loader(), "cuda", 0)
 

@@ -61,8 +61,7 @@ def reports_of_what_a_variable_names(installation):
 
 @SCENARIOS.add
 def report_with_a_warning(installation):
-    installation.write("cpu", "cu12-sm90", "cu13-sm90")
-    installation.gpus("9.0")
+    installation.set_up("cpu", "cu12-sm90", "cu13-sm90", gpu="9.0")
     (installation.packs / "libflash_dmattn_cu13_sm90.so").write_text("garbage")
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a report warns in its text alone

@@ -88,8 +88,7 @@ def test_the_declared_table_serves_every_capability(installation, capability, na
 
 
 def test_a_missing_file_is_passed_over(installation):
-    installation.write("cu12-sm90", "cu13-sm90")
-    installation.gpus("9.0")
+    installation.set_up("cu12-sm90", "cu13-sm90", gpu="9.0")
     (installation.packs / "libflash_dmattn_cu13_sm90.so").unlink()
     loader = installation.loader()
     with pytest.warns(FallbackWarning, match="cu12-sm90 on cuda:0"):
@@ -98,8 +97,7 @@ def test_a_missing_file_is_passed_over(installation):
 
 
 def test_a_corrupt_file_is_passed_over(installation):
-    installation.write("cu12-sm90", "cu13-sm90")
-    installation.gpus("9.0")
+    installation.set_up("cu12-sm90", "cu13-sm90", gpu="9.0")
     (installation.packs / "libflash_dmattn_cu13_sm90.so").write_text("\x7fELF garbage")
     loader = installation.loader()
     with pytest.warns(FallbackWarning, match="cu12-sm90 on cuda:0"):
@@ -110,8 +108,7 @@ def test_a_corrupt_file_is_passed_over(installation):
 
 
 def test_a_file_that_is_not_what_its_manifest_says_is_passed_over(installation):
-    installation.write("cu12-sm90", "cu13-sm90")
-    installation.gpus("9.0")
+    installation.set_up("cu12-sm90", "cu13-sm90", gpu="9.0")
     sm90, cu12 = (
         installation.packs / f"libflash_dmattn_{name}.so" for name in ("cu13_sm90", "cu12_sm90")
     )
@@ -140,8 +137,7 @@ def test_the_warning_of_a_damaged_pack_comes_once_for_each_device(installation):
 
 
 def test_a_warning_that_is_made_an_error_stays_one(installation):
-    installation.write("cu12-sm90", "cu13-sm90")
-    installation.gpus("9.0")
+    installation.set_up("cu12-sm90", "cu13-sm90", gpu="9.0")
     (installation.packs / "libflash_dmattn_cu13_sm90.so").unlink()
     loader = installation.loader()
     with warnings.catch_warnings():
@@ -153,8 +149,7 @@ def test_a_warning_that_is_made_an_error_stays_one(installation):
 
 @pytest.mark.parametrize("content", [None, "garbage"])
 def test_damage_of_a_pack_that_would_not_be_taken_is_no_matter(installation, content):
-    installation.write("cu12-sm90", "cu13-sm90")
-    installation.gpus("9.0")
+    installation.set_up("cu12-sm90", "cu13-sm90", gpu="9.0")
     installation.environ["FLASH_DMATTN_FALLBACK"] = "error"
     path = installation.packs / "libflash_dmattn_cu12_sm90.so"
     path.unlink() if content is None else path.write_text(content)
@@ -167,8 +162,7 @@ def test_damage_of_a_pack_that_would_not_be_taken_is_no_matter(installation, con
 
 @pytest.mark.parametrize("content", [None, "garbage"])
 def test_nothing_replaces_a_damaged_pack_where_fallbacks_are_errors(installation, content):
-    installation.write("cu12-sm90", "cu13-sm90")
-    installation.gpus("9.0")
+    installation.set_up("cu12-sm90", "cu13-sm90", gpu="9.0")
     installation.environ["FLASH_DMATTN_FALLBACK"] = "error"
     path = installation.packs / "libflash_dmattn_cu13_sm90.so"
     path.unlink() if content is None else path.write_text(content)

@@ -303,8 +303,7 @@ def test_the_loader_of_the_process_is_reset_in_a_child():
 
 @forks
 def test_a_child_forgets_the_gpus_and_keeps_the_cpu(installation):
-    installation.write("cpu", "cu13-sm90")
-    installation.gpus("9.0")
+    installation.set_up("cpu", "cu13-sm90", gpu="9.0")
     loader = installation.loader()
     cpu, gpu = loader.pack_for("cpu"), loader.pack_for("cuda", 0)
 

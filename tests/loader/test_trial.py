@@ -21,9 +21,7 @@ from flash_dmattn.selftest import with_torch
 @pytest.fixture
 def blackwell(installation):
     """A machine with such a GPU and its packs."""
-    installation.write("cpu", "cu12-sm120", "cu13-sm120")
-    installation.gpus("12.0")
-    installation.use_torch("13.0")
+    installation.set_up("cpu", "cu12-sm120", "cu13-sm120", gpu="12.0", torch="13.0")
     return installation
 
 
@@ -169,8 +167,7 @@ def test_gpus_that_are_known_are_not_tested(capability, arch, installation):
 
 
 def test_kernels_that_no_gpu_ever_ran_are_not_tested_either(installation):
-    installation.write("cpu", "cu13-sm100")
-    installation.gpus("10.0")
+    installation.set_up("cpu", "cu13-sm100", gpu="10.0")
     with pytest.raises(NoPackError, match="FLASH_DMATTN_UNTRIED=1 lets it serve"):
         installation.loader().pack_for("cuda", 0)
     assert installation.tried == []
