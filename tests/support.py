@@ -7,11 +7,12 @@ import contextlib
 import dataclasses
 import sys
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_dmattn
 from flash_dmattn import _core, loader
@@ -291,3 +292,16 @@ def simple_problem(
         randn(batch, keys, kv_heads, value_dim, dtype=dtype, seed=seed + 2),
         **settings,
     )
+
+
+class LargestStorage(TorchDispatchMode):
+    """Records the bytes of the largest storage that an operator returns."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
+                self.bytes = max(self.bytes, tensor.untyped_storage().nbytes())
+        return result

@@ -253,19 +253,6 @@ def test_packed_blocks_of_several_queries_are_refused() -> None:
         )
 
 
-def test_the_first_call_with_blocks_may_be_compiled() -> None:
-    """When nothing has loaded what serves them."""
-    script = (
-        "import torch, flash_dmattn\n"
-        "x = torch.randn(1, 6, 2, 8)\n"
-        "i = torch.zeros(1, 1, 6, 1, dtype=torch.int32)\n"
-        "f = lambda: flash_dmattn.flash_dmattn_func(x, x, x, block_indices=i, block_size=(1, 3))\n"
-        "out = torch.compile(f, fullgraph=True, backend='aot_eager')()\n"
-        "assert torch.equal(out, f())"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True)
-
-
 # --- FlexAttention's masks
 
 Mod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_dmattn
 from flash_dmattn import loader
@@ -19,7 +18,7 @@ from flash_dmattn.key_lists import formula
 from flash_dmattn.record import KEY_LISTS, KeyListInputs
 from good_arguments import dense, on_device, varlen, zeros
 from listed_keys import ListedCall, leaves_of
-from support import Target, assert_accurate, gathered, randn
+from support import LargestStorage, Target, assert_accurate, gathered, randn
 
 SMALL = {"length": 5, "head_dim": 8, "kv_heads": 2, "group": 3, "dlse": True}
 
@@ -291,24 +290,11 @@ def test_memory_follows_the_lists() -> None:
         group=4,
         head_dim=64,
     )
-    largest = 0
-
-    class Sizes(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            nonlocal largest
-            result = func(*args, **(kwargs or {}))
-            for tensor in result if isinstance(result, (tuple, list)) else [result]:
-                if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
-                    largest = max(largest, tensor.untyped_storage().nbytes())
-            return result
-
     inputs = call_inputs(call)
-    with Sizes():
+    with LargestStorage() as largest:
         out, _ = formula.forward(inputs)
         formula.backward(inputs, torch.ones_like(out), None, KEY_LISTS.differentiable[:3])
-    assert 2**20 < largest < 3000 * 3000
+    assert 2**20 < largest.bytes < 3000 * 3000
 
 
 def call_inputs(call: ListedCall) -> KeyListInputs:
@@ -368,13 +354,14 @@ def test_names_of_other_libraries_are_told() -> None:
         flash_dmattn.flash_dmattn_func(x, x, x, topk_indices=zeros(1, 1, 6, 3))
 
 
-def test_the_first_call_may_be_compiled() -> None:
+@pytest.mark.parametrize("named", ["key_indices=i", "block_indices=i, block_size=(1, 3)"])
+def test_the_first_call_may_be_compiled(named: str) -> None:
     """When nothing has loaded what serves lists."""
     script = (
         "import torch, flash_dmattn\n"
         "x = torch.randn(1, 6, 2, 8)\n"
-        "i = torch.zeros(1, 1, 6, 3, dtype=torch.int32)\n"
-        "f = lambda: flash_dmattn.flash_dmattn_func(x, x, x, key_indices=i)\n"
+        "i = torch.zeros(1, 1, 6, 1, dtype=torch.int32)\n"
+        f"f = lambda: flash_dmattn.flash_dmattn_func(x, x, x, {named})\n"
         "out = torch.compile(f, fullgraph=True, backend='aot_eager')()\n"
         "assert torch.equal(out, f())"
     )

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_dmattn
 from flash_dmattn import IntervalMask, explain, flash_dmattn_func, flash_dmattn_varlen_func
@@ -17,6 +16,7 @@ from flash_dmattn.record import ATTENTION, AttentionInputs
 from good_arguments import dense, on_device, varlen
 from listed_keys import ListedCall, expected, leaves_of
 from support import (
+    LargestStorage,
     Target,
     assert_accurate,
     assert_forward_is_accurate,
@@ -190,22 +190,9 @@ def test_pages(target: Target, columns: int, planned: bool) -> None:
 
 def test_pages_of_no_sequence_are_not_copied(kernel_target: Target) -> None:
     arguments = paged(kernel_target, spare=5000)
-    largest = 0
-
-    class Sizes(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            nonlocal largest
-            result = func(*args, **(kwargs or {}))
-            for tensor in result if isinstance(result, (tuple, list)) else [result]:
-                if isinstance(tensor, torch.Tensor):
-                    largest = max(largest, tensor.untyped_storage().nbytes())
-            return result
-
-    with Sizes():
+    with LargestStorage() as largest:
         flash_dmattn_varlen_func(**arguments)
-    assert 0 < largest < 2**20 < arguments["value"].nbytes
+    assert 0 < largest.bytes < 2**20 < arguments["value"].nbytes
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference", "flex"])

@@ -33,7 +33,7 @@ from .arguments import (
 from .cache import AttentionCache
 from .fusing import fused_step
 from .heads import prepared
-from .projections import check_states, projected
+from .projections import check_states, draw_parameters, projected
 
 __all__ = ["DynamicMaskAttention"]
 
@@ -179,13 +179,7 @@ class DynamicMaskAttention(nn.Module):
     def reset_parameters(self) -> None:
         """Draw weights, A and sink from a normal distribution; set biases to 0 and norms to 1."""
         with torch.no_grad():
-            for module in self.children():
-                if isinstance(module, nn.Linear):
-                    nn.init.normal_(module.weight, std=self.init_std)
-                    if module.bias is not None:
-                        nn.init.zeros_(module.bias)
-                elif isinstance(module, nn.RMSNorm):
-                    module.reset_parameters()
+            draw_parameters(self, self.init_std)
             nn.init.normal_(self.A, std=self.init_std)
             if self.sink is not None:
                 nn.init.normal_(self.sink, std=self.init_std)

@@ -29,7 +29,7 @@ from .arguments import (
 )
 from .forgetting_cache import ForgettingCache
 from .heads import prepared
-from .projections import check_states, projected
+from .projections import check_states, draw_parameters, projected
 
 __all__ = ["ForgettingAttention"]
 
@@ -142,13 +142,7 @@ class ForgettingAttention(nn.Module):
         to 0, and norms to 1.
         """
         with torch.no_grad():
-            for module in self.children():
-                if isinstance(module, nn.Linear):
-                    nn.init.normal_(module.weight, std=self.init_std)
-                    if module.bias is not None:
-                        nn.init.zeros_(module.bias)
-                elif isinstance(module, nn.RMSNorm):
-                    module.reset_parameters()
+            draw_parameters(self, self.init_std)
             logits = [_logit_of_half_life(life) for life in self._half_life_of_each_gate()]
             self.f_proj.bias.copy_(torch.tensor(logits, dtype=torch.float64, device="cpu"))
 

@@ -14,7 +14,18 @@ from .arguments import check_cu_seqlens, check_fits_projection
 from .fusing import is_as_made
 from .parts import Headed
 
-__all__ = ["check_states", "projected"]
+__all__ = ["check_states", "draw_parameters", "projected"]
+
+
+def draw_parameters(layer: nn.Module, std: float) -> None:
+    """Draw weights from a normal distribution; set biases to 0 and norms to 1."""
+    for module in layer.children():
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=std)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.RMSNorm):
+            module.reset_parameters()
 
 
 def check_states(layer: Headed, hidden_states: Tensor, cu_seqlens: Tensor | None) -> None:

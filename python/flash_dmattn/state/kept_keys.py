@@ -138,9 +138,6 @@ class KeptKeys(HeldRows):
 
         Args:
             key, value, bias, padding: as in `attend`.
-
-        Raises:
-            TypeError, ValueError: as `attend`.
         """
         seen = self._columns(self._rows(key, value, bias, padding))
         return seen.key, seen.value, seen.bias
@@ -176,9 +173,6 @@ class KeptKeys(HeldRows):
 
         Args:
             key, value, bias, padding, backend: as in `attend`.
-
-        Raises:
-            TypeError, ValueError: as `attend`.
         """
         return self.extended(key, value, bias, padding, backend=backend)[1]
 
@@ -195,9 +189,6 @@ class KeptKeys(HeldRows):
 
         Args:
             key, value, bias, padding, backend: as in `attend`.
-
-        Raises:
-            TypeError, ValueError: as `attend`.
         """
         return self._after(self._rows(key, value, bias, padding), backend)
 
@@ -266,9 +257,6 @@ class KeptKeys(HeldRows):
 
         Args:
             other, backend: as in `merge`.
-
-        Raises:
-            TypeError, ValueError: as `merge`.
         """
         _check_is_state(other)
         for name in ("window_size", "keep_last", "keep_first"):
