@@ -18,15 +18,16 @@ function(fdm_add_core)
   find_package(Python 3.10 REQUIRED COMPONENTS ${components})
   if(FLASH_DMATTN_NANOBIND STREQUAL "shared")
     set(oldest_nanobind 3.1)
-    set(backend BACKEND_MODULE nanobind_backend)
+    set(backend NB_DOMAIN fdm BACKEND_MODULE nanobind_backend)
   else()
     set(oldest_nanobind 2.13)
-    set(backend "")
+    # Modules of one domain share their types. A copy for another package needs a domain of its own: `release hub` puts
+    # other digits in the place of these.
+    set(backend NB_DOMAIN fdm_000000000000)
   endif()
   fdm_find_nanobind(${oldest_nanobind})
   # NOMINSIZE: every call of the library passes through this module, which is small anyway.
   nanobind_add_module(_core
-    NB_DOMAIN fdm
     FREE_THREADED
     ${backend}
     NOMINSIZE

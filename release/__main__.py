@@ -16,6 +16,7 @@ VERBS = {
     "packs": "build the kernel packs of one CUDA major for this machine's platform into a folder",
     "wheel": "build the core and the cpu pack, and assemble a wheel with packs built before",
     "variants": "make a base wheel and a wheel of packs for each CUDA major",
+    "hub": "make a repository of Hugging Face's kernels hub from wheels",
     "gates": "check wheels: their libraries, content, packs and metadata",
     "tables": "check that what is derived from cmake/targets.json and the build's options agrees",
     "tag": "check that a tag is the version of the tree and that the changelog tells of it",

@@ -7,11 +7,13 @@ import base64
 import hashlib
 import json
 import os
+import platform
 import shutil
 import subprocess
 import zipfile
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,6 +27,23 @@ MACHINE_OFFSET = 18  # of e_machine in an ELF file
 def real_pack() -> Path:
     """Return the cpu pack of the installation under test."""
     return Path(pack_for("cpu").path)
+
+
+def listed_pack(name: str, content: bytes) -> dict[str, Any]:
+    """Return the manifest's row of a pack."""
+    major, _, arch = name.removeprefix("cu").partition("-")
+    gpu = name != "cpu"
+    return {
+        "name": name,
+        "file": f"libflash_dmattn_{name.replace('-', '_')}.so",
+        "device": "cuda" if gpu else "cpu",
+        "machine": platform.machine(),
+        "cuda": f"{major}.0" if gpu else None,
+        "arch": arch or None,
+        "min_driver": "525.60.13" if gpu else None,
+        "sha256": hashlib.sha256(content).hexdigest(),
+        "size": len(content),
+    }
 
 
 def compile_library(source: str, path: Path, *flags: str) -> Path:

@@ -23,7 +23,7 @@ import pytest
 
 import flash_dmattn
 from flash_dmattn.loader.candidates import ENTRY_POINT_GROUP
-from pack_files import real_pack
+from pack_files import listed_pack, real_pack
 from release.__main__ import main
 from release.distributions import Wheel, sha256
 from release.project import ROOT, abi_version
@@ -33,23 +33,6 @@ VERSION = metadata.version("flash-dmattn")
 INFO = f"flash_dmattn-{VERSION}.dist-info"
 TAG = f"cp310-abi3-linux_{platform.machine()}"
 GPU_PACKS = ("cu12-sm80", "cu12-sm90", "cu13-sm80", "cu13-sm90")
-
-
-def row(name: str, content: bytes) -> dict[str, Any]:
-    """Return the manifest's row of a pack."""
-    major, _, arch = name.removeprefix("cu").partition("-")
-    gpu = name != "cpu"
-    return {
-        "name": name,
-        "file": f"libflash_dmattn_{name.replace('-', '_')}.so",
-        "device": "cuda" if gpu else "cpu",
-        "machine": platform.machine(),
-        "cuda": f"{major}.0" if gpu else None,
-        "arch": arch or None,
-        "min_driver": "525.60.13" if gpu else None,
-        "sha256": hashlib.sha256(content).hexdigest(),
-        "size": len(content),
-    }
 
 
 def manifest(rows: list[dict[str, Any]]) -> bytes:
@@ -69,7 +52,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     files.setdefault("flash_dmattn/_core.abi3.so", b"the core")  # linked, it has another name
     libraries = {"cpu": real_pack().read_bytes()}
     libraries |= {name: f"pack {name}".encode() for name in GPU_PACKS}
-    rows = [row(name, content) for name, content in libraries.items()]
+    rows = [listed_pack(name, content) for name, content in libraries.items()]
     for pack in rows:
         files[f"flash_dmattn/packs/{pack['file']}"] = libraries[pack["name"]]
     files["flash_dmattn/packs/manifest.json"] = manifest(rows)
@@ -149,7 +132,7 @@ def test_metadata_of_the_packs(variants: dict[str, Path]) -> None:
 
 def folder_of_packs(folder: Path, names: tuple[str, ...]) -> Path:
     folder.mkdir()
-    rows = [row(name, name.encode()) for name in names]
+    rows = [listed_pack(name, name.encode()) for name in names]
     for pack in rows:
         (folder / pack["file"]).write_bytes(pack["name"].encode())
     (folder / "manifest.json").write_bytes(manifest(rows))
