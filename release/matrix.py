@@ -146,7 +146,7 @@ def _packs(table: Table, platform: Platform, small: bool) -> list[dict[str, str]
             "image": cuda.image.format(policy=table.wheel.policy, machine=platform.machine),
             "archs": SMALL_ARCH
             if small
-            else " ".join(arch.name for arch in table.archs_of(cuda.toolkit, platform.machine)),
+            else " ".join(arch.name for arch in table.released(cuda, platform.machine)),
             "head_dims": " ".join(map(str, SMALL_HEAD_DIMS)) if small else "",
             "artifact": f"packs-cu{cuda.major}-{platform.machine}",
         }

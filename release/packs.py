@@ -10,8 +10,10 @@ the variable CMAKE names), ninja, nvcc and a C++ compiler; no Python packages.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -68,4 +70,9 @@ def run(options: argparse.Namespace) -> None:
             shutil.rmtree(options.output)
         options.output.parent.mkdir(parents=True, exist_ok=True)
         shutil.move(stage / "flash_dmattn" / "packs", options.output)
+    packs = json.loads((options.output / "manifest.json").read_text())["packs"]
+    for pack in packs:
+        print(f"{pack['name']}: {pack['size'] / 10**6:.2f} MB", file=sys.stderr)
+    if problems := [text for text in map(targets.load().oversize, packs) if text]:
+        raise ReleaseError("; ".join(problems) + " (packs of cmake/targets.json)")
     print(options.output)

@@ -78,7 +78,7 @@ def support_table(table: Table) -> str:
     rows = []
     for capability, archs in table.preference.items():
         best = table.arch(archs[0])
-        served = [cuda for cuda in table.cuda if best in table.archs_of(cuda.toolkit)]
+        served = [cuda for cuda in table.cuda if best in table.released(cuda)]
         floor = functools.partial(table.min_driver, best)
         rows.append(
             [

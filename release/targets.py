@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ class Cuda:
         min_toolkit: the oldest version that builds.
         min_driver: the oldest driver that runs the packs.
         image: the container image of release builds, with ``{policy}`` and ``{machine}``.
+        packs: the archs of a release, and how large their packs may be, in millions of bytes.
     """
 
     major: str
@@ -53,6 +55,7 @@ class Cuda:
     min_toolkit: str
     min_driver: str
     image: str
+    packs: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,7 @@ class Limits:
     glibcxx: str
     cxxabi: str
     max_wheel_mb: int
-    max_pack_mb: int
+    max_cpu_pack_mb: int
 
 
 @dataclass(frozen=True)
@@ -139,9 +142,25 @@ class Table:
             and (machine is None or not arch.machines or machine in arch.machines)
         )
 
+    def released(self, cuda: Cuda, machine: str | None = None) -> tuple[Arch, ...]:
+        """Return the archs of a release, of one CUDA major and of GPUs of a kind of machine."""
+        able = self.archs_of(cuda.toolkit, machine)
+        return tuple(arch for arch in able if arch.name in cuda.packs)
+
     def min_driver(self, arch: Arch, cuda: Cuda) -> str:
         """Return the oldest driver that runs packs of an arch and a CUDA major."""
         return max(cuda.min_driver, arch.min_driver or cuda.min_driver, key=version_numbers)
+
+    def oversize(self, pack: Mapping[str, Any]) -> str:
+        """Return what is wrong with the size of a manifest's pack; "" if nothing is."""
+        limit = self.wheel.max_cpu_pack_mb
+        if pack["cuda"] is not None:
+            limits = {row.major: row.packs for row in self.cuda}
+            limit = limits.get(pack["cuda"].partition(".")[0], {}).get(pack["arch"], 0)
+        size = pack["size"] / 10**6
+        if size <= limit:
+            return ""
+        return f"{pack['name']} has {size:.1f} MB; at most {limit} are allowed"
 
     def arch(self, name: str) -> Arch:
         """Return the arch of this name."""
@@ -171,7 +190,7 @@ def parse(data: dict[str, Any]) -> Table:
         )
         for name, row in data["archs"].items()
     ]
-    keys = ("toolkit", "min_toolkit", "min_driver", "image")
+    keys = ("toolkit", "min_toolkit", "min_driver", "image", "packs")
     cuda = [Cuda(major, *(row[key] for key in keys)) for major, row in data["cuda"].items()]
     return Table(
         archs=tuple(sorted(archs, key=lambda arch: int(arch.name.removeprefix("sm")))),

@@ -95,7 +95,6 @@ def sizes(task: Task) -> Iterator[str]:
     size = task.wheel.path.stat().st_size
     if size > limits.max_wheel_mb * _MEGABYTE:
         yield f"the wheel has {size / _MEGABYTE:.1f} MB; at most {limits.max_wheel_mb} are allowed"
-    for name in filter(task.wheel.is_pack, task.wheel.contents):
-        size = len(task.wheel.contents[name])
-        if size > limits.max_pack_mb * _MEGABYTE:
-            yield f"{name} has {size / _MEGABYTE:.1f} MB; at most {limits.max_pack_mb} are allowed"
+    for pack in task.wheel.packs:
+        if problem := task.table.oversize(pack):
+            yield problem

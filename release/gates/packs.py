@@ -138,14 +138,15 @@ def same_kernels(task: Task) -> Iterator[str]:
 
 
 def complete(task: Task) -> Iterator[str]:
-    """A release has every required pack, with all kernels, of one commit."""
+    """A release has every pack of the table, with all kernels, of one commit."""
     if not task.complete:
         return
     rows = _rows(task)
     names = {row["name"] for row in rows}
     wanted = {"cpu"}
     for cuda in task.table.cuda if task.wheel.system == "linux" else ():
-        wanted |= {f"cu{cuda.major}-{arch.name}" for arch in task.table.archs if arch.required}
+        archs = task.table.released(cuda, task.wheel.machine)
+        wanted |= {f"cu{cuda.major}-{arch.name}" for arch in archs}
     for name in sorted(wanted - names):
         yield f"the pack {name} is absent"
     for row in rows:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from elftools.elf.elffile import ELFFile
 
+from release import targets
 from release.__main__ import main
 from release.programs import find_nvcc
 from release.project import ROOT, ReleaseError, abi_version
@@ -360,6 +361,33 @@ def test_packs_need_the_right_nvcc(
     options = ["--cuda", "12", "--output", str(tmp_path / "o"), "--nvcc", str(nvcc)]
     assert main(["packs", *options]) == 1
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("excess", [0, 1])
+def test_a_pack_has_a_budget_where_it_is_built(
+    excess: int,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limit = targets.load().cuda_of("13").packs["sm90"] * 10**6
+    row = {"name": "cu13-sm90", "cuda": "13.1", "arch": "sm90", "size": limit + excess * 10**6}
+    (tmp_path / "manifest.json").write_text(json.dumps({"packs": [row]}))
+    cmake = tmp_path / "cmake"
+    cmake.write_text(
+        "#!/bin/sh\n"
+        "while [ $# -gt 1 ]; do if [ $1 = --prefix ]; then packs=$2/flash_dmattn/packs;"
+        f" mkdir -p $packs && cp {tmp_path}/manifest.json $packs; fi; shift; done\n"
+    )
+    cmake.chmod(0o755)
+    monkeypatch.setenv("CMAKE", str(cmake))
+    nvcc = fake_nvcc(tmp_path, "13.1")
+    options = ["--cuda", "13", "--output", str(tmp_path / "o"), "--nvcc", str(nvcc)]
+    assert main(["packs", *options]) == excess
+    written = capfd.readouterr().err
+    assert f"cu13-sm90: {limit / 10**6 + excess:.2f} MB" in written
+    wrong = f"cu13-sm90 has {limit / 10**6 + 1:.1f} MB; at most {limit // 10**6} are allowed"
+    assert (wrong in written) is bool(excess)
 
 
 def test_assembling_needs_a_manifest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
