@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import functools
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,6 +21,7 @@ from release import targets
 from release.project import ROOT, ReleaseError, pyproject_value
 from release.targets import Table, version_numbers
 
+MEASURED = ROOT / "release" / "measured.json"  # what a build of all packs took, on its date
 _NAME = re.compile(r"\b(?:FLASH_DMATTN|CMAKE)_[A-Z_]+\b|\bCUDAARCHS\b")
 
 
@@ -162,7 +164,28 @@ def build_options(_: Table) -> str:
     return markdown(["option", "default", "meaning"], rows)
 
 
+def pack_table(table: Table) -> str:
+    """Return what is known of each pack of a release: its size, its making, and whether it ran."""
+    measured = json.loads(MEASURED.read_text(encoding="utf-8"))["packs"]
+    rows = []
+    for cuda in table.cuda:
+        for arch in table.released(cuda):
+            name = f"cu{cuda.major}-{arch.name}"
+            cells = ["not measured"] * 3
+            if known := measured.get(name):
+                cells = [
+                    f"{known['bytes'] / 10**6:.1f}",
+                    f"{known['cpu_seconds'] / 60:.0f}",
+                    f"{known['spilling']} of {known['kernels']}, {known['spill_bytes']} bytes",
+                ]
+            budget, record = str(cuda.packs[arch.name]), table.record[arch.capabilities[0]]
+            rows.append([name, budget, *cells, RECORDS[record]])
+    head = ["pack", "MB at most", "MB", "CPU minutes", "kernels that spill", "run on such a GPU"]
+    return markdown(head, rows)
+
+
 BLOCKS: Mapping[str, Callable[[Table], str]] = {
+    "pack-table": pack_table,
     "support-table": support_table,
     "platform-table": platform_table,
     "build-options": build_options,

@@ -40,8 +40,8 @@ FACTS = {
         r", flash_dmattn (\d[\w.]*), pack ABI", (pyproject_value("version"),)
     ),
     "limits of files": Fact(
-        r"pack may have (\d+) MB and a wheel (\d+) MB",
-        (str(TABLE.wheel.max_pack_mb), str(TABLE.wheel.max_wheel_mb)),
+        r"wheel may have (\d+) MB",
+        (str(TABLE.wheel.max_wheel_mb),),
     ),
     "limit of a wheel": Fact(
         r"wheel\W+(?:\w+\W+){0,4}limit of (\d+) MB", (str(TABLE.wheel.max_wheel_mb),)
@@ -85,7 +85,7 @@ def test_every_fact_is_said_somewhere(name: str) -> None:
         ("ABI of packs", "x86_64, flash_dmattn 2.0.0a1, pack ABI 0, NVIDIA"),
         ("ABI of packs", "The ABI of packs is 0."),
         ("limit of a wheel", "would bring the aarch64 wheel near its limit of 0 MB"),
-        ("limits of files", "A pack may have 0 MB and a wheel 0\nMB, since"),
+        ("limits of files", "A wheel may have 0\nMB, since"),
         ("head dimensions", "head dimensions 1 to 0"),
     ],
 )

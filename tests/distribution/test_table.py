@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -162,6 +163,20 @@ def test_support_table_says_what_was_run() -> None:
     for capability, record in TABLE.record.items():
         (row,) = [row for row in rows if row.startswith(f"| {capability} |")]
         assert row.endswith(f"| {tables.RECORDS[record]} |")
+
+
+def test_pack_table_tells_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = {"bytes": 12_340_000, "cpu_seconds": 900, "kernels": 150, "spilling": 2}
+    record = tmp_path / "measured.json"
+    record.write_text(json.dumps({"packs": {"cu13-sm90": known | {"spill_bytes": 64}}}))
+    monkeypatch.setattr(tables, "MEASURED", record)
+    rows = {row.split(" | ")[0]: row for row in tables.pack_table(TABLE).splitlines()[2:]}
+    released = [f"| cu{c.major}-{arch.name}" for c in TABLE.cuda for arch in TABLE.released(c)]
+    assert list(rows) == released
+    assert "| 12.3 | 15 | 2 of 150, 64 bytes | yes, all tests |" in rows["| cu13-sm90"]
+    assert rows["| cu12-sm90"].count("not measured") == 3
 
 
 def test_platform_table_says_of_each_what_was_seen() -> None:
