@@ -106,8 +106,8 @@ bool is_usual_mask(const AttentionRecord &record, const TensorView &query, nb::h
 // Python, which for a small problem is longer than its kernels.
 nb::object usual_call(nb::handle query_object, nb::handle key_object, nb::handle value_object, nb::handle bias_object,
                       nb::handle sink_object, nb::handle mask, nb::handle start, nb::handle end, nb::handle max_kept,
-                      nb::handle scale, nb::handle causal, nb::handle softcap, nb::handle window, nb::handle keep_last,
-                      nb::handle keep_first, bool deterministic) {
+                      bool keeps_runs, nb::handle scale, nb::handle causal, nb::handle softcap, nb::handle window,
+                      nb::handle keep_last, nb::handle keep_first, bool deterministic) {
   auto found = std::make_unique<AttentionRecord>();
   AttentionRecord &record = *found;
   record.query = TensorField(query_object);
@@ -118,6 +118,7 @@ nb::object usual_call(nb::handle query_object, nb::handle key_object, nb::handle
   record.mask = TensorField(mask);
   record.start = TensorField(start);
   record.end = TensorField(end);
+  record.keeps_runs = keeps_runs;
   if (!record.query.try_read() || !record.key.try_read() || !record.value.try_read()) return nb::none();
   const TensorView &query = record.query.view(), &key = record.key.view(), &value = record.value.view();
   if (query.rank != 4 || key.rank != 4 || value.rank != 4 || query.shape[3] < 1) return nb::none();
@@ -262,8 +263,9 @@ void bind_call(nb::module_ &module) {
            "dlse"_a.none(), "flags"_a)
       .def("lse_within", &Call::lse_within, "kept"_a.none(), "out"_a, "dtype"_a);
   module.def("usual_call", &usual_call, "query"_a, "key"_a.none(), "value"_a.none(), "bias"_a.none(), "sink"_a.none(),
-             "mask"_a.none(), "start"_a.none(), "end"_a.none(), "max_kept"_a, "scale"_a.none(), "causal"_a.none(),
-             "softcap"_a.none(), "window"_a.none(), "keep_last"_a.none(), "keep_first"_a.none(), "deterministic"_a);
+             "mask"_a.none(), "start"_a.none(), "end"_a.none(), "max_kept"_a, "keeps_runs"_a, "scale"_a.none(),
+             "causal"_a.none(), "softcap"_a.none(), "window"_a.none(), "keep_last"_a.none(), "keep_first"_a.none(),
+             "deterministic"_a);
 }
 
 } // namespace fdm

@@ -295,6 +295,7 @@ def usual_call(
     start: TensorLike | None,
     end: TensorLike | None,
     max_kept: int,
+    keeps_runs: bool,
     scale: float | None,
     causal: bool | None,
     softcap: float | None,

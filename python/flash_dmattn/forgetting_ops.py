@@ -113,6 +113,7 @@ def _call(
             scale=scale,
             causal=True,
             deterministic=deterministic,
+            keeps_runs=is_pruned,
         )
     )
 

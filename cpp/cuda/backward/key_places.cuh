@@ -214,6 +214,7 @@ __device__ __forceinline__ RowRange rows_of_run(const BackwardParams &params, co
                          span_number(p, place.s, place.sequence_index, kSpanKeys);
   const int64_t past_key = min64(place.s.k_count, key + params.keys.block_keys);
   RowRange rows{INT32_MAX, 0};
+#pragma unroll 1 // in few registers
   for (int64_t n = key / kSpanKeys; n * kSpanKeys < past_key; ++n) {
     const KeySpan span = spans[n];
     rows.first = min(rows.first, span.first);
