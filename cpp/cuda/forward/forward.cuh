@@ -112,7 +112,7 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
   // Where a block of the walk lies among the columns.
   __device__ int place(int block) const {
     if constexpr (Config::kGeneral) return block;
-    return column_block<kColumns>(task->columns, block);
+    return column_block(task->columns, block);
   }
   __device__ bool is_partial(int block) const { return (place(block) + 1) * kColumns > task->columns.full; }
   __device__ void finish_scores(int block) {
@@ -393,6 +393,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     task.kv_head = kv_head_of(p, place.head);
     task.first_row = first_row;
     task.split = place.split;
+    task.reference = {};
     if constexpr (!Config::kGeneral) {
       shared.k = RowPlaces::rows(p, p.k, params.rows.k_bytes, s, task.kv_head);
       shared.v = RowPlaces::rows(p, p.v, params.rows.v_bytes, s, task.kv_head);
@@ -401,7 +402,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   __syncthreads();
   if constexpr (!Config::kGeneral) {
     if (present(p.bias)) {
-      if (threadIdx.x == 0) task.order_by_bias();
+      if (threadIdx.x == 0) task.template order_by_bias<Config::kColumns>();
       __syncthreads();
     }
   }

@@ -82,14 +82,24 @@ struct ForwardTask {
   // biases rise with the column by more than a maximum may fall behind, blocks are walked from the last to the first; and the
   // reference is what is nearest to 0 of the largest biases that rows keep, by those of the first and last columns. Columns
   // and bias have been set.
-  __device__ void order_by_bias() {
+  template <int kColumns> __device__ void order_by_bias() {
     constexpr float kRise = 8.0f;
+    constexpr int kListedColumns = 2048; // with fewer, the loads take longer than a walk in the other direction spares
     reference = {};
-    if (!bias.data || bias.rows || columns.full == 0) return;
-    const auto bias_of = [&](int32_t c) { return to_base_2(bias.load(0, column_key(columns, c))); };
-    const float first = bias_of(0), last = bias_of(columns.full - 1), least = fmaxf(first, last);
-    columns.reversed = last > first + kRise;
-    const float most = columns.full < columns.count ? fmaxf(least, bias_of(columns.count - 1)) : least;
+    if (!bias.data || bias.rows || columns.full == 0 || (columns.slots && columns.count < kListedColumns)) return;
+    // The loads of all three are under way together.
+    const int32_t places[3] = {0, columns.full - 1, columns.count - 1};
+    int32_t keys[3];
+    uint32_t bits[3];
+    float biases[3];
+#pragma unroll
+    for (int i = 0; i < 3; ++i) keys[i] = column_key(columns, places[i]);
+#pragma unroll
+    for (int i = 0; i < 3; ++i) bits[i] = bias.load_bits(keys[i]);
+#pragma unroll
+    for (int i = 0; i < 3; ++i) biases[i] = to_base_2(bias.convert(bits[i]));
+    if (biases[1] > biases[0] + kRise) columns.walk_begin = (columns.count - 1) / kColumns;
+    const float least = fmaxf(biases[0], biases[1]), most = fmaxf(least, biases[2]);
     if (least > 0.0f || most < 0.0f) reference = BiasReference::of(least > 0.0f ? least : most);
   }
   __device__ void set_results(const ForwardParams &params) {

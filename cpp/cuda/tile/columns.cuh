@@ -18,13 +18,13 @@ struct TileColumns {
   const int32_t *start, *end; // the rows of each key; null: there are no intervals
   int64_t start_stride, end_stride;
   bool causal;
-  bool reversed; // kernels walk blocks of columns from the last to the first
+  int32_t walk_begin; // kernels walk blocks of columns from this one to the first; -1: from the first on
 };
 
 // Where block n of the walk over a tile's blocks lies among its columns.
-template <int kColumns> __device__ __forceinline__ int column_block(const TileColumns &t, int n) {
-  const int last = (t.count + kColumns - 1) / kColumns - 1;
-  return t.reversed && n <= last ? last - n : n;
+__device__ __forceinline__ int column_block(const TileColumns &t, int n) {
+  const int begin = t.walk_begin;
+  return n <= begin ? begin - n : n;
 }
 
 // The first `count` keys of a sequence are those that some of a tile's rows see, the first `full` those that all see.
@@ -49,7 +49,7 @@ __device__ __forceinline__ void find_columns(TileColumns &t, const fdm_problem &
   t.first_row = static_cast<int32_t>(first);
   t.causal_off = static_cast<int32_t>(s.causal_off);
   t.causal = is_causal(p);
-  t.reversed = false;
+  t.walk_begin = -1;
   t.run = t.full_run = 0;
   t.slots = nullptr;
   t.slot_count = 0;

@@ -41,7 +41,7 @@ template <class Config> __device__ void copy_boxes(const BoxForwardParams &param
   for (; tasks.wait(); tasks.advance()) {
     const ForwardTask &task = tasks.current();
     const int boxes = (task.columns.count + Config::kColumns - 1) / Config::kColumns;
-    const bool reversed = task.columns.reversed;
+    const bool reversed = task.columns.walk_begin >= 0;
     BoxPlace place{int32_t(task.s.k_begin), int32_t(task.kv_head), int32_t(task.s.batch)};
     if (reversed) place.row += (boxes - 1) * Config::kColumns;
 #pragma unroll 1

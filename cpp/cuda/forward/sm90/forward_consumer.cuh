@@ -34,7 +34,6 @@ template <class Config> struct ForwardSharedSm90 {
   typename Config::Pipeline pipeline;
   alignas(1024) char sQ[Config::kQueryStages][Config::QTile::kBytes];
   typename Config::Bias bias;
-  alignas(8) BiasReference references[Config::Pipeline::kKStages]; // of the biases of each stage
   typename Config::Ring tasks;
   // The maximum and sum of two rows, of each consumer thread, while its registers hold those of the next tile.
   float4 sums[Roles::kConsumerThreads];
@@ -63,9 +62,7 @@ template <class Config> struct BiasStore {
 
   __device__ __forceinline__ void operator()(const ForwardTask &task, int stage, int i, float bias) const {
     if (!has_column_bias<Config>(params.p) || params.bias_factor == 0.0f) return;
-    const BiasReference reference = task.reference;
-    shared.bias.store(stage, i, bias - reference.value, params.bias_factor);
-    if (i == 0) shared.references[stage] = reference;
+    shared.bias.store(stage, i, bias - task.reference.value, params.bias_factor);
   }
 };
 
@@ -76,7 +73,7 @@ template <class Config> struct MakeTask {
   __device__ __forceinline__ void operator()(const HeadTile &t, ForwardTask &task) const {
     task.set(params, t.s, t.sequence_index, t.head, t.tile * Config::kRows);
     task.columns = tile_columns(params.p, params.plan, t.s, t.sequence_index, t.head, t.tile);
-    task.order_by_bias();
+    task.template order_by_bias<Config::kColumns>();
   }
 };
 
@@ -107,6 +104,7 @@ template <class Config> struct ForwardConsumer {
   int group;
   uint32_t probabilities[kColumns / 16][4];
   Rows rows;
+  BiasReference reference; // of the task
 
   __device__ ForwardConsumer(const ForwardParams &parameters, ForwardSharedSm90<Config> &memory)
       : params(parameters), shared(memory), group(Roles::consumer_group()), rows(parameters, memory.tasks.tasks[0]) {
@@ -205,9 +203,10 @@ template <class Config> struct ForwardConsumer {
     if (linear) {
       const float scale = params.factors.scale;
       if (partial) rows.drop_columns(facts);
-      const BiasReference reference =
-          has_column_bias<Config>(params.p) ? shared.references[k_state.index] : BiasReference();
-      if constexpr (kAfter != After::block) rows.find_maximum(scale, reference);
+      if constexpr (kAfter != After::block) {
+        reference = tasks.current().reference;
+        rows.find_maximum(scale, reference);
+      }
       float added[2];
       rows.quick_softmax(scale, reference, added);
       if (__all_sync(0xffffffffu, added[0] <= Rows::kSumLimit && added[1] <= Rows::kSumLimit)) {
@@ -321,7 +320,7 @@ template <class Config> struct ForwardConsumer {
     const int count = uniform(task.columns.count), full = uniform(task.columns.full);
     const int blocks = int(uint32_t(count + kColumns - 1) / kColumns);
     const int whole = int(uint32_t(full) / kColumns); // blocks
-    return {blocks, task.columns.reversed ? ~(whole + 1) : blocks - whole};
+    return {blocks, task.columns.walk_begin >= 0 ? ~(whole + 1) : blocks - whole};
   }
 };
 

@@ -41,7 +41,7 @@ template <class Stream, class OnColumn> struct BlockLookup : StreamLookup<Stream
 
 private:
   __device__ void fetch_keys(const TileColumns &columns, int32_t (&keys)[kLaneColumns]) const {
-    const int first = column_block<kColumns>(columns, block) * kColumns + int(threadIdx.x) % 32;
+    const int first = column_block(columns, block) * kColumns + int(threadIdx.x) % 32;
 #pragma unroll
     for (int n = 0; n < kLaneColumns; ++n) keys[n] = fetch_key(columns, first + 32 * n);
   }
@@ -49,7 +49,7 @@ private:
   // The keys are those of the block, and become those of this warp's next.
   template <class Task> __device__ void store_block(const Task &task, int32_t (&keys)[kLaneColumns]) {
     const TileColumns &columns = task.columns;
-    const int place = column_block<kColumns>(columns, block), first = place * kColumns + int(threadIdx.x) % 32;
+    const int place = column_block(columns, block), first = place * kColumns + int(threadIdx.x) % 32;
     const int stage = k_state.index;
     const ScoreView bias = task.bias;
     ColumnEntry entries[kLaneColumns];

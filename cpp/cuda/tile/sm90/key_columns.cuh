@@ -100,7 +100,7 @@ template <int kColumns> struct KeyColumnReader {
 
   __device__ static int column(int block) { return Roles::own_column<kColumns, Roles::kLookupWarps>(block); }
   template <class Task> __device__ static int column(const Task &task, int block) {
-    return column(column_block<kColumns>(task.columns, block));
+    return column(column_block(task.columns, block));
   }
   template <class Task> __device__ static int blocks_of(const Task &task) {
     return (task.columns.count + kColumns - 1) / kColumns;

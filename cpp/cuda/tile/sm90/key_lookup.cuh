@@ -26,7 +26,7 @@ template <class Stream, class OnColumn> struct KeyLookup : StreamLookup<Stream, 
 
   // The column of this thread in a block of the walk over a task.
   __device__ static int column(const TileColumns &columns, int block) {
-    return Roles::own_column<kColumns, Roles::kLookupWarps>(column_block<kColumns>(columns, block));
+    return Roles::own_column<kColumns, Roles::kLookupWarps>(column_block(columns, block));
   }
 
   // Requests the facts about the first columns, which have then arrived when the columns are stored.
@@ -82,7 +82,7 @@ private:
     const int stage = k_state.index;
     // Few blocks are partial, so which rows keep their columns is not asked for further ahead.
     ColumnEntry entry{key, bias_bits};
-    const bool partial = (column_block<kColumns>(task.columns, block) + 1) * kColumns > task.columns.full;
+    const bool partial = (column_block(task.columns, block) + 1) * kColumns > task.columns.full;
     if (partial && key >= 0) fetch_rows(entry, task.columns);
     Roles::producer_acquire(stream.k_empty[stage], k_state.phase);
     if (threadIdx.x % 32 < kOwnColumns)
