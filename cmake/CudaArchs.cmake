@@ -111,7 +111,7 @@ function(fdm_expand_archs archs)
       fdm_preferred_arch(found "${entry}")
     elseif(entry MATCHES "^(sm_?)?([0-9]+)([0-9])[af]?(-real)?$")
       set(found "sm${CMAKE_MATCH_2}${CMAKE_MATCH_3}")
-      if(NOT found IN_LIST supported) # of a GPU that runs another's code, such as 89
+      if(NOT found IN_LIST supported) # of a GPU that runs another's code, such as 103
         fdm_preferred_arch(found "${CMAKE_MATCH_2}.${CMAKE_MATCH_3}")
       endif()
     endif()

@@ -59,7 +59,7 @@ def test_what_is_given_follows_the_process_environment(monkeypatch):
         (
             "FLASH_DMATTN_ARCH",
             "sm90",
-            "FLASH_DMATTN_ARCH must be one of 80, 86, 90, 100, 110, 120, got 'sm90'. "
+            "FLASH_DMATTN_ARCH must be one of 80, 86, 89, 90, 100, 110, 120, got 'sm90'. "
             "Did you mean '90'?",
         ),
         (

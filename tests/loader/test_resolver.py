@@ -71,7 +71,7 @@ def test_gpus_of_different_kinds(installation):
         ("8.0", "cu13-sm80"),
         ("8.6", "cu13-sm86"),
         ("8.7", "cu13-sm80"),
-        ("8.9", "cu13-sm86"),
+        ("8.9", "cu13-sm89"),
         ("9.0", "cu13-sm90"),
         ("10.0", "cu13-sm100"),
         ("10.3", "cu13-sm100"),
@@ -80,7 +80,7 @@ def test_gpus_of_different_kinds(installation):
     ],
 )
 def test_the_declared_table_serves_every_capability(installation, capability, name):
-    installation.write(*(f"cu13-sm{arch}" for arch in (80, 86, 90, 100, 120)))
+    installation.write(*(f"cu13-sm{arch}" for arch in (80, 86, 89, 90, 100, 120)))
     installation.gpus(capability)
     installation.environ["FLASH_DMATTN_UNTRIED"] = "1"
     chosen = installation.loader().trace_for("cuda", 0).chosen

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // The tile table: sizes for each head dimension and arch, with the reason for each.
 //
-// Shared memory of a block: 163 KB on sm_80, 99 KB on sm_86 and sm_120, 227 KB on sm_90 and sm_100 (CUDA
+// Shared memory of a block: 163 KB on sm_80, 99 KB on sm_86, sm_89 and sm_120, 227 KB on sm_90 and sm_100 (CUDA
 // programming guide, compute capabilities). Accumulators of a warp with 32 rows take head_dim + columns registers of
 // each thread.
 #pragma once
@@ -16,7 +16,7 @@ enum class TileKind { usual, general };
 
 constexpr int shared_limit(int arch) {
   if (arch == 80) return 163 * 1024;
-  if (arch == 86 || arch >= 120) return 99 * 1024;
+  if (arch == 86 || arch == 89 || arch >= 120) return 99 * 1024;
   return 227 * 1024;
 }
 
@@ -26,7 +26,7 @@ struct ForwardTileChoice {
 };
 
 constexpr ForwardTileChoice forward_tile(int arch, int head_dim) {
-  const bool small_shared = arch == 86 || arch >= 120;
+  const bool small_shared = arch == 86 || arch == 89 || arch >= 120;
   // With 32 rows a warp, a fragment of K or V is read from shared memory once and serves two products. Two blocks
   // share an SM, and one computes while the other waits.
   if (head_dim <= 64 || (head_dim <= 128 && !small_shared)) return {128, 64, 4, 2};
@@ -62,7 +62,7 @@ struct DqTileChoice {
 };
 
 constexpr DqTileChoice dq_tile(int arch, int head_dim) {
-  const bool small_shared = arch == 86 || arch >= 120;
+  const bool small_shared = arch == 86 || arch == 89 || arch >= 120;
   // Q and dO stay in shared memory; K and V of two blocks of columns share the rest. As in the forward pass, 32 rows a
   // warp where the registers allow it; scores and their gradients then leave room for 32 columns.
   if (head_dim <= 64) return {128, 32, 4, 2};
@@ -92,7 +92,7 @@ struct DkdvTileChoice {
 };
 
 constexpr DkdvTileChoice dkdv_tile(int arch, int head_dim) {
-  const bool small_shared = arch == 86 || arch >= 120;
+  const bool small_shared = arch == 86 || arch == 89 || arch >= 120;
   // With 16 keys a warp, the accumulators of dk and dv take head_dim registers of a thread, and the scores of 64 rows
   // and their gradients another 64. With less shared memory a step has 32 rows, and on sm_80 two blocks share an SM. On
   // sm_90 a block has as many keys as in the wgmma kernels, which these kernels stand in for.

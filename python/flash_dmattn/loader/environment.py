@@ -35,7 +35,7 @@ class Variable(NamedTuple):
 _VARIABLES = (
     Variable("FLASH_DMATTN_LIBRARY_PATH", (), ""),
     Variable("FLASH_DMATTN_CUDA", ("12", "13"), ""),
-    Variable("FLASH_DMATTN_ARCH", ("80", "86", "90", "100", "110", "120"), ""),
+    Variable("FLASH_DMATTN_ARCH", ("80", "86", "89", "90", "100", "110", "120"), ""),
     Variable("FLASH_DMATTN_UNTRIED", ("0", "1"), "0"),
     Variable(
         "FLASH_DMATTN_BACKEND", ("auto", "cuda", "cpu", "triton", "flex", "reference"), "auto"
