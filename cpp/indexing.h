@@ -73,7 +73,8 @@ FDM_INLINE int64_t quotient(int64_t n, int64_t d) {
 
 FDM_INLINE int64_t clamp64(int64_t x, int64_t least, int64_t most) { return max64(least, min64(x, most)); }
 
-// Whether a mask or bias has a row for each query. With a single query it does not matter, so the cheaper form is meant.
+// Whether a mask or bias has a row for each query. With a single query it does not matter, so the cheaper form is
+// meant.
 FDM_INLINE bool per_query(const fdm_tensor &t) { return t.shape[2] > 1; }
 FDM_INLINE bool has_rows(const fdm_tensor &t) { return present(t) && per_query(t); }
 
@@ -136,7 +137,8 @@ FDM_INLINE Sequence sequence(const fdm_selection &s, int64_t b) {
   return packed_sequence(s.cu_seqlens_q, s.cu_seqlens_k, b, room);
 }
 
-// The first token of the sequence of a token, and one past its last. Bounds that are wrong give a range with the token in it.
+// The first token of the sequence of a token, and one past its last. Bounds that are wrong give a range with the token
+// in it.
 struct TokenRange {
   int32_t begin, past;
 };
@@ -159,8 +161,8 @@ FDM_INLINE TokenRange sequence_of(const fdm_forgetting &f, int64_t token) {
 // What a gate adds to the sums of its row. NaN stays NaN.
 FDM_INLINE double bounded_gate(const fdm_forgetting &f, double gate) { return gate < f.least ? f.least : gate; }
 
-// Sequences that each list of a plan runs over. Without cu_seqlens a list belongs to one element of the batch, or to all
-// alike.
+// Sequences that each list of a plan runs over. Without cu_seqlens a list belongs to one element of the batch, or to
+// all alike.
 FDM_INLINE int64_t list_sequences(const fdm_problem &p) { return is_varlen(p) ? p.batch : 1; }
 
 // Rows of the packed row dimension over all sequences.

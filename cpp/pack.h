@@ -9,8 +9,8 @@
  *
  * Conventions
  *  - Strides count elements, are 64-bit, and may be 0 (a broadcast dimension) or negative.
- *  - Shapes written {B|1} mean "B, or 1 to broadcast". H is the number of query heads, Hk of key/value heads, and
- *    query head h reads key/value head h / (H / Hk). A head dimension of size Hk is indexed by that same quotient.
+ *  - Shapes written {B|1} mean "B, or 1 to broadcast". H is the number of query heads, Hk of KV heads, and
+ *    query head h reads KV head h / (H / Hk). A head dimension of size Hk is indexed by that same quotient.
  *  - A tensor whose data is NULL is absent, unless one of its dimensions is 0.
  *  - "Varlen" problems pack their sequences along the row dimension: batch dimension 1, cu_seqlens present.
  *  - On a GPU every entry point only enqueues work on the stream: no synchronisation, no allocation, so that it can be
@@ -56,7 +56,7 @@ enum fdm_dtype {
   FDM_BOOL = 3,
   FDM_INT32 = 4,
   FDM_UINT8 = 5,
-  FDM_FLOAT64 = 6 /* of a bias that is the same for every query, and of its lse */
+  FDM_FLOAT64 = 6 /* of a bias per key, and of its lse */
 };
 
 /* The values are those of DLPack's DLDeviceType. */
@@ -74,9 +74,9 @@ enum fdm_flag {
 /* How a problem gives its mask; the index of fdm_pack.plan_layouts. */
 enum fdm_mask_kind {
   FDM_MASK_NONE = 0,      /* no mask: at most the causal limit */
-  FDM_MASK_KEYS = 1,      /* a boolean mask that is the same for every query */
+  FDM_MASK_KEYS = 1,      /* a boolean mask per key */
   FDM_MASK_INTERVALS = 2, /* start and end: key j is kept by queries start_j <= i < end_j */
-  FDM_MASK_ROWS = 3,      /* a boolean mask with a row for each query */
+  FDM_MASK_ROWS = 3,      /* a boolean mask per query */
   FDM_MASK_KIND_COUNT = 4
 };
 
@@ -123,7 +123,7 @@ typedef struct fdm_context {
  *
  * all in float32. A row that keeps nothing gives o = 0 and lse = -inf. A bias of -inf means "not kept".
  *
- * A float64 bias may be so large that float32 would round what matters of it: of the biases of a tile of rows their
+ * A float64 bias may be so large that float32 would round what matters of it: of the biases of a row tile their
  * largest is subtracted in float64, and the rest is float32. lse is the whole, in float64.
  *
  * The sink of a head is one more score in the sum that p is divided by, with nothing to attend to; lse is without it:
@@ -199,7 +199,7 @@ typedef struct fdm_key_mass_args {
 /* Selection of the last keep_last and the first keep_first keys that a row sees and that the mask keeps, and of the
  * others the window ones with the largest bias, by (bias descending, key index ascending). NaN and -inf are never
  * selected, but counted among the last and the first. Exactly one form of result is wanted:
- *  - start and end: for a causal selection by a bias that is the same for every query: query i sees keys j <= i + K - Q.
+ *  - start and end: for a causal selection by a bias per key: query i sees keys j <= i + K - Q.
  *    Key j is selected by the queries start_j <= i < end_j; a key that none selects has start_j = end_j = 0.
  *  - keep: one row of booleans for each row of bias. */
 typedef struct fdm_selection {
@@ -272,7 +272,7 @@ typedef struct fdm_pack {
   int32_t arch;         /* 90 for sm_90; 0 for cpu packs */
   int32_t max_head_dim;
   uint32_t dtypes;          /* bit d is set if q may have dtype d */
-  uint32_t key_bias_dtypes; /* those that a bias that is the same for every query may have, besides float32 and q's */
+  uint32_t key_bias_dtypes; /* those that a bias per key may have, besides float32 and q's */
   fdm_plan_layout plan_layouts[FDM_MASK_KIND_COUNT];
 
   /* Each returns enum fdm_status, and on failure writes a message of at most message_bytes with its final zero.

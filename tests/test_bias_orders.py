@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Biases for each key in any order and of any size: rows whose largest bias comes early or late.
 
-Kernels take the maximum of a row from the first block of keys that they look at, and take scores
+Kernels take the maximum of a row from the first key block that they look at, and take scores
 relative to a bias that the rows of a tile have in common. Rows here have several blocks.
 """
 

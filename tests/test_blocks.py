@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Blocks of keys that queries select, and masks of FlexAttention."""
+"""Key blocks that queries select, and masks of FlexAttention."""
 
 from __future__ import annotations
 

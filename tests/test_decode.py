@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from flash_dmattn import IntervalMask, flash_dmattn_func, flash_dmattn_varlen_func
 from support import Problem, Target, check, rand_bool, randn, simple_problem
 
-# So many keys that a GPU divides them over blocks of threads.
+# So many keys that a GPU divides them over thread blocks.
 MANY_KEYS = 2100
 
 
@@ -46,7 +46,7 @@ def test_groups_of_heads(kind: str, group: int, target: Target) -> None:
 @pytest.mark.parametrize("density", [0.0, 0.01, 0.5, 1.0])
 @pytest.mark.parametrize("kind", ["keys", "rows", "intervals"])
 def test_divided_columns(kind: str, density: float, target: Target) -> None:
-    """Some blocks of threads have no columns where few keys are kept."""
+    """Some thread blocks have no columns where few keys are kept."""
     problem = simple_problem(
         target.dtypes[-1], batch=1, queries=2, keys=MANY_KEYS, group=4, head_dim=32, causal=True
     )

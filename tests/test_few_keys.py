@@ -17,7 +17,7 @@ from drawn.judge import expected
 from drawn.problems import bounds
 from support import Target, rand_bool, randn
 
-# Around what a warp reads at a time, a block of threads of four and of eight warps, and a cluster.
+# Around what a warp reads at a time, a thread block of four and of eight warps, and a cluster.
 KEYS = (1, 31, 33, 127, 129, 257, 2049, 4095)
 
 
@@ -46,7 +46,7 @@ def test_all_keys(keys: int, kernel_target: Target) -> None:
 @pytest.mark.parametrize("group", [1, 3, 8, 11, 24])
 @pytest.mark.parametrize("bias_heads", [1, 2, 0])
 def test_groups_of_heads(bias_heads: int, group: int, kernel_target: Target) -> None:
-    """Eight heads share a block of threads at most, and none where each has its own bias."""
+    """Eight heads share a thread block at most, and none where each has its own bias."""
     bias = randn(2, bias_heads or 2 * group, 1, 300, seed=4)
     mask = rand_bool(2, 1, 1, 300, density=0.6, seed=5)
     check(step(kernel_target, 300, group=group, bias=bias, mask=mask), kernel_target)
@@ -63,7 +63,7 @@ def test_head_dims(options: dict[str, Any], head_dim: int, kernel_target: Target
 
 @pytest.mark.parametrize("batch", [1, 150])
 def test_as_many_blocks_as_there_are(batch: int, kernel_target: Target) -> None:
-    """One sequence has clusters; of many, blocks of threads share an SM."""
+    """One sequence has clusters; of many, thread blocks share an SM."""
     mask = rand_bool(batch, 2, 1, 600, density=0.3, seed=6)
     mask[0] = False
     got = check(step(kernel_target, 600, batch=batch, mask=mask), kernel_target)

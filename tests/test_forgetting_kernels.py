@@ -18,7 +18,7 @@ from flash_dmattn.forgetting_formula import plain_gradient, plain_results
 from flash_dmattn.integrations import parallel_forgetting_attn
 from support import Target, core_without_allocator, randn
 
-CHUNK = 1024  # gates of a block of threads of the CUDA kernels
+CHUNK = 1024  # gates of a thread block of the CUDA kernels
 PRUNE = -6.0
 Gates = tuple[Tensor, Tensor | None, Tensor | None]
 

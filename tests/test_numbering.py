@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""How blocks of threads of the CUDA kernels are numbered: each part of the work once.
+"""How thread blocks of the CUDA kernels are numbered: each part of the work once.
 
 Which heads and sequences go together depends on sizes that calls of tests seldom have. The
 functions that number blocks are called here by themselves, for drawn sizes and any groups, and for

@@ -134,7 +134,7 @@ def test_dropped_pairs_and_keys_may_hold_anything(head_dim: int, target: Target)
 @pytest.mark.parametrize("length", [17, 33, 49, 64, 100, 129])
 @pytest.mark.parametrize("mask_kind", ["none", "keys", "keys of heads", "rows", "rows of batches"])
 def test_many_short_sequences_share_a_bias(mask_kind: str, length: int, target: Target) -> None:
-    """As windows of an image do: several sequences lie side by side in a block of threads."""
+    """As windows of an image do: several sequences lie side by side in a thread block."""
     shapes = {
         "keys": (9, 1, 1, length),
         "keys of heads": (9, 4, 1, length),
@@ -247,7 +247,7 @@ def test_few_queries_of_a_group(queries: int, target: Target) -> None:
 
 @pytest.mark.parametrize("heads", [1, 2])
 def test_packed_sequences(heads: int, target: Target) -> None:
-    """Each sequence is as by itself; 1500 keys are divided over several blocks of threads."""
+    """Each sequence is as by itself; 1500 keys are divided over several thread blocks."""
     lengths = [(130, 1500), (1, 3), (70, 0), (33, 65)]
     (rows, keys), longest = map(sum, zip(*lengths, strict=True)), max(k for _, k in lengths)
     offsets = [torch.tensor([0, *n]).cumsum(0).to(torch.int32) for n in zip(*lengths, strict=True)]
@@ -292,7 +292,7 @@ def test_packed_sequences(heads: int, target: Target) -> None:
 @pytest.mark.parametrize("head_dim", [192, 256])
 @pytest.mark.parametrize("form", ["lists", "softcap", "scale", "far below", "transposed"])
 def test_forms_of_large_heads(form: str, head_dim: int, target: Target) -> None:
-    """A block of keys then serves a group, whose heads may have a bias in common."""
+    """A key block then serves a group, whose heads may have a bias in common."""
     for dtype in target.dtypes:
         for heads in (2, 6):
             for bias_dtype in {dtype, torch.float32}:

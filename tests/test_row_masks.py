@@ -8,7 +8,7 @@ import torch
 
 from support import Target, check, rand_bool, randn, simple_problem
 
-SIZE = 128  # of a tile of rows, and of some blocks of keys
+SIZE = 128  # of a row tile, and of some key blocks
 # The pair of a hole in each quarter of a tile, and beside the tiles' borders.
 HOLES = [(0, 0), (33, 70), (127, 127), (128, 200), (255, 255), (300, 40)]
 

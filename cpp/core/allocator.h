@@ -16,8 +16,8 @@ namespace nb = nanobind;
 
 class Allocator {
 public:
-  // A function that makes a tensor like another, and its argument `memory_format` for a contiguous one; and the dtypes of
-  // sums() and bytes().
+  // A function that makes a tensor like another, and its argument `memory_format` for a contiguous one; and the dtypes
+  // of sums() and bytes().
   Allocator(nb::object empty_like, nb::object contiguous, nb::object float32, nb::object float64, nb::object uint8)
       : empty_like_(std::move(empty_like)), contiguous_(std::move(contiguous)), float32_(std::move(float32)),
         float64_(std::move(float64)), uint8_(std::move(uint8)) {}

@@ -28,7 +28,8 @@ fdm_tensor map_intervals(const TensorView &view, const char *name, const Extents
 // (batch, heads, queries); varlen (heads, total_q)
 fdm_tensor map_lse(const TensorView &view, const char *name, const Extents &extents);
 
-// The size of a part of a buffer that other parts follow: each begins at a multiple of 256 bytes, like an allocation of CUDA.
+// The size of a part of a buffer that other parts follow: each begins at a multiple of 256 bytes, like an allocation of
+// CUDA.
 constexpr int64_t padded(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
 // An lse of this form in memory of its own, and the bytes that it needs.

@@ -75,7 +75,7 @@ bool read_usual_count(int64_t &count, nb::handle object) {
   return PyLong_CheckExact(object.ptr()) && nb::try_cast<int64_t>(object, count) && count >= 0;
 }
 
-// A selection that attention makes by itself: causal, of some of the keys, by a bias that is the same for every query.
+// A selection that attention makes by itself: causal, of some of the keys, by a bias per key.
 bool is_usual_selection(const AttentionRecord &record, const TensorView &query, const TensorView &key,
                         const TensorView &bias) {
   const int64_t batch = query.shape[0], queries = query.shape[1], keys = key.shape[1];

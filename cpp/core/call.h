@@ -24,14 +24,14 @@ public:
   // (out, lse), where lse is None unless it is needed.
   nb::object attend(const Pack &pack, int32_t threads, const Allocator &allocator, bool need_lse);
 
-  // The same for a call that has a backward pass. The result is what that takes: the tensors of the record, out, lse, and
-  // what else is kept (Problem::keep), None if that has no bytes. Unless it is needed, lse is None where the record has no
-  // plan, and the last part of what else is kept. The call has no references to the tensors then.
+  // The same for a call that has a backward pass. The result is what that takes: the tensors of the record, out, lse,
+  // and what else is kept (Problem::keep), None if that has no bytes. Unless it is needed, lse is None where the record
+  // has no plan, and the last part of what else is kept. The call has no references to the tensors then.
   nb::object keep(const Pack &pack, int32_t threads, const Allocator &allocator, bool need_lse);
 
   // The gradients of the fields of `Gradients`, in a tuple as long as `flags`: None where a flag does not want one, and
-  // behind the fields. `kept` is the result of keep(), or has its form. Returns None if hooks of saved tensors have replaced
-  // the tensors of keep(): the caller then makes another call of them.
+  // behind the fields. `kept` is the result of keep(), or has its form. Returns None if hooks of saved tensors have
+  // replaced the tensors of keep(): the caller then makes another call of them.
   nb::object differentiate(const Pack &pack, int32_t threads, const Allocator &allocator, nb::tuple kept,
                            nb::handle dout, nb::handle dlse, nb::tuple flags);
 

@@ -23,7 +23,8 @@ const TensorView &read_argument(const TensorField &field, const char *name, Dtyp
 // The device of the first argument, which the pack must serve.
 void require_pack_device(const TensorView &view, const char *name, const fdm_pack &pack);
 
-// What is allowed where no kernels set limits: as the table of a pack without entry points, which nothing may be run on.
+// What is allowed where no kernels set limits: as the table of a pack without entry points, which nothing may be run
+// on.
 fdm_pack rules_without_pack(int32_t device_type);
 
 // `form` says what the dimensions are, such as "(batch, queries, heads, head_dim)".
@@ -38,7 +39,8 @@ void require_heads(int64_t heads, int64_t kv_heads);
 // A 1-D contiguous uint8 tensor of at least `needed` bytes, or None if none are.
 fdm_buffer read_buffer(const TensorField &field, const char *name, int64_t needed, Device device);
 
-// Where a pack's work gets its memory, and on a GPU its stream: from the allocator of a tensor library, or of the caller.
+// Where a pack's work gets its memory, and on a GPU its stream: from the allocator of a tensor library, or of the
+// caller.
 class Workspace {
 public:
   explicit Workspace(const Exchange &exchange) : exchange_(&exchange) {}

@@ -19,17 +19,17 @@ constexpr const char *batch_form = "(batch, length, heads, head_dim)";
 constexpr const char *paged_form = "(pages, page size, heads, head_dim) with block_table";
 
 fdm_tensor contiguous_like(const fdm_tensor &t, void *data) {
-  fdm_tensor own = t;
+  fdm_tensor result = t;
   int64_t stride = 1;
-  for (int d = 3; d >= 0; stride *= own.shape[d--]) own.stride[d] = stride;
-  own.data = data;
-  return own;
+  for (int d = 3; d >= 0; stride *= result.shape[d--]) result.stride[d] = stride;
+  result.data = data;
+  return result;
 }
 
 fdm_tensor bytes_like(const fdm_tensor &t, void *data) {
-  fdm_tensor own = contiguous_like(t, data);
-  own.dtype = FDM_UINT8;
-  return own;
+  fdm_tensor result = contiguous_like(t, data);
+  result.dtype = FDM_UINT8;
+  return result;
 }
 
 bool same_places(const fdm_tensor &a, const fdm_tensor &b) {

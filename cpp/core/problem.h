@@ -13,8 +13,8 @@ namespace fdm {
 
 class Selection;
 
-// The gradients of a call, None where one is not wanted, by the fields of AttentionRecord that they belong to, and that of
-// Problem::list_keys.
+// The gradients of a call, None where one is not wanted, by the fields of AttentionRecord that they belong to, and that
+// of Problem::list_keys.
 struct Gradients {
   TensorField query, key, value, bias, sink;
   TensorField index_bias;
@@ -56,8 +56,9 @@ public:
   // The same, or 0 where the pack needs no plan for this call. Traced calls know too little to ask.
   int64_t needed_plan_bytes() const;
   int64_t workspace_bytes(fdm_pass pass) const;
-  // How a call is computed, as the JSON text of fdm_pack.describe: with a backward pass for the gradients of these fields, if
-  // there are any. `before` selects the booleans that are the mask, or is null. Results are taken to be contiguous. Runs nothing.
+  // How a call is computed, as the JSON text of fdm_pack.describe: with a backward pass for the gradients of these
+  // fields, if there are any. `before` selects the booleans that are the mask, or is null. Results are taken to be
+  // contiguous. Runs nothing.
   std::string describe(nb::tuple gradients, const Selection *before) const;
 
   void plan(const TensorField &plan, const TensorField &workspace) const;
@@ -70,16 +71,17 @@ public:
   // allocations are a good part of a small call's time.
   int64_t attend_bytes(bool has_lse, bool has_plan) const { return attend_sizes(has_lse, has_plan).bytes(); }
   bool attend(const TensorField &out, const TensorField &lse, const TensorField &plan, Workspace &&workspace);
-  // As attend, for a call that has a backward pass. `kept` is what that needs beside the results, of kept_bytes(): the plan
-  // that is made where none is given, then out_rest if the pack wants it, then an lse that is None. Backward without `kept`
-  // makes do without out_rest.
+  // As attend, for a call that has a backward pass. `kept` is what that needs beside the results, of kept_bytes(): the
+  // plan that is made where none is given, then out_rest if the pack wants it, then an lse that is None. Backward
+  // without `kept` makes do without out_rest.
   int64_t kept_bytes(bool has_lse, bool has_plan) const { return kept_bytes(has_lse, has_plan, out_rest_bytes()); }
   bool keep(const TensorField &out, const TensorField &lse, const TensorField &given_plan, const TensorField &kept,
             Workspace &&workspace);
   bool backward(const BackwardArguments &arguments, const TensorField &given_plan, const TensorField &kept,
                 Workspace &&workspace);
 
-  // Writes the attention that each key received, by the plan and the lse of forward. The pack must have a kernel for it.
+  // Writes the attention that each key received, by the plan and the lse of forward. The pack must have a kernel for
+  // it.
   void key_mass(const TensorField &mass, const TensorField &lse, const TensorField &plan,
                 const TensorField &workspace) const;
 

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // The backward pass.
 //
-// A unit is one key/value head of one sequence, or, where those are too few to occupy the threads, an interleaved part
-// of its query tiles. A unit adds the gradients of its keys into rows of its own; then the parts of a head are
-// summed in order and written once. Nothing is added by two threads, so equal inputs and thread counts give equal bits.
+// A unit is one KV head of one sequence, or, where those are too few to occupy the threads, an interleaved part of its
+// query tiles. A unit adds the gradients of its keys into rows of its own; then the parts of a head are summed in order
+// and written once. Nothing is added by two threads, so equal inputs and thread counts give equal bits.
 //
 // Where several of them share the rows of a bias, those that do form a cluster, and a unit is a chunk of a cluster.
 #include <cstring>
@@ -33,27 +33,27 @@ const fdm_tensor &row_bias_gradient(const fdm_problem &p, const fdm_backward_arg
 // Elements of its row.
 int64_t row_bias_width(const fdm_problem &p) { return most_columns(p); }
 
-// How the gradient of a bias with a row for each query is summed, or of one with an element for each listed key.
+// How the gradient of a bias per query is summed, or of one with an element for each listed key.
 enum class RowBias {
   none,
-  own,    // a key/value head of a sequence has rows of its own, which are summed tile by tile with its other gradients
-  shared, // a unit sums the rows of a chunk of a cluster in a matrix of its own
-  again   // a task owns a tile of rows, and computes the score gradients of all that share them once more
+  per_head, // a KV head of a sequence has rows of its own, which are summed tile by tile with its other gradients
+  shared,   // a unit sums the rows of a chunk of a cluster in a matrix of its own
+  again     // a task owns a row tile, and computes the score gradients of all that share them once more
 };
 
 // The chunks of all clusters together have at most this many floats of matrices, unless there is one for each cluster.
 constexpr int64_t kMatrixFloats = int64_t(1) << 26;
 
 struct BackwardLayout {
-  int64_t heads, parts, units; // sequences x key/value heads; parts of each; their product
+  int64_t heads, parts, units; // sequences x KV heads; parts of each; their product
   int64_t slots, slot_bytes;   // accumulators: one for each unit, or for each thread where a unit is a whole head
-  int64_t bias_heads;          // rows of a bias for all queries that a key/value head has
-  int64_t row_heads;           // rows of row_bias() that a query has for a key/value head
+  int64_t bias_heads;          // rows of a bias for all queries that a KV head has
+  int64_t row_heads;           // rows of row_bias() that a query has for a KV head
   int64_t bias_sums;           // float64 sums of the bias gradient, before those over the batch and over heads
   int64_t sink_sums;           // float64 sums of the gradients of sinks: for each unit those of its query heads
   RowBias row_bias;
-  int64_t clusters, sources, chunks; // sources of a cluster: how many key/value heads of sequences share its rows
-  int64_t source_step;               // from one source to the next, among all key/value heads of sequences
+  int64_t clusters, sources, chunks; // sources of a cluster: how many KV heads of sequences share its rows
+  int64_t source_step;               // from one source to the next, among all KV heads of sequences
   int64_t matrix;                    // floats of the rows of a cluster's bias
   int64_t scratch;                   // bytes of each thread
 
@@ -74,7 +74,7 @@ struct BackwardLayout {
     sink_sums = present(p.sink) ? units * group_size(p) : 0;
     scratch = tile_scratch_bytes(p, true);
     const int64_t tile_floats = task_rows * row_bias_width(p);
-    if (row_bias == RowBias::own) scratch += row_heads * tile_floats * int64_t(sizeof(float));
+    if (row_bias == RowBias::per_head) scratch += row_heads * tile_floats * int64_t(sizeof(float));
     if (row_bias == RowBias::again) scratch += tile_floats * int64_t(sizeof(float));
     scratch = round_up(scratch, 64);
   }
@@ -98,7 +98,7 @@ private:
     const int64_t sequences = bias.shape[0] == 1 && !is_varlen(p) ? p.batch : 1;
     sources = sequences * (bias.shape[1] == 1 ? p.kv_heads : 1);
     if (sources == 1) {
-      row_bias = RowBias::own;
+      row_bias = RowBias::per_head;
       return;
     }
     clusters = heads / sources;
@@ -107,7 +107,7 @@ private:
     const int64_t threads = useful_threads(p.context.threads, backward_work(p, kMaxTileRows));
     const int64_t room = kMatrixFloats / max64(1, clusters * matrix);
     chunks = threads == 1 ? 1 : clamp64(min64(ceil_div(2 * threads, clusters), room), 1, sources);
-    // Without as many units as threads, tiles of rows are more.
+    // Without as many units as threads, row tiles are more.
     const bool is_divided = clusters * chunks >= threads, has_keys = bias.shape[3] == row_bias_width(p);
     if (is_divided && has_keys && !is_varlen(p)) row_bias = RowBias::shared;
   }
@@ -132,7 +132,7 @@ public:
     if (row_bias_ == RowBias::shared) {
       parallel([&](int64_t chunk, int worker) { run_chunk(chunk, worker); }, layout_.clusters * layout_.chunks);
       parallel([&](int64_t tile, int) { write_matrix_rows(tile); }, layout_.clusters * layout_.row_heads * tiles());
-    } else if (needs_keys || present(args_.dq) || present(args_.dsink) || row_bias_ == RowBias::own) {
+    } else if (needs_keys || present(args_.dq) || present(args_.dsink) || row_bias_ == RowBias::per_head) {
       parallel([&](int64_t unit, int worker) { run_unit(unit, worker, nullptr); }, layout_.units);
     }
     if (layout_.parts > 1 && needs_keys) sum_parts();
@@ -152,7 +152,7 @@ private:
   }
   int64_t tiles() const { return ceil_div(p_.queries, rows_); }
   const fdm_tensor &row_gradient() const { return row_bias_gradient(p_, args_); }
-  // The head of that gradient that query head g of a key/value head adds to.
+  // The head of that gradient that query head g of a KV head adds to.
   int64_t bias_head(int64_t kv_head, int64_t g) const {
     return head_index(p_, row_gradient(), kv_head * group_size(p_) + g);
   }
@@ -190,20 +190,20 @@ private:
       if (matrix) {
         sums.row_bias = matrix + task.first_row * width;
         sums.row_bias_head = p_.queries * width;
-      } else if (row_bias_ == RowBias::own) {
+      } else if (row_bias_ == RowBias::per_head) {
         sums.row_bias = row_scratch(worker);
         sums.row_bias_head = task.rows * width;
         std::memset(sums.row_bias, 0, size_t(layout_.row_heads * sums.row_bias_head) * sizeof(float));
       }
       for (int64_t g = 0; g < group_size(p_); g += task.heads) {
         task.head = kv_head * group_size(p_) + g;
-        KeyGradients own = sums;
-        if (layout_.bias_heads > 1 && own.dbias) own.dbias += g * p_.keys;
-        if (layout_.row_heads > 1 && own.row_bias) own.row_bias += g * own.row_bias_head;
-        if (dsink) own.dsink = dsink + g;
-        kernels_.backward_tile(p_, args_, plan_, task, own, scratch(worker));
+        KeyGradients head_sums = sums;
+        if (layout_.bias_heads > 1 && head_sums.dbias) head_sums.dbias += g * p_.keys;
+        if (layout_.row_heads > 1 && head_sums.row_bias) head_sums.row_bias += g * head_sums.row_bias_head;
+        if (dsink) head_sums.dsink = dsink + g;
+        kernels_.backward_tile(p_, args_, plan_, task, head_sums, scratch(worker));
       }
-      if (row_bias_ == RowBias::own)
+      if (row_bias_ == RowBias::per_head)
         for (int64_t g = 0; g < layout_.row_heads; ++g)
           write_row_bias(task.sequence, bias_head(kv_head, g), task.first_row, task.rows,
                          sums.row_bias + g * sums.row_bias_head);
@@ -211,8 +211,8 @@ private:
     if (layout_.parts == 1) write_keys(task.sequence, head, sums, 0, task.sequence.k_count);
   }
 
-  // The key/value head, of all sequences, that is source n of a cluster: they follow each other unless only the batch
-  // shares rows.
+  // The KV head, of all sequences, that is source n of a cluster: they follow each other unless only the batch shares
+  // rows.
   int64_t source(int64_t cluster, int64_t n) const {
     return layout_.source_step == 1 ? cluster * layout_.sources + n : cluster + n * layout_.source_step;
   }
@@ -226,7 +226,7 @@ private:
       run_unit(source(cluster, n), worker, matrix);
   }
 
-  // Adds up the chunks of a tile of rows, in order, and writes them.
+  // Adds up the chunks of a row tile, in order, and writes them.
   void write_matrix_rows(int64_t number) {
     const int64_t tile = number % tiles(), head = number / tiles() % layout_.row_heads;
     const int64_t cluster = number / tiles() / layout_.row_heads, width = row_bias_width(p_);
@@ -311,7 +311,7 @@ private:
     }
   }
 
-  // Sums the gradient of each sink over the sequences and the parts of its key/value head.
+  // Sums the gradient of each sink over the sequences and the parts of its KV head.
   void write_sinks() const {
     for (int64_t h = 0; h < p_.heads; ++h) {
       double sum = 0.0;
@@ -324,8 +324,8 @@ private:
     }
   }
 
-  // A gradient with a row for each query: each task owns a tile of rows of one (batch, head) of it, and recomputes the score
-  // gradients of all the heads and batches that share them.
+  // A gradient per query: each task owns a row tile of one (batch, head) of it, and recomputes the score gradients of
+  // all the heads and batches that share them.
   void run_row_bias() {
     const fdm_tensor &t = row_gradient();
     const int64_t sequences = is_varlen(p_) ? p_.batch : t.shape[0], tiles = ceil_div(p_.queries, rows_);
@@ -396,8 +396,8 @@ private:
 int64_t backward_workspace_bytes(const fdm_problem &p) { return key_row_bytes(p) + BackwardLayout(p).bytes(p); }
 
 void backward_pass(const fdm_problem &p, const fdm_backward_args &args, const void *plan, void *workspace) {
-  const fdm_problem own = with_key_rows(p, workspace);
-  BackwardPass(own, args, plan, static_cast<char *>(workspace) + key_row_bytes(p)).run();
+  const fdm_problem gathered = with_key_rows(p, workspace);
+  BackwardPass(gathered, args, plan, static_cast<char *>(workspace) + key_row_bytes(p)).run();
 }
 
 } // namespace fdm::cpu

@@ -17,7 +17,7 @@ constexpr int64_t kMaxLanes = 16;
 
 static inline int64_t padded_head_dim(const fdm_problem &p) { return round_up(p.head_dim, kMaxLanes); }
 
-// One tile of query rows for query heads [head, head + heads), which share a key/value head and a list of columns.
+// One tile of query rows for query heads [head, head + heads), which share a KV head and a list of columns.
 struct TileTask {
   Sequence sequence;
   int64_t sequence_index;
@@ -31,9 +31,9 @@ struct KeyGradients {
   float *dk, *dv; // K rows of padded_head_dim floats, dk without the scale; null if not wanted
   double *dbias;  // for each head of the task's bias rows: K sums; null if not wanted
   double *dsink;  // for each head of the task: a sum; null if not wanted
-  // The gradient of a bias with a row for each query, or of that of what queries list; null if not wanted. The heads of the task's
-  // bias rows lie `row_bias_head` floats apart. Each has a row for each row of the tile, `row_bias_stride` floats apart, with a float
-  // for each key or place of a list.
+  // The gradient of a bias per query, or of that of what queries list; null if not wanted. The heads of the task's bias
+  // rows lie `row_bias_head` floats apart. Each has a row for each row of the tile, `row_bias_stride` floats apart,
+  // with a float for each key or place of a list.
   float *row_bias;
   int64_t row_bias_stride, row_bias_head;
 };

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // The pass that sums the probabilities of each key.
 //
-// A unit is one key/value head of one sequence, or, where those are too few to occupy the threads, an interleaved part
-// of its query tiles, which has sums of its own. Those are added up in order: nothing is added by two threads.
+// A unit is one KV head of one sequence, or, where those are too few to occupy the threads, an interleaved part of its
+// query tiles, which has sums of its own. Those are added up in order: nothing is added by two threads.
 #include <cstring>
 
 #include "kernels.h"
@@ -70,8 +70,8 @@ void key_mass_pass(const fdm_problem &p, const fdm_key_mass_args &args, const vo
     int64_t stride;
     float *const sums = sums_of(0, b, s, h, &stride);
     for (int64_t part = 1; part < parts; ++part) {
-      const float *const own = sums_of(part, b, s, h, &stride);
-      for (int64_t j = 0; j < s.k_count; ++j) sums[j] += own[j];
+      const float *const part_sums = sums_of(part, b, s, h, &stride);
+      for (int64_t j = 0; j < s.k_count; ++j) sums[j] += part_sums[j];
     }
   });
 }

@@ -49,10 +49,10 @@ fdm_tensor copied(const fdm_problem &p, const fdm_tensor &t, void *memory) {
 int64_t key_row_bytes(const fdm_problem &p) { return copied_bytes(p, p.k) + copied_bytes(p, p.v); }
 
 fdm_problem with_key_rows(const fdm_problem &p, void *memory) {
-  fdm_problem own = p;
-  own.k = copied(p, p.k, memory);
-  own.v = copied(p, p.v, static_cast<char *>(memory) + copied_bytes(p, p.k));
-  return own;
+  fdm_problem gathered = p;
+  gathered.k = copied(p, p.k, memory);
+  gathered.v = copied(p, p.v, static_cast<char *>(memory) + copied_bytes(p, p.k));
+  return gathered;
 }
 
 } // namespace fdm::cpu

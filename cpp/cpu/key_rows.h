@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// K and V as calls read them whose queries list their keys. What is listed lies anywhere, so it is read best from rows of float32 that
-// follow each other head by head: rows of several heads, which lie further apart, would compete for few lines of the caches.
+// K and V as calls read them whose queries list their keys. What is listed lies anywhere, so it is read best from rows
+// of float32 that follow each other head by head: rows of several heads, which lie further apart, would compete for few
+// lines of the caches.
 #pragma once
 
 #include <cstdint>

@@ -2,9 +2,9 @@
 // The plans of the cpu pack: their layout in memory, and how they are made.
 //
 // Masks that are the same for every query, and intervals, become interval plans: of each list only the keys that some
-// query keeps, each with its first and past-the-last row (the causal limit included). A boolean mask with a row for each
-// query becomes a row plan: of each tile the kept columns, and of the partial ones a word with a bit for each row; the
-// mask is read once, for all heads that share it and for the backward pass.
+// query keeps, each with its first and past-the-last row (the causal limit included). A boolean mask per query becomes
+// a row plan: of each tile the kept columns, and of the partial ones a word with a bit for each row; the mask is read
+// once, for all heads that share it and for the backward pass.
 #pragma once
 
 #include <climits>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Asked by CPUID rather than by __builtin_cpu_supports(): that needs a library of the compiler's own, which is not linked
-// where clang compiles for Microsoft's linker.
+// Asked by CPUID rather than by __builtin_cpu_supports(): that needs a library of the compiler's own, which is not
+// linked where clang compiles for Microsoft's linker.
 #include "processor.h"
 
 #if defined(__x86_64__)

@@ -41,8 +41,8 @@ struct BFloat16 {
 
 struct Float16 {
   using Storage = uint16_t;
-  // Moves exponent and mantissa into place and scales by 2^112, the difference of the exponent biases; that is exact for
-  // subnormal numbers too. Infinities and NaN need their exponent bits set apart.
+  // Moves exponent and mantissa into place and scales by 2^112, the difference of the exponent biases; that is exact
+  // for subnormal numbers too. Infinities and NaN need their exponent bits set apart.
   static inline float load(uint16_t x) {
     const uint32_t magnitude = uint32_t(x & 0x7fffu) << 13, sign = uint32_t(x & 0x8000u) << 16;
     const float scaled = bits_to_float(magnitude) * 0x1p112f;

@@ -8,7 +8,7 @@
 
 namespace fdm::cpu {
 
-// Whether each of the query heads that share a key/value head has rows of a bias of its own.
+// Whether each of the query heads that share a KV head has rows of a bias of its own.
 static inline bool is_per_query_head(const fdm_problem &p, const fdm_tensor &t) {
   return present(t) && t.shape[1] == p.heads && p.heads != p.kv_heads;
 }
@@ -20,7 +20,7 @@ static inline int64_t bias_heads(const fdm_problem &p, int64_t heads) {
 static inline int64_t added_heads(const fdm_problem &p, int64_t heads) {
   return is_per_query_head(p, p.bias) || is_per_query_head(p, p.index_bias) ? heads : 1;
 }
-// A bias with a row for each query, or absent.
+// A bias per query, or absent.
 static inline const fdm_tensor &row_bias(const fdm_problem &p) {
   static const fdm_tensor absent{};
   if (lists_keys(p)) return p.index_bias;
@@ -34,8 +34,8 @@ static inline int64_t bias_rows(const fdm_problem &p, int64_t rows) {
 }
 static inline int64_t heads_per_task(const fdm_problem &p) { return lists_per_query_head(p) ? 1 : group_size(p); }
 
-// An upper bound of the multiply-adds of a forward pass with tiles of so many rows: it counts every key as kept. Gathering and
-// transposing a key counts as 20 multiply-adds for each of its elements.
+// An upper bound of the multiply-adds of a forward pass with tiles of so many rows: it counts every key as kept.
+// Gathering and transposing a key counts as 20 multiply-adds for each of its elements.
 static inline double forward_work(const fdm_problem &p, int64_t tile_rows) {
   const double tiles = double(lists_keys(p) ? p.queries : ceil_div(p.queries, tile_rows));
   const double of_key = double(p.head_dim) * (2.0 * double(group_size(p) * p.queries) + 20.0 * tiles);

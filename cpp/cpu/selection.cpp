@@ -55,9 +55,9 @@ int64_t last_visible(const fdm_selection &s, const Row &r, int64_t i) {
   return (s.flags & FDM_CAUSAL) ? min64(r.k_count, i + r.causal_off + 1) : r.k_count;
 }
 
-// As query i grows, key i + K - Q becomes visible and the window drops its last member: so one pass over the keys with a
-// heap gives each key the one run of queries that select it, which ends keep_last seen keys later. `seen` has room for
-// the row's keys.
+// As query i grows, key i + K - Q becomes visible and the window drops its last member: so one pass over the keys with
+// a heap gives each key the one run of queries that select it, which ends keep_last seen keys later. `seen` has room
+// for the row's keys.
 void select_intervals(const fdm_selection &s, const Row &r, Candidate *heap, int32_t *seen, int32_t *start,
                       int32_t *end, int64_t start_stride, int64_t end_stride) {
   int64_t seen_count = 0;
@@ -147,9 +147,9 @@ void select_keys(const fdm_selection &s, void *workspace) {
     const Row r{sequence(s, b), head * query_heads_each};
     const bool per_row = keep && out.shape[2] > 1;
     if (per_row && i >= r.q_count) return;
-    char *const own = static_cast<char *>(workspace) + worker * (candidate_bytes(s) + seen_bytes(s));
-    auto *candidates = reinterpret_cast<Candidate *>(own);
-    auto *seen = reinterpret_cast<int32_t *>(own + candidate_bytes(s));
+    char *const scratch = static_cast<char *>(workspace) + worker * (candidate_bytes(s) + seen_bytes(s));
+    auto *candidates = reinterpret_cast<Candidate *>(scratch);
+    auto *seen = reinterpret_cast<int32_t *>(scratch + candidate_bytes(s));
     int64_t offset = (varlen ? 0 : b) * out.stride[0] + head * out.stride[1];
     if (keep) {
       offset += per_row ? (r.q_begin + i) * out.stride[2] : r.k_begin * out.stride[3];

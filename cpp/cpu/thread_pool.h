@@ -21,8 +21,8 @@ template <class Body> void parallel_for(int threads, int64_t tasks, const Body &
   run_tasks(threads, tasks, call, const_cast<Body *>(&body));
 }
 
-// The threads that work of so many multiply-adds pays: one computes about 40 of them in a nanosecond, and to wake another
-// one takes as long as millions (50 us, on two cores of an EPYC).
+// The threads that work of so many multiply-adds pays: one computes about 40 of them in a nanosecond, and to wake
+// another one takes as long as millions (50 us, on two cores of an EPYC).
 inline int useful_threads(int threads, double work) {
   constexpr double kThreadWork = 4e6;
   const double most = work / kThreadWork;

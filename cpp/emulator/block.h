@@ -107,7 +107,7 @@ struct Cluster {
   std::atomic<bool> failed{false};  // one of them has
 };
 
-// Runs blocks of threads, one after the other, on a thread of the system.
+// Runs thread blocks, one after the other, on a thread of the system.
 class Machine {
 public:
   // Runs one block. Returns false if it failed; `error` tells why.

@@ -18,7 +18,7 @@
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define __align__(bytes) __attribute__((aligned(bytes)))
-// A block of threads runs on one thread of the system.
+// A thread block runs on one thread of the system.
 #define __shared__ thread_local
 
 namespace fdm::emulator {

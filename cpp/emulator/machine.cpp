@@ -22,8 +22,8 @@ namespace {
 
 using cuda::dynamic_shared;
 
-// What uninitialised shared memory holds: NaN in every float format, or finite numbers. Kernels that look closer at NaN get only
-// results of the latter wrong.
+// What uninitialised shared memory holds: NaN in every float format, or finite numbers. Kernels that look closer at NaN
+// get only results of the latter wrong.
 constexpr int kUninitialised[] = {0xff, 0x4b}, kBeyond = 0xa5;
 
 uint64_t number_from_environment(const char *name, uint64_t otherwise) {

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Runs the CUDA kernels on a CPU, for tests: every thread of a block is a fiber, and warps take turns at random.
 //
-// Asynchronous work of the hardware (copies, products of warpgroups) is put off: it happens at a random time, at the latest
-// when a thread waits for it. So a kernel that reads data too early, or overwrites data that is still read, gives wrong
-// results here, while on a GPU it seldom does. Blocks of threads run side by side on threads of the system; no kernel waits
-// for another block, but for those of its cluster. A launch returns when the kernel has ended, so programmatic dependent
-// launches are not tested here (see FLASH_DMATTN_DELAYS for those), nor are proxy fences and orders of memory.
+// Asynchronous work of the hardware (copies, products of warpgroups) is put off: it happens at a random time, at the
+// latest when a thread waits for it. So a kernel that reads data too early, or overwrites data that is still read,
+// gives wrong results here, while on a GPU it seldom does. Thread blocks run side by side on threads of the system; no
+// kernel waits for another block, but for those of its cluster. A launch returns when the kernel has ended, so
+// programmatic dependent launches are not tested here (see FLASH_DMATTN_DELAYS for those), nor are proxy fences and
+// orders of memory.
 #pragma once
 
 #include <cstddef>
@@ -42,14 +43,15 @@ struct Place {
   const char *file = nullptr; // null: it does not matter
   int line = 0;
 };
-// Blocks until all threads that are left in the block have called it, which they have to do in the same place. Returns bit 0
-// if any of them has another value than 0, and bit 1 if all have.
+// Blocks until all threads that are left in the block have called it, which they have to do in the same place. Returns
+// bit 0 if any of them has another value than 0, and bit 1 if all have.
 int sync_block(int value, const Place &place);
 
 // Blocks of a cluster: a barrier of all their threads, and the shared memory of another block at the address of `own`.
 void sync_cluster();
 const void *shared_of_block(const void *own, uint32_t rank);
-// Barriers of which other blocks know: these arrive, or tell of bytes, and this block waits, or arrives and expects bytes.
+// Barriers of which other blocks know: these arrive, or tell of bytes, and this block waits, or arrives and expects
+// bytes.
 void arrive_of_block(uint64_t &own, uint32_t rank);
 void complete_bytes_of_block(uint64_t &own, uint32_t rank, uint32_t bytes);
 void expect_of_cluster(uint64_t &barrier, uint32_t bytes);
@@ -72,8 +74,8 @@ void yield();
 // Sometimes the same, after a thread has let others go on: its next accesses may then come too late.
 void linger();
 
-// Work that the hardware does later, in groups. The queues of a thread hold copies by cp.async, and the reads of bulk copies
-// from shared memory; that of a warp holds products of its warpgroup. complete() does all but the last `pending`
+// Work that the hardware does later, in groups. The queues of a thread hold copies by cp.async, and the reads of bulk
+// copies from shared memory; that of a warp holds products of its warpgroup. complete() does all but the last `pending`
 // groups that were committed.
 using Work = std::function<void()>;
 enum class Queue { copies, bulk, products };

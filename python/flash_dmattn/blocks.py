@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Blocks of keys that queries or blocks of queries select, as lists of keys or as a mask."""
+"""Key blocks that queries or blocks of queries select, as lists of keys or as a mask."""
 
 from __future__ import annotations
 

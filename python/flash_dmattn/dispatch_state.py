@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What torch's dispatcher is in the middle of: tracing, modes, profilers, functorch transforms."""
+"""The state of torch's dispatcher: tracing, modes, profilers, functorch transforms."""
 
 from __future__ import annotations
 

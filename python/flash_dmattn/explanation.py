@@ -250,7 +250,7 @@ def _gradients(inputs: AttentionInputs | KeyListInputs, names: tuple[str, ...]) 
 
 
 def _obstacles(inputs: AttentionInputs, backend: str, asked: str) -> Iterator[Obstacle]:
-    """Find what makes a call slower than calls that differ in one thing."""
+    """Return the properties of a call that make it slower."""
     head_dim = inputs.query.shape[-1]
     if asked != "auto" and backend not in ("cuda", "cpu"):
         yield Obstacle(

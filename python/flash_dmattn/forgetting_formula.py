@@ -81,7 +81,7 @@ def empty_results(log_forget: Tensor, prune: float | None) -> Results:
 
 
 def least_gate(prune: float | None) -> float:
-    """Return what a gate below it counts as."""
+    """Return the least gate, as which smaller ones count."""
     return _FORGETS_ALL if prune is None else prune - 1
 
 
@@ -101,7 +101,7 @@ _default_backend._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def bounded_gates(log_forget: Tensor, prune: float | None, tokens: Tensor | None) -> Tensor:
-    """Return gates in float64 that can be summed: finite, and 0 for what is no token."""
+    """Return gates in float64 that can be summed: finite, and 0 at padding."""
     gates = log_forget.to(torch.float64)
     gates = gates.clamp(min=least_gate(prune))
     return gates if tokens is None else gates.masked_fill(~tokens, 0)
@@ -110,7 +110,7 @@ def bounded_gates(log_forget: Tensor, prune: float | None, tokens: Tensor | None
 def running_sums(gates: Tensor) -> Tensor:
     """Return the cumulated sums along the last dimension.
 
-    Chunks are summed first: on a GPU one block of threads goes through each row, and there are few.
+    Chunks are summed first: on a GPU one thread block goes through each row, and there are few.
     """
     length = gates.shape[-1]
     if length < 2 * _SUMMED_TOGETHER:

@@ -139,7 +139,7 @@ def flash_dmattn_func(
             window or plan.
         index_bias: ``(B, {H|Hk|1}, Q, k)``, of 16 bits or float32: added to the scores of the keys
             that ``key_indices`` lists. -inf means "not kept".
-        block_indices: int32 ``(B, {H|Hk|1}, blocks of queries, k)``, the blocks of keys that each
+        block_indices: int32 ``(B, {H|Hk|1}, blocks of queries, k)``, the key blocks that each
             block of consecutive queries attends to. What is out of range is no block; a block that
             is listed twice counts once. Then there is no mask, window, plan or list of keys.
         block_size: ``(queries of a block, keys of a block)`` of ``block_indices``; the last blocks

@@ -345,10 +345,10 @@ def _differentiate(
 ) -> tuple[Tensor | None, ...]:
     flags = tuple(bool(ctx.needs_input_grad[place]) for place in ATTENTION.places)
     gradients = _saved_gradients(ctx.saved_tensors, ctx.settings, ctx.backend, flags, dout, dlse)
-    slots: list[Tensor | None] = [None] * (_FIELD_COUNT + 1)
+    gradients_of_fields: list[Tensor | None] = [None] * (_FIELD_COUNT + 1)
     for place, gradient in zip(ATTENTION.places, gradients, strict=True):
-        slots[place] = gradient
-    return tuple(slots)
+        gradients_of_fields[place] = gradient
+    return tuple(gradients_of_fields)
 
 
 def _saved_gradients(

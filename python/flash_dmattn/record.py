@@ -182,7 +182,7 @@ DENSE = Packing()
 
 
 class Schema(NamedTuple):
-    """What follows from the declaration of a record."""
+    """The facts that follow from the declaration of a record."""
 
     text: str  # of the operators' arguments
     tensor_count: int  # the first fields are tensors, the rest settings

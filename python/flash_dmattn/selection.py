@@ -224,7 +224,7 @@ def is_one_row(queries: int) -> bool:
 
 
 def key_counts(window_size: int, keep_last: int, keep_first: int) -> KeyCounts:
-    """Return how many keys to keep; TypeError or ValueError for what is no such number."""
+    """Return how many keys to keep; TypeError or ValueError unless these are such numbers."""
     return KeyCounts(
         index("window_size", window_size, 0),
         index("keep_last", keep_last, 0),

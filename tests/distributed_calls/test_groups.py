@@ -34,7 +34,7 @@ def make_shard(length: int) -> list[Tensor]:
 
 
 def check_rows(device: str) -> None:
-    """Run on a rank: forward B * window rows a key/value head at most, and backward their way."""
+    """Run on a rank: forward B * window rows a KV head at most, and backward their way."""
     del device
     counts: list[tuple[int, int, int]] = []
     exchange_rows: Any = exchange._all_to_all

@@ -26,7 +26,8 @@ void meetings(int *out) {
   out[threadIdx.x] = all[kThreads - 1 - threadIdx.x] + __syncthreads_or(threadIdx.x == 77);
 }
 
-// Copies 16 bytes a thread to shared memory, and reads those of another thread; or tells whether some are there and some not.
+// Copies 16 bytes a thread to shared memory, and reads those of another thread; or tells whether some are there and
+// some not.
 template <bool kWaits> void copies(const int *in, int *out) {
   extern __shared__ __align__(1024) char dynamic_shared[];
   auto *words = reinterpret_cast<int *>(dynamic_shared);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// How the blocks of threads of kernels are numbered: each part of the work has one number, whatever the problem's sizes, the
-// device and the groups in which heads and sequences go together are. Prints a line for each numbering, which
+// How the thread blocks of kernels are numbered: each part of the work has one number, whatever the problem's sizes,
+// the device and the groups in which heads and sequences go together are. Prints a line for each numbering, which
 // tests/test_numbering.py reads; calls reach most groups only with sizes that an emulator is too slow for.
 #include <cuda_runtime.h>
 
@@ -153,7 +153,7 @@ Work tiles_of_packed_sequences() {
           }};
 }
 
-// Blocks of keys, of heads that go together.
+// Key blocks, of heads that go together.
 void key_block_kernel(BackwardParams params, int64_t parts) {
   for (int64_t number = 0; number < parts; ++number) {
     const BlockOfHead own(params.keys, uint32_t(number));
@@ -177,7 +177,7 @@ Work blocks_of_keys() {
           [=](int64_t block, int64_t head, int64_t) { return within(block, keys.blocks) && within(head, keys.heads); }};
 }
 
-// Blocks of keys of segments of rows. `position` tells which block of its segment it is.
+// Key blocks of segments of rows. `position` tells which block of its segment it is.
 void segment_kernel(BackwardParams params) {
   for (int32_t number = 0; number < params.keys.heads * params.keys.blocks; ++number) {
     const KeyBlockPlace place = place_in_segment(params, uint32_t(number));
@@ -196,7 +196,7 @@ template <class SegmentsOf> Work count_segments(BackwardParams &params, const Se
   std::vector<int32_t> live(numbers, 0);
   std::vector<SegmentBlock> order;
   for (int64_t n = 0; n < numbers * segments.blocks; ++n) order.push_back({0, 1, int32_t(n % segments.blocks), 64});
-  params.keys.segments.live = live.data();
+  params.keys.segments.kept = live.data();
   params.keys.segments.order = order.data();
   launch_blocks(segment_kernel, dim3(1), 32, params);
   int64_t existing = 0;
@@ -264,7 +264,7 @@ Work heads_of_a_query() {
           }};
 }
 
-// Tiles of rows of the general forward kernel, of heads that share a tile, in parts.
+// Row tiles of the general forward kernel, of heads that share a tile, in parts.
 void forward_place_kernel(ForwardParams params) {
   const ForwardPlace place(params);
   count(place.sequence_index * params.p.heads + place.head, place.tile, place.split);
@@ -287,7 +287,7 @@ Work tiles_in_parts() {
           }};
 }
 
-// Blocks of keys of each source of tiles of rows, of equal shares of the work or of whole tiles; and the splits of each, which
+// Key blocks of each source of row tiles, of equal shares of the work or of whole tiles; and the splits of each, which
 // are numbered from 0 on.
 std::map<int64_t, std::vector<int>> splits_of;
 template <class Config> void forward_kernel_sm90(PairBiasForward work) {
@@ -315,7 +315,7 @@ template <class Config> Work check_forward_sm90() {
   const int64_t all = groups * (steps + work.tiles);
   work.steps = int32_t(steps + work.tiles);
   work.blocks = int32_t(draw(1, std::min<int64_t>(all, 40)));
-  work.splits = Config::kShares && draw(0, 2) ? 2 : 1;
+  work.splits = Config::kSharesWork && draw(0, 2) ? 2 : 1;
   launch_blocks(forward_kernel_sm90<Config>, dim3(work.blocks), 32, work);
   if (int64_t(splits_of.size()) != groups * work.tiles) found[kNone] = 1;
   for (auto &[tile, splits] : splits_of) {
@@ -393,7 +393,8 @@ Work steps_of_dbias() {
           }};
 }
 
-// Rows of packed tensors before the first sequence, and from the last bound on. Their results are cleared, and no others.
+// Rows of packed tensors before the first sequence, and from the last bound on. Their results are cleared, and no
+// others.
 Work rows_of_no_sequence() {
   fdm_problem p = draw_problem();
   Packing packing(p, draw(1, 4), 60);
@@ -513,8 +514,8 @@ Work forward_routes() {
           }};
 }
 
-// The blocks of a chain: all of them have keys of one head, and dQ of each tile begins once, ends once, and has a part of each block
-// that sees the tile.
+// The blocks of a chain: all of them have keys of one head, and dQ of each tile begins once, ends once, and has a part
+// of each block that sees the tile.
 void chain_kernel(BackwardParams params) {
   const fdm_problem &p = params.p;
   const ChainWalk walk(p, params.keys.tile_rows, params.keys.block_keys);
@@ -679,7 +680,7 @@ template <bool kPacked> Work routes_of_lists() {
 
 int main() {
   using namespace fdm::cuda;
-  setenv("FDM_EMULATOR_THREADS", "1", 1); // blocks of threads count one after the other
+  setenv("FDM_EMULATOR_THREADS", "1", 1); // thread blocks count one after the other
   constexpr int kFew = 20, kMany = 100;
   check("tiles of batches", kMany, tiles_of_batches);
   check("tiles of packed sequences", kFew, tiles_of_packed_sequences);

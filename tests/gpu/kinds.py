@@ -198,7 +198,7 @@ def last_and_best_of_rows(draw: Draw) -> Call:
 
 
 def last_of_many(draw: Draw) -> Call:
-    """More keys than one block of threads selects, of which the last rows see all but a few."""
+    """More keys than one thread block selects, of which the last rows see all but a few."""
     call, sizes = dense(
         draw, batch=(1, 2), queries=(1, 150), keys=(4200, 5000), kv_heads=(1, 2), group=(1, 2)
     )
@@ -228,7 +228,7 @@ def decode(draw: Draw) -> Call:
 
 
 def few_heads(draw: Draw) -> Call:
-    """A long sequence, so that the rows of a block of keys are divided in the backward pass."""
+    """A long sequence, so that the rows of a key block are divided in the backward pass."""
     call, sizes = dense(
         draw, batch=(1, 1), queries=(1100, 1500), keys=(1100, 1500), kv_heads=(1, 1), group=(2, 2)
     )
@@ -238,7 +238,7 @@ def few_heads(draw: Draw) -> Call:
 
 
 def long_keys(draw: Draw) -> Call:
-    """Many blocks of keys for each tile of rows, so that what holds a few of them is used again."""
+    """Many key blocks for each row tile, so that what holds a few of them is used again."""
     call, sizes = dense(draw, queries=(1, 200), keys=(1000, 1600), kv_heads=(1, 2), group=(1, 2))
     call.causal = True
     call.bias = draw.randn(1, sizes.heads, 1, sizes.keys)

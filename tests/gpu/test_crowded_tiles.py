@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Problems with tiles for more than two blocks of threads on every SM of an H200.
+"""Problems with tiles for more than two thread blocks on every SM of an H200.
 
 Without `wgmma`, smaller blocks compute these at head dimension 64 (cpp/cuda/tile/tile_sizes.cuh).
 """

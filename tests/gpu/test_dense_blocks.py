@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Biases with a row for each query that several sequences or heads share.
 
-Sizes are small, but leave blocks of threads without a source, tiles that no row sees, and tiles
-whose sources several blocks of threads divide. What is not written shows as NaN.
+Sizes are small, but leave thread blocks without a source, tiles that no row sees, and tiles
+whose sources several thread blocks divide. What is not written shows as NaN.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def shared_bias(draw: Draw, batch: int, queries: int, keys: int, group: int = 1)
 
 
 def few_keys(draw: Draw) -> Call:
-    """Five sequences, of which a block of threads has four; all heads share the bias."""
+    """Five sequences, of which a thread block has four; all heads share the bias."""
     call = shared_bias(draw, 5, draw.size(200, 255), draw.size(20, 32))
     call.bias = call.bias[:, :1].contiguous()
     return call

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Tiles that are given out as blocks of threads ask for them, by a counter in the workspace.
+"""Tiles that are given out as thread blocks ask for them, by a counter in the workspace.
 
 512 tiles of up to 1152 columns are enough for that (cpp/cuda/route/tables.h). The results do
 not depend on who computes a tile, so they are equal bit by bit.

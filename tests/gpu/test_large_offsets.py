@@ -60,7 +60,7 @@ def large(gpu: str, seed: int) -> Iterator[Gpu]:
 
 
 def of_head(name: str, tensor: Tensor | None, batch: int, head: int, heads: int) -> Tensor | None:
-    """Take what belongs to a key/value head from a tensor with a part for each."""
+    """Take what belongs to a KV head from a tensor with a part for each."""
     if tensor is None:
         return None
     dimension = 2 if name in ("query", "key", "value", "dout", "out") else 1
@@ -70,7 +70,7 @@ def of_head(name: str, tensor: Tensor | None, batch: int, head: int, heads: int)
 
 
 def check_head(call: Call, results: dict[str, Tensor], batch: int, head: int) -> None:
-    """Compare one key/value head of one element of the batch with the formula, in float64."""
+    """Compare one KV head of one element of the batch with the formula, in float64."""
     heads = call.key.shape[2]
 
     def part(name: str, tensor: Tensor | None) -> Tensor | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Few rows of many keys, which several blocks of threads select together."""
+"""Few rows of many keys, which several thread blocks select together."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Selection:
 
 
 def check(target: Target, selection: Selection) -> None:
-    """Compare a selection with a sort; on a GPU, blocks of threads share its rows."""
+    """Compare a selection with a sort; on a GPU, thread blocks share its rows."""
     pack = loader.pack_for(target.device)
     before = _shared(pack.launch_counts)
     with poisoned_buffers():

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Calls of so many heads, sequences or keys that kernels number their work in groups.
 
-Which blocks of threads work on what follows from these numbers, of which drawn calls have few.
+Which thread blocks work on what follows from these numbers, of which drawn calls have few.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def few_mask(draw: Draw, call: Call, kept: int, every: int = 1) -> Tensor:
 
 
 def short_keys(draw: Draw) -> Call:
-    """Blocks of keys of a head are few, and those of all heads do not go together."""
+    """Key blocks of a head are few, and those of all heads do not go together."""
     return whole(draw, 13, 17, 1, 64, draw.size(245, 256))
 
 
@@ -56,41 +56,41 @@ def causal_short_keys(draw: Draw) -> Call:
 
 
 def one_block(draw: Draw) -> Call:
-    call = whole(draw, 47, 15, 1, 64, draw.size(50, 64), bias=True)  # whole tiles of rows
+    call = whole(draw, 47, 15, 1, 64, draw.size(50, 64), bias=True)  # whole row tiles
     call.causal, call.softcap = True, 4.0
     return call
 
 
 def window(draw: Draw) -> Call:
-    """Segments of rows, whose blocks of keys are ordered for each list."""
+    """Segments of rows, whose key blocks are ordered for each list."""
     call = whole(draw, 11, 5, 1, draw.size(257, 290), 1024, bias=True)
     call.causal, call.window = True, draw.shapes.choice([20, 90])
     return call
 
 
 def segments(draw: Draw) -> Call:
-    """The rows of a segment keep whole blocks of keys, which come first. The last has one row."""
+    """The rows of a segment keep whole key blocks, which come first. The last has one row."""
     call = whole(draw, 1, 2, 1, 513, 513, bias=True)
     call.causal, call.window = True, draw.size(200, 250)
     return call
 
 
 def long_lists(draw: Draw) -> Call:
-    """Segments of lists that are too long to be selected by one block of threads."""
+    """Segments of lists that are too long to be selected by one thread block."""
     call = whole(draw, 11, 1, 1, draw.size(20, 60), draw.size(4500, 4600), bias=True)
     call.causal, call.window = True, 90
     return call
 
 
 def short_keys_of_many_tiles(draw: Draw) -> Call:
-    """Blocks of threads divide the tiles of a list."""
+    """Thread blocks divide the tiles of a list."""
     call = whole(draw, 1, 2, 1, draw.size(1100, 1200), draw.size(100, 200))
     call.mask = random_intervals(draw, (1, 2, call.key.shape[1]), call.query.shape[1])
     return call
 
 
 def key_mask(draw: Draw) -> Call:
-    """Lists of kept keys; and tiles of rows, of which only some sequences go together."""
+    """Lists of kept keys; and row tiles, of which only some sequences go together."""
     call = whole(draw, 9, 5, 1, draw.size(129, 140), 2048, bias=True)
     call.mask, call.causal = few_mask(draw, call, 40), True
     return call
@@ -116,7 +116,7 @@ def dead_tiles(draw: Draw) -> Call:
 
 
 def groups_of_nine(draw: Draw) -> Call:
-    """One query of more heads than a block of threads has, which are no multiple of those."""
+    """One query of more heads than a thread block has, which are no multiple of those."""
     return whole(draw, 3, 2, 9 * draw.size(1, 2), 1, draw.size(60, 200))
 
 
@@ -188,7 +188,7 @@ def test_forward_passes(form: Form, pack_target: Target, seed: int) -> None:
 
 
 def test_asked_tiles(pack_target: Target, seed: int) -> None:
-    """Tiles that blocks of threads ask for; most keep nothing. Every second head is the same."""
+    """Tiles that thread blocks ask for; most keep nothing. Every second head is the same."""
     draw, times = Draw(seed, DTYPE), (1, 1, 8, 1)
     two = whole(draw, 25, 2, 1, 17, draw.size(1024, 1040)).to(pack_target.device)
     two.mask = few_mask(draw, two, 20, every=6).to(pack_target.device)
@@ -227,14 +227,14 @@ def test_packed_sequences(
 
 
 def packed_parts(draw: Draw) -> Call:
-    """The rows of several blocks of keys are divided; and those of each head, for its sink."""
+    """The rows of several key blocks are divided; and those of each head, for its sink."""
     call = packed(draw, [draw.size(1500, 1600), 20], [draw.size(200, 250), 10], group=2)
     call.sink = draw.randn(4)
     return call
 
 
 def packed_lists(draw: Draw) -> Call:
-    """Lists so long that blocks of threads count their keys by chunks, each with its first key."""
+    """Lists so long that thread blocks count their keys by chunks, each with its first key."""
     call = packed(draw, [draw.size(20, 60), 30], [draw.size(16500, 17000), 3000])
     call.mask = random_intervals(draw, (2, len(call.key)), 60)
     call.mask.end[:, draw.kept(len(call.key), density=0.95)] = -1

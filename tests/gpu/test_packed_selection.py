@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Selections of packed sequences that are too long for one block of threads to hold."""
+"""Selections of packed sequences that are too long for one thread block to hold."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 """Rows whose maximum comes late, or is out of the range in which kernels take scores as they are.
 
 The Hopper kernels add biases in the product of query and key, take the maximum of a row from its
-first block of keys, and compute a block anew where that does not do. Rows here are long enough for
+first key block, and compute a block anew where that does not do. Rows here are long enough for
 several blocks. Those of short sequences and of longer ones have kernels of their own.
 """
 

@@ -98,7 +98,7 @@ def test_every_key_is_kept_for_as_long(gpu: str) -> None:
 
 
 def test_rows_that_keep_nothing(gpu: str) -> None:
-    """No block of keys computes the query's gradient of such a segment."""
+    """No key block computes the query's gradient of such a segment."""
     start, end = intervals(1700, 6, 300)
     rows = torch.arange(1700)
     end = torch.where((rows > 300) & (rows < 1300), start, end)

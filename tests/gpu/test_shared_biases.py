@@ -179,7 +179,7 @@ def test_many_windows(
 
 
 def test_odd_windows_beside_other_work(gpu: str) -> None:
-    """Some blocks of threads begin while others find what only the kernels of fixed order know."""
+    """Some thread blocks begin while others find what only the kernels of fixed order know."""
     batch, length, heads, head_dim = 351, 49, 8, 32
     shape = (batch, length, heads, head_dim)
     query, key, value = (randn(*shape, seed=n).bfloat16() for n in range(3))
@@ -249,7 +249,7 @@ def test_two_tiles_at_most(
     bias_dtype: torch.dtype | None,
     gpu: str,
 ) -> None:
-    """Blocks of threads that have tiles of the same head complete the gradients among them. A bias
+    """Thread blocks that have tiles of the same head complete the gradients among them. A bias
     that is not a number is odd: the kernels of fixed order do all.
     """
     batch, heads = 37, 3
@@ -278,7 +278,7 @@ def test_two_tiles_at_most(
 @pytest.mark.parametrize("queries, keys", [(256, 256), (100, 200), (200, 100)])
 @pytest.mark.parametrize("head_dim", [32, 64])
 def test_exchanged_gradients_repeat(head_dim: int, queries: int, keys: int, gpu: str) -> None:
-    """What blocks of threads exchange is added in one order, whatever else the GPU does: gradients
+    """What thread blocks exchange is added in one order, whatever else the GPU does: gradients
     have the same bits each time, but for that of the bias.
     """
     batch, heads = 96, 4

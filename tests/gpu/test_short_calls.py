@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Calls of so few keys that several blocks of threads share an SM, forward and backward.
+"""Calls of so few keys that several thread blocks share an SM, forward and backward.
 
 On Hopper they have kernels of their own. Where the keys are fewest, blocks take consecutive ones.
 """
@@ -43,7 +43,7 @@ def test_selected_keys(queries: int, keys: int, window: int, head_dim: int, gpu:
 
 @pytest.mark.parametrize("keys", [500, 600])
 def test_many_sequences(keys: int, gpu: str) -> None:
-    """All blocks of keys of some come before those of others: L2 has no room for all of them."""
+    """All key blocks of some come before those of others: L2 has no room for all of them."""
     bias = randn(1, KV_HEADS, 1, keys, dtype=torch.bfloat16, seed=4)
     mask = dynamic_mask(bias, 90, True, query_length=100)
     check_gradients(mask, bias, Target(gpu, "cuda"), queries=100, head_dim=64, batch=50)
@@ -118,7 +118,7 @@ def test_a_cotangent_that_is_nan_reaches_no_dropped_key(gpu: str) -> None:
 @pytest.mark.parametrize("window", [None, 30])
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
 def test_many_tiles_without_columns(head_dim: int, window: int | None, gpu: str) -> None:
-    """Most rows of a long query come before all keys, so blocks of threads meet many tiles of
+    """Most rows of a long query come before all keys, so thread blocks meet many tiles of
     nothing, one after the other."""
     queries, keys, heads = 3000, 150, 2
     query = randn(40, queries, heads, head_dim, dtype=torch.bfloat16, seed=1).to(gpu)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Gradients of short sequences, whose blocks of threads are clusters on Hopper.
+"""Gradients of short sequences, whose thread blocks are clusters on Hopper.
 
-With deterministic=True and up to 256 keys the blocks of keys of a head hand dq on to each other.
-Without, some blocks of threads share the query heads and tiles of rows of a block of keys.
+With deterministic=True and up to 256 keys the key blocks of a head hand dq on to each other.
+Without, some thread blocks share the query heads and row tiles of a key block.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from support import HALF_TYPES, Target
 
 from .kinds import Draw, dense, random_intervals, with_dropped_keys
 
-# Queries and keys: of a ring, of one with fewer tiles of rows than blocks of keys, of more tiles;
+# Queries and keys: of a ring, of one with fewer row tiles than key blocks, of more tiles;
 # with a causal limit as many as keys, keys that all rows see, and rows that see no key.
 LENGTHS = {
     "as_many": ((1, 256), None),

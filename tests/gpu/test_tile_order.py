@@ -19,7 +19,7 @@ BATCH, QUERIES, KEYS, HEADS, HEAD_DIM = 3, 300, 1024, 16, 128
 
 
 def test_a_group_of_two_sequences_and_one_of_one(gpu: str) -> None:
-    """With 300 queries of 16 heads, keys are not divided over blocks of threads."""
+    """With 300 queries of 16 heads, keys are not divided over thread blocks."""
     query = randn(BATCH, QUERIES, HEADS, HEAD_DIM, seed=0).bfloat16()
     key, value = (randn(BATCH, KEYS, HEADS, HEAD_DIM, seed=n).bfloat16() for n in (1, 2))
     bias = randn(BATCH, HEADS, 1, KEYS, seed=3).bfloat16()
@@ -30,7 +30,7 @@ def test_a_group_of_two_sequences_and_one_of_one(gpu: str) -> None:
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("window", [None, 9000])
 def test_groups_of_heads(packed: bool, window: int | None, gpu: str) -> None:
-    """Of six key/value heads two go together, or three with the window; some rows are checked."""
+    """Of six KV heads two go together, or three with the window; some rows are checked."""
     length, heads, kv_heads = 16421, 24, 6
     query = randn(length, heads, HEAD_DIM, seed=0).bfloat16().to(gpu)
     key, value = (randn(length, kv_heads, HEAD_DIM, seed=n).bfloat16().to(gpu) for n in (1, 2))

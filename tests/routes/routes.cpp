@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Routes of problems for tests without a GPU: tests/routes/library.py compiles this with the sources of cpp/cuda/route for the CPU, for
-// the tables of all architectures at once.
+// Routes of problems for tests without a GPU: tests/routes/library.py compiles this with the sources of cpp/cuda/route
+// for the CPU, for the tables of all architectures at once.
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
@@ -23,16 +23,17 @@ struct Spec {
   int64_t causal, deterministic, forward_only, softcap, sink, splits;
   int64_t mask, mask_batch, mask_heads, max_kept; // mask: fdm_mask_kind
   int64_t keeps_runs;
-  int64_t bias, bias_batch, bias_heads, float32;  // bias: 0 none, 1 of keys, 2 of rows
-  int64_t float64;                                // the bias of keys is
-  int64_t rows, total_keys, page;                 // packed: in all, with `batch` sequences; page: keys of a page
-  int64_t odd;                                    // bits of Odd: tensors that lie otherwise
-  int64_t unwanted;                               // bits: dq, dk, dv, dbias, dsink
-  int64_t missing;                                // bits: head dimensions that the pack has no kernels for
+  int64_t bias, bias_batch, bias_heads, float32; // bias: 0 none, 1 of keys, 2 of rows
+  int64_t float64;                               // the bias of keys is
+  int64_t rows, total_keys, page;                // packed: in all, with `batch` sequences; page: keys of a page
+  int64_t odd;                                   // bits of Odd: tensors that lie otherwise
+  int64_t unwanted;                              // bits: dq, dk, dv, dbias, dsink
+  int64_t missing;                               // bits: head dimensions that the pack has no kernels for
 };
 enum Odd { kInputs = 1, kOut = 2, kDout = 4, kGradients = 8, kMaps = 16, kChunks = 32, kFarRows = 64, kGaps = 128 };
 
-// What a pack of all head dimensions was built for, but for those whose bits are set in `missing`: as cmake/generate_kernels.py has it.
+// What a pack of all head dimensions was built for, but for those whose bits are set in `missing`: as
+// cmake/generate_kernels.py has it.
 BuiltFor built_for(int arch, int64_t missing) {
   BuiltFor built{arch, {}, {}, {}, {}, {}};
   const auto add = [](HeadDimList &list, int dim) { list.dims[list.count++] = dim; };
@@ -344,8 +345,9 @@ int find_change(int arch, int field, int64_t value, int focus, int64_t first_see
   return -1;
 }
 
-// Draws problems of contiguous tensors, for a device of so many SMs, until a pass takes the way of a name. `small_pairs` limits the
-// rows x keys of two sequences with two key/value heads, `elements` and `work` all of it. Returns whether one was found.
+// Draws problems of contiguous tensors, for a device of so many SMs, until a pass takes the way of a name.
+// `small_pairs` limits the rows x keys of two sequences with two KV heads, `elements` and `work` all of it. Returns
+// whether one was found.
 int find_way(int arch, int64_t sms, int pass, const char *name, int64_t seed, int64_t draws, double small_pairs,
              double elements, double work, Spec *spec) {
   Draws random(seed, route_table(arch));

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Backward pass of one tile: dq of its rows, and what it adds to dk, dv and dbias of its columns.
 //
-// With dP = dO V', delta_i = sum_j P_ij dP_ij - dlse_i / sum_j P_ij and dS = P (dP - delta), dV = P' dO, dbias = dS, and
-// dQ = dS' K, dK = dS'' Q with dS' = scale dS (1 - tanh^2). The P of a row sum to 1 unless it has a sink.
+// With dP = dO V', delta_i = sum_j P_ij dP_ij - dlse_i / sum_j P_ij and dS = P (dP - delta), dV = P' dO, dbias = dS,
+// and dQ = dS' K, dK = dS'' Q with dS' = scale dS (1 - tanh^2). The P of a row sum to 1 unless it has a sink.
 #pragma once
 
 #include "looks.h"
@@ -26,7 +26,7 @@ void add_bias_gradients(const Tile &tile, int64_t head, int64_t heads) {
   }
 }
 
-// Adds dS to the gradient of a bias with a row for each query, or of what each query lists, for heads from `head` on.
+// Adds dS to the gradient of a bias per query, or of what each query lists, for heads from `head` on.
 void add_row_bias(const Tile &tile, int64_t head, int64_t heads, const KeyGradients &sums) {
   const Block &block = tile.block;
   const int64_t rows = tile.task.rows;
@@ -75,8 +75,8 @@ void scatter_key_gradients(const Tile &tile, const KeyGradients &sums) {
       if (tile.block.index[c] >= 0) sums.dbias[g * tile.p.keys + tile.block.index[c]] += b.dbias[g * kBlockKeys + c];
 }
 
-// The products of weights with rows of q or dout, of heads from `head` on: added to the gradients of keys at once, or to those of
-// the block, which scatter_key_gradients adds to them.
+// The products of weights with rows of q or dout, of heads from `head` on: added to the gradients of keys at once, or
+// to those of the block, which scatter_key_gradients adds to them.
 void add_key_products(const Tile &tile, int64_t head, int64_t heads, const float *weights, const float *x,
                       float *block_sums, float *sums) {
   const Block &block = tile.block;
@@ -134,18 +134,18 @@ void for_each_with_sums(Tile &tile, const fdm_backward_args &args, KeyGradients 
 void backward_tile(const fdm_problem &p, const fdm_backward_args &args, const void *plan, const TileTask &task,
                    const KeyGradients &sums, void *scratch) {
   Tile tile(p, plan, task, true, scratch);
-  for_each_with_sums(tile, args, sums, [&](const KeyGradients &own) { backward_rows(tile, args, own); });
+  for_each_with_sums(tile, args, sums, [&](const KeyGradients &head_sums) { backward_rows(tile, args, head_sums); });
 }
 
 void bias_gradient_tile(const fdm_problem &p, const fdm_backward_args &args, const void *plan, const TileTask &task,
                         const KeyGradients &sums, void *scratch) {
   Tile tile(p, plan, task, true, scratch);
-  for_each_with_sums(tile, args, sums, [&](const KeyGradients &own) {
+  for_each_with_sums(tile, args, sums, [&](const KeyGradients &head_sums) {
     first_look(tile, args, true, nullptr);
     for (int64_t number = 0; number < tile.block_count(); ++number) {
       load_again(tile, number, true);
       look_again(tile, number, 0, 1, true);
-      add_row_bias(tile, 0, 1, own);
+      add_row_bias(tile, 0, 1, head_sums);
     }
   });
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Products of a few query heads with the keys that they list, each of which is read where it lies: those heads do not make up for
-// what it takes to transpose a block of keys.
+// Products of a few query heads with the keys that they list, each of which is read where it lies: those heads do not
+// make up for what it takes to transpose a key block.
 #pragma once
 
 #include "gather.h"
@@ -51,20 +51,20 @@ template <int Half> inline void sum_lanes(vfloat (&rows)[kLanes]) {
 // out[c] = x . row c, up to whole vectors. By itself it has enough registers for pointers.
 __attribute__((noinline)) void dot_rows(int64_t count, int64_t dim, const float *x, const RowPointers &rows,
                                         float *out) {
-  constexpr int kTogether = kLanes < 8 ? kLanes : 8; // row pointers that registers hold
+  constexpr int kRowsAtOnce = kLanes < 8 ? kLanes : 8; // row pointers that registers hold
   for (int64_t first = 0; first < count; first += kLanes) {
     vfloat sums[kLanes];
 #pragma GCC unroll 4
-    for (int part = 0; part < kLanes; part += kTogether) {
-      const float *const *const own = rows + first + part;
-      vfloat part_sums[kTogether] = {};
+    for (int part = 0; part < kLanes; part += kRowsAtOnce) {
+      const float *const *const part_rows = rows + first + part;
+      vfloat part_sums[kRowsAtOnce] = {};
       for (int64_t d = 0; d < dim; d += kLanes) {
         const vfloat vector = load(x + d);
 #pragma GCC unroll 8
-        for (int i = 0; i < kTogether; ++i) part_sums[i] += vector * load(own[i] + d);
+        for (int i = 0; i < kRowsAtOnce; ++i) part_sums[i] += vector * load(part_rows[i] + d);
       }
 #pragma GCC unroll 8
-      for (int i = 0; i < kTogether; ++i) sums[part + i] = part_sums[i];
+      for (int i = 0; i < kRowsAtOnce; ++i) sums[part + i] = part_sums[i];
     }
     sum_lanes<kLanes / 2>(sums);
     store(out + first, sums[0]);

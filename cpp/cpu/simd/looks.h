@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // The two looks of the backward pass at the P and dP of a tile.
 //
-// A row of dS sums to dlse_i. Where one key has nearly all of the row's weight its dS is what is left of a difference of
-// nearly equal numbers, and where dS is summed over keys, as for a parameter that shifts all biases, so is the sum. So
-// the tile is looked at twice: first for the sums of P and of P dP over the row, then with a delta that is of the very
-// same P and dP, whose rounding then cancels as it does for the formula. The P of lse and the delta of O, which other
-// kernels take, have rounding of their own. P and dP are saved in between, as far as there is room.
+// A row of dS sums to dlse_i. Where one key has nearly all of the row's weight its dS is what is left of a difference
+// of nearly equal numbers, and where dS is summed over keys, as for a parameter that shifts all biases, so is the sum.
+// So the tile is looked at twice: first for the sums of P and of P dP over the row, then with a delta that is of the
+// very same P and dP, whose rounding then cancels as it does for the formula. The P of lse and the delta of O, which
+// other kernels take, have rounding of their own. P and dP are saved in between, as far as there is room.
 #pragma once
 
 #include "forward.h"
@@ -44,8 +44,8 @@ void load_shifts(Tile &tile, const fdm_tensor &row_lse) {
     if (b.row_sum[r] == 0.0f) b.row_max[r] = kInfinity;
 }
 
-// Q and dO, and in row_delta about what the first look will find: dO . O. `out` serves as the buffer of O; it becomes dq
-// later. Empty rows have no gradient, whatever they hold and whatever comes in.
+// Q and dO, and in row_delta about what the first look will find: dO . O. `out` serves as the buffer of O; it becomes
+// dq later. Empty rows have no gradient, whatever they hold and whatever comes in.
 void prepare(Tile &tile, const fdm_backward_args &args) {
   const TileBuffers &b = tile.buffers;
   tile.load_rows(tile.p.q, b.q);
@@ -118,16 +118,16 @@ double exact_sum(const float *lanes) {
   return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
-// The sink's part of a row's sum. Beyond kSinkWeightLimit times the rest of the sum it no longer counts exactly: P is then
-// nearly 0, but must not be, since P times the gradient of lse, which is without the sink, is divided by it again.
+// The sink's part of a row's sum. Beyond kSinkWeightLimit times the rest of the sum it no longer counts exactly: P is
+// then nearly 0, but must not be, since P times the gradient of lse, which is without the sink, is divided by it again.
 double row_sink_weight(const Tile &tile, int64_t g, double sum, float row_max) {
   constexpr double kSinkWeightLimit = 0x1p64;
   const double weight = sink_weight(tile, g, row_max), most = kSinkWeightLimit * sum;
   return weight > most ? most : weight;
 }
 
-// Looks at all blocks of a tile, then puts the sums of P in row_sum and delta in row_delta. Where dsink is not null, adds
-// the gradients of the sinks of the task's heads: a sink has P too, and a dP of 0.
+// Looks at all blocks of a tile, then puts the sums of P in row_sum and delta in row_delta. Where dsink is not null,
+// adds the gradients of the sinks of the task's heads: a sink has P too, and a dP of 0.
 void first_look(Tile &tile, const fdm_backward_args &args, bool need_dp, double *dsink) {
   const TileTask &task = tile.task;
   const TileBuffers &b = tile.buffers;

@@ -42,9 +42,9 @@ struct Tile {
     buffers = carve_tile_buffers(p, backward, scratch, &bytes);
   }
 
-  // Calls body() for the tiles of the task: itself, or each of its rows where they list their keys. Those have other columns each,
-  // and the rows of `next`, q for one, lie too far apart for a processor to guess which it will read.
-  template <int kCount, class Body> void for_each(const fdm_tensor *const (&next)[kCount], const Body &body) {
+  // Calls body() for the tiles of the task: itself, or each of its rows where they list their keys. Those have other
+  // columns each, and the rows of `next`, q for one, lie too far apart for a processor to guess which it will read.
+  template <int kTensors, class Body> void for_each(const fdm_tensor *const (&next)[kTensors], const Body &body) {
     const int64_t past = task.first_row + task.rows;
     if (lists_keys(p)) task.rows = 1;
     for (; task.first_row < past; task.first_row += task.rows) {
@@ -57,8 +57,8 @@ struct Tile {
     }
   }
 
-  // What is subtracted in float64 from a float64 bias: its largest number among the tile's columns, so that what is left
-  // of the biases that count is small. Scores, and what is made of them, are relative to it. 0 for another bias.
+  // What is subtracted in float64 from a float64 bias: its largest number among the tile's columns, so that what is
+  // left of the biases that count is small. Scores, and what is made of them, are relative to it. 0 for another bias.
   double reference(int64_t g) const { return buffers.references[bias_heads(p, task.heads) > 1 ? g : 0]; }
 
   int64_t row_count() const { return task.heads * task.rows; }
@@ -113,15 +113,16 @@ struct Tile {
 
   // out += weights K, or V, of heads from `head` on. `spare` has room for a copy of the block.
   void add_weighted(int64_t head, int64_t heads, const float *weights, const float *rows, float *spare,
-                    const RowPointers &own, float *out) const {
+                    const RowPointers &row_pointers, float *out) const {
     if (reads_rows) {
       for (int64_t h = head; h < head + heads; ++h, weights += kBlockKeys) {
         if (!*block.mixed) {
-          add_rows_to(block.count, dim, weights, own, out + h * dim);
+          add_rows_to(block.count, dim, weights, row_pointers, out + h * dim);
           continue;
         }
         RowPointers kept;
-        for (int64_t c = 0; c < block.count; ++c) kept[c] = block.dropped[h * kBlockKeys + c] ? kZeroRow : own[c];
+        for (int64_t c = 0; c < block.count; ++c)
+          kept[c] = block.dropped[h * kBlockKeys + c] ? kZeroRow : row_pointers[c];
         add_rows_to(block.count, dim, weights, kept, out + h * dim);
       }
       return;
@@ -133,18 +134,18 @@ struct Tile {
   }
 
   // out (heads x columns) = x K', or V', where `transposed` is that of the block.
-  void multiply(int64_t head, int64_t heads, const float *x, const float *transposed, const RowPointers &own,
+  void multiply(int64_t head, int64_t heads, const float *x, const float *transposed, const RowPointers &row_pointers,
                 float *out) const {
     const float *const first = x + head * task.rows * dim;
     if (!reads_rows)
       return product(heads * task.rows, block.padded, dim, {first, dim, 1}, transposed, kBlockKeys, out, kBlockKeys,
                      false);
-    for (int64_t h = 0; h < heads; ++h) dot_rows(block.count, dim, first + h * dim, own, out + h * kBlockKeys);
+    for (int64_t h = 0; h < heads; ++h) dot_rows(block.count, dim, first + h * dim, row_pointers, out + h * kBlockKeys);
   }
 
-  // Calls body(head, heads, rows) for `heads` heads from `head` on, of which each reads the block's rows of K or V as if
-  // those that it drops were zeros. Another head keeps them, so they are there, and 0 times what they hold, NaN for one,
-  // need not be 0. `spare` has room for such a copy.
+  // Calls body(head, heads, rows) for `heads` heads from `head` on, of which each reads the block's rows of K or V as
+  // if those that it drops were zeros. Another head keeps them, so they are there, and 0 times what they hold, NaN for
+  // one, need not be 0. `spare` has room for such a copy.
   template <class Body>
   void with_kept_rows(int64_t head, int64_t heads, const float *rows, float *spare, const Body &body) const {
     if (!*block.mixed) return body(head, heads, rows);

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Vectors of FDM_SIMD_BYTES bytes, by the compilers' generic vector extension: one source for every instruction set.
 //
-// This header and its siblings are compiled several times with different instruction sets. All of it lies in a namespace
-// of its own (FDM_SIMD_NAMESPACE), and none of it may use the standard library's templates, whose instances are shared.
+// This header and its siblings are compiled several times with different instruction sets. All of it lies in a
+// namespace of its own (FDM_SIMD_NAMESPACE), and none of it may use the standard library's templates, whose instances
+// are shared.
 #pragma once
 
 #include <cstdint>

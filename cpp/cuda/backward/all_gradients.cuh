@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// All gradients at once, with mma.sync: five products for each block of keys and step of rows, where kernels for dq and
-// for dk and dv take seven. One block of threads for a block of keys or a part of its work, as dkdv.cuh tells.
+// All gradients at once, with mma.sync: five products for each key block and step of rows, where kernels for dq and for
+// dk and dv take seven. One thread block for a key block or a part of its work, as dkdv.cuh tells.
 //
-// The warps give each other their dS' through shared memory, and each then computes a part of the step's dQ = dS K. Where
-// the registers of a warp do not hold dk and dv of its keys, two warps have the same keys: each computes the scores of half
-// of the step's rows, and dk and dv of half of the columns. They give each other P' too. Where shared memory does not hold
-// two stages of Q and dO beside K and V, V is in registers, and dO of a step is copied when that of the step before has been
-// read.
+// The warps give each other their dS' through shared memory, and each then computes a part of the step's dQ = dS K.
+// Where the registers of a warp do not hold dk and dv of its keys, two warps have the same keys: each computes the
+// scores of half of the step's rows, and dk and dv of half of the columns. They give each other P' too. Where shared
+// memory does not hold two stages of Q and dO beside K and V, V is in registers, and dO of a step is copied when that
+// of the step before has been read.
 //
-// dQ of a row is a sum over all blocks of keys, each of which adds its own part to float32 sums in global memory, in no
+// dQ of a row is a sum over all key blocks, each of which adds its own part to float32 sums in global memory, in no
 // fixed order.
 #pragma once
 
@@ -131,14 +131,15 @@ template <class Config> struct AllGradientsBlock : StepRows<Config> {
       for (int m = 0; m < kRowTiles; ++m) ptx::ldmatrix_trans(a[m], ScoreTile::fragment_address(ds, key, 16 * m));
     });
     const QuerySums &sums = params.query_sums;
-    float *own = shared.first_sums +
-                 (uint32_t(step.head) * sums.head_rows + step.tile * kRows + row_warp * (16 * kRowTiles)) * kHeadDim +
-                 column_warp * 256 + first_number();
+    float *first_sum =
+        shared.first_sums +
+        (uint32_t(step.head) * sums.head_rows + step.tile * kRows + row_warp * (16 * kRowTiles)) * kHeadDim +
+        column_warp * 256 + first_number();
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
       for (int n = 0; n < kTiles; ++n)
-        add_to_tile(own + (m * (kHeadDim / 8) + n / 2 * (2 * kColumnWarps) + n % 2) * 128, dq[m][n]);
+        add_to_tile(first_sum + (m * (kHeadDim / 8) + n / 2 * (2 * kColumnWarps) + n % 2) * 128, dq[m][n]);
   }
 
   // Makes the gradients of keys from the products of this warp's keys and rows, and stores dS' for the other warps.
@@ -159,12 +160,12 @@ template <class Config> struct AllGradientsBlock : StepRows<Config> {
     constexpr int kPanelTiles = Config::kPanelTiles, kPanels = kPanelTiles / 8;
     const auto add = [&](auto &sums, uint32_t scores, uint32_t rows) {
       const uint32_t left = ScoreTile::left(scores, first_key()), right = rows + this->column_offset_right;
-      const uint32_t own = right + share() * (kPanels * Tile::kPanelBytes);
+      const uint32_t share_columns = right + share() * (kPanels * Tile::kPanelBytes);
       const uint32_t other = (right ^ share() * (Config::kOtherTiles * 16)) + kShares * kPanels * Tile::kPanelBytes;
       gemm_columns_at<Element, kRows>(
           sums,
           [&](int row, int d) {
-            return d < kPanelTiles ? Tile::fragment_address(own, row, 8 * d)
+            return d < kPanelTiles ? Tile::fragment_address(share_columns, row, 8 * d)
                                    : Tile::fragment_address(other, row, 8 * (d - kPanelTiles));
           },
           [&](uint32_t (&a)[kKeyTiles][4], int row) {
@@ -189,20 +190,20 @@ template <class Config> struct AllGradientsBlock : StepRows<Config> {
     const bool concerns = lane < Config::kKeyWarps && keys.concerns(min(lane, Config::kKeyWarps - 1), step, kRows);
     const uint32_t warps = __ballot_sync(0xffffffffu, concerns);
     const bool low = warps & ((1u << kHalf) - 1), high = warps >> kHalf;
-    const bool own = warps >> warp & 1;
+    const bool concerns_warp = warps >> warp & 1;
     Scores scores;
-    if (own) multiply_keys(stage, scores);
+    if (concerns_warp) multiply_keys(stage, scores);
     if constexpr (kSavesShared) {
       ptx::cp_async_wait<1>(); // dO is there; the next Q may not be
       __syncthreads();
     }
-    if (own)
+    if (concerns_warp)
       add_own(stage, careful, scores);
     else if (warp < kHalf ? low : high)
       clear_score_gradients();
     __syncthreads(); // dS' of all keys is there
     if constexpr (kShares > 1)
-      if (own) add_shared(stage);
+      if (concerns_warp) add_shared(stage);
     if constexpr (kSavesShared) {
       __syncthreads(); // no thread reads dO any more
       load_only_dout(stage ^ 1);
@@ -266,12 +267,12 @@ template <class Config> struct AllGradientsBlock : StepRows<Config> {
       for (int m = 0; m < kKeyTiles; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          float &own = this->dbias[m][half];
+          float &bias_sum = this->dbias[m][half];
           float &other = shared.dbias[this->key_row(m, half)];
-          own = ptx::row_sum(own);
-          if (share() == 1 && threadIdx.x % 4 == 0) other = own;
+          bias_sum = ptx::row_sum(bias_sum);
+          if (share() == 1 && threadIdx.x % 4 == 0) other = bias_sum;
           __syncthreads();
-          own = threadIdx.x % 4 == 0 ? own + other : 0.0f;
+          bias_sum = threadIdx.x % 4 == 0 ? bias_sum + other : 0.0f;
         }
     }
     if (share() == 0) this->write_bias(0);

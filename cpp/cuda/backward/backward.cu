@@ -33,10 +33,10 @@ BackwardParams make_params(const fdm_problem &p, const fdm_backward_args &args, 
   keys.ranges = at<RowRange>(workspace, route.ranges);
   keys.items = at<KeyItem>(workspace, route.items);
   keys.item_count = at<int32_t>(workspace, route.item_count);
-  keys.slots = at<float>(workspace, route.slots);
+  keys.part_sums = at<float>(workspace, route.part_sums);
   KeySegments &segments = keys.segments;
   static_cast<SegmentWork &>(segments) = route.segments;
-  segments.live = at<int32_t>(workspace, route.segment_live);
+  segments.kept = at<int32_t>(workspace, route.segment_kept);
   segments.order = at<SegmentBlock>(workspace, route.segment_order);
   segments.sums = at<float>(workspace, route.segment_sums);
   segments.bias_sums = at<float>(workspace, route.segment_bias_sums);
@@ -81,7 +81,7 @@ cudaError_t run_key_gradients(const BackwardLaunch &work, cudaStream_t stream) {
         });
       },
       [&] { return route.query_sum_data.exists() ? launch_query_sums(work, stream) : cudaSuccess; },
-      [&] { return route.division.slot_count > 0 ? launch_key_sum(work, stream) : cudaSuccess; },
+      [&] { return route.division.stored_parts > 0 ? launch_key_sum(work, stream) : cudaSuccess; },
       [&] { return route.segments.most_sums > 0 ? launch_key_segment_sums(work, stream) : cudaSuccess; },
       [&] { return route.reduces_bias ? launch_bias_reduce(work, stream) : cudaSuccess; });
 }
@@ -89,23 +89,24 @@ cudaError_t run_key_gradients(const BackwardLaunch &work, cudaStream_t stream) {
 // The gradient of keys or values of a member, without data where it is not wanted.
 fdm_tensor member_gradient(const fdm_problem &p, const fdm_tensor &wanted, uint16_t *parts, int64_t member) {
   const int64_t pitch = member_pitch(p), row = p.kv_heads * pitch;
-  fdm_tensor own = wanted;
-  own.data = present(wanted) ? parts + member * member_elements(p) : nullptr;
+  fdm_tensor gradient = wanted;
+  gradient.data = present(wanted) ? parts + member * member_elements(p) : nullptr;
   const int64_t strides[4] = {wanted.shape[1] * row, row, pitch, 1};
-  std::copy(strides, strides + 4, own.stride);
-  return own;
+  std::copy(strides, strides + 4, gradient.stride);
+  return gradient;
 }
 
 cudaError_t run_members(const fdm_problem &p, const fdm_backward_args &args, const DeviceFacts &device,
                         const BackwardRoute &route, void *workspace, cudaStream_t stream) {
   void *plan = at<void>(workspace, route.member_plan), *plan_work = at<void>(workspace, route.member_plan_work);
   for (int32_t member = 0; member < route.members; ++member) {
-    const fdm_problem own = member_of(p, member);
+    const fdm_problem member_problem = member_of(p, member);
     fdm_backward_args own_args = member_of(p, args, member);
     own_args.dk = member_gradient(p, args.dk, at<uint16_t>(workspace, route.member_keys), member);
     own_args.dv = member_gradient(p, args.dv, at<uint16_t>(workspace, route.member_values), member);
-    const cudaError_t error = run_all([&] { return make_plan(own, plan_of(own, plan), device, plan_work, stream); },
-                                      [&] { return run_backward(own, own_args, device, plan, workspace); });
+    const cudaError_t error =
+        run_all([&] { return make_plan(member_problem, plan_of(member_problem, plan), device, plan_work, stream); },
+                [&] { return run_backward(member_problem, own_args, device, plan, workspace); });
     if (error) return error;
   }
   return launch_member_sums(p, args, route, workspace, stream);
@@ -179,17 +180,17 @@ cudaError_t run_key_mass(const fdm_problem &p, const fdm_key_mass_args &args, co
   if (route.nothing) return launch_fill_zero(mass, stream);
   if (route.too_large) return cudaErrorInvalidConfiguration;
   constexpr fdm_tensor kAbsent{nullptr, {1, 1, 1, 1}, {0, 0, 0, 0}, FDM_FLOAT32, 0};
-  fdm_backward_args own{};
-  own.struct_size = sizeof own;
-  own.out = own.dout = p.q; // for the statistics kernel; nothing reads this delta
-  own.lse = args.lse;
-  own.dlse = own.dq = own.dk = own.dv = own.dsink = kAbsent;
-  own.dbias = {mass.data,
-               {mass.shape[0], mass.shape[1], 1, mass.shape[2]},
-               {mass.stride[0], mass.stride[1], 0, mass.stride[2]},
-               FDM_FLOAT32,
-               0};
-  return with_params(p, own, route, plan, workspace, [&](BackwardParams params) {
+  fdm_backward_args mass_args{};
+  mass_args.struct_size = sizeof mass_args;
+  mass_args.out = mass_args.dout = p.q; // for the statistics kernel; nothing reads this delta
+  mass_args.lse = args.lse;
+  mass_args.dlse = mass_args.dq = mass_args.dk = mass_args.dv = mass_args.dsink = kAbsent;
+  mass_args.dbias = {mass.data,
+                     {mass.shape[0], mass.shape[1], 1, mass.shape[2]},
+                     {mass.stride[0], mass.stride[1], 0, mass.stride[2]},
+                     FDM_FLOAT32,
+                     0};
+  return with_params(p, mass_args, route, plan, workspace, [&](BackwardParams params) {
     params.only_mass = true;
     const BackwardLaunch work{route, params};
     return run_all([&] { return launch_prepare(work, stream); },

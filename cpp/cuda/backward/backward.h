@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // The backward pass: the parameters of its kernels.
 //
-// Unless dq is summed as below, nothing is added by two blocks of threads, so equal inputs give equal bits:
-//   1. prepare.cu              blocks of keys that are kept by similar rows (key_order.cuh, key_segments.cuh);
+// Unless dq is summed as below, nothing is added by two thread blocks, so equal inputs give equal bits:
+//   1. prepare.cu              key blocks that are kept by similar rows (key_order.cuh, key_segments.cuh);
 //                              statistics of each row;
-//      key_schedule.cu         the division of many blocks of keys into parts;
-//   2. dq.cuh                  dq, a tile of rows at a time, over the tile's columns;
-//   3. dkdv.cuh                dk, dv and the bias gradient of each key, a block of keys at a time, over its rows;
+//      key_schedule.cu         the division of many key blocks into parts;
+//   2. dq.cuh                  dq, a row tile at a time, over the tile's columns;
+//   3. dkdv.cuh                dk, dv and the bias gradient of each key, a key block at a time, over its rows;
 //      key_sum.cu              sums the parts;
 //      all_gradients.cuh, sm90/fused.cuh, sm90/small_blocks.cuh
-//                              all of these at once, where equal bits are not asked for: blocks of keys add to float32
+//                              all of these at once, where equal bits are not asked for: key blocks add to float32
 //                              sums of dq, and of keys that several segments of rows keep, in no fixed order, which
 //                              round_sums.cu rounds. sm90/query_chain.cuh adds to dq in a fixed order, for few keys;
-//   4. row_bias.cuh            a bias with a row for each query;
-//      reduce.cu               a bias that is the same for every query: sums over what shares it; the sink of each head.
+//   4. row_bias.cuh            a bias per query;
+//      reduce.cu               a bias per key: sums over what shares it; the sink of each head.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -28,12 +28,12 @@ namespace fdm::cuda {
 
 // Segments of rows. See key_segments.cuh.
 struct KeySegments : SegmentWork {
-  // [list][segment]: keys that the segment keeps. If they are more than fit its blocks, in any segment of a list (of a packed
-  // sequence), the blocks of all its segments have the kept keys of the list in key order.
-  int32_t *live;
+  // [list][segment]: keys that the segment keeps. If they are more than fit its blocks, in any segment of a list (of a
+  // packed sequence), the blocks of all its segments have the kept keys of the list in key order.
+  int32_t *kept;
   SegmentBlock *order; // [list][segment][blocks]: the longest first
-  // Keys that several segments keep have float32 sums, which round_sums.cu rounds. Heads are counted over sequences unless
-  // these are packed.
+  // Keys that several segments keep have float32 sums, which round_sums.cu rounds. Heads are counted over sequences
+  // unless these are packed.
   float *sums;        // [head][most_sums][dk, dv][D of the instantiation]
   float *bias_sums;   // [head][most_sums]
   int32_t *sum_keys;  // [list][most_sums]
@@ -47,10 +47,10 @@ struct KeyWork : KeyDivision {
   RowRange *ranges; // [list][sequence][blocks]: rows that keep any key of the block
   KeyItem *items;   // the schedule
   int32_t *item_count;
-  float *slots; // each: dk, dv [block_keys][D of the instantiation], then [bias_heads][block_keys]
+  float *part_sums; // of each stored part: dk, dv [block_keys][D of the instantiation], then [bias_heads][block_keys]
 };
 
-// The float32 sums of dq to which all blocks of keys add. See query_sums.cuh.
+// The float32 sums of dq to which all key blocks add. See query_sums.cuh.
 struct QuerySums : QuerySumWork {
   float *data; // null: dq has a kernel of its own, or is summed in a chain of blocks
 };
@@ -59,7 +59,7 @@ struct BackwardParams {
   fdm_problem p;
   fdm_backward_args a;
   Plan plan;
-  int32_t group;             // query heads of a key/value head
+  int32_t group;             // query heads of a KV head
   fdm_tensor whole_lse;      // of a float64 bias, to whose references lse and biases are relative; else absent
   RowStatistics *statistics; // [batch, or 1 for varlen][head][row]
   float *sink_shares;        // [head][batch, or 1 for varlen][row]: what each row adds to the gradient of its sink
@@ -69,11 +69,11 @@ struct BackwardParams {
   // float32 sums for reduce.cu where several of them share an element of the bias.
   fdm_tensor bias_sums;
   bool reduces_bias;
-  int32_t bias_heads; // bias heads of a key/value head: 1, or the query heads of a group
+  int32_t bias_heads; // bias heads of a KV head: 1, or the query heads of a group
   bool wants_bias_sums;
   bool only_mass;             // the pass of the key mass: these are sums of P, and no gradient is computed
   bool clears_keys;           // some rows of dk and dv are written by no kernel that computes them
-  bool beside_dq;             // the key-stationary kernel is right behind dq
+  bool beside_dq;             // the kernel of dq is launched right before the key-stationary one
   bool aligned, dout_aligned; // what rows_are_aligned says of q, k and v, and of dout
   TileOrder order;            // of a persistent kernel
 };

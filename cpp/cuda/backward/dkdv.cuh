@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The gradients of keys, values and of a bias that is the same for every query: one block of threads for a block of
-// keys of one key/value head, or for a part of its work.
+// The gradients of keys, values and of a bias per key: one thread block for a key block of one KV head, or for a part
+// of its work.
 //
 // K and V rows stay in shared memory. The rows of Q and dO that may keep them are loaded tile by tile, for each query
 // head of the group. Products are transposed, with a key to a row of accumulators: S' = K Q', P' = exp(S' - lse), dV +=
 // P' dO, dP' = V dO', dS' = P' (dP' - delta), dK += scale dS' Q, so P' and dS' are left operands where they are
-// computed, and the bias gradient is the sum of a row of dS'. A bias with a row for each query is copied a step ahead,
-// by each warp for its keys.
+// computed, and the bias gradient is the sum of a row of dS'. A bias per query is copied a step ahead, by each warp for
+// its keys.
 #pragma once
 
 #include "step_rows.cuh"
@@ -82,14 +82,14 @@ template <class Config> struct DkdvBlock : StepRows<Config> {
     }
   };
 
-  template <bool kCap, class Accumulators>
+  template <bool kHasSoftcap, class Accumulators>
   __device__ void make(int stage, bool careful, Accumulators &scores, Accumulators &gradients) {
     const typename Base::Stage &row_stage = shared.stages[stage];
     if constexpr (Config::kGeneral) {
       const RowBias row_bias(bias_tile(row_stage.step), shared, int64_t(row_stage.step.tile) * kRows);
-      Base::template make<kCap>(row_stage, careful, scores, gradients, row_bias);
+      Base::template make<kHasSoftcap>(row_stage, careful, scores, gradients, row_bias);
     } else {
-      Base::template make<kCap>(row_stage, careful, scores, gradients);
+      Base::template make<kHasSoftcap>(row_stage, careful, scores, gradients);
     }
   }
 

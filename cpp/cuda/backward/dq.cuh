@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The gradient of the queries: one block of threads for a tile of query rows of one head.
+// The gradient of the queries: one thread block for a tile of query rows of one head.
 //
 // It walks the tile's columns as the forward pass does, and recomputes the probabilities from lse:
 //   S = Q K', P = exp(S - lse), dP = dO V', dS = P (dP - delta), dQ = scale dS K.
-// K and V of the next block of columns are fetched while this one is multiplied; a bias with a row for each query too,
+// K and V of the next block of columns are fetched while this one is multiplied; a bias per query too,
 // by each warp for its rows.
 #pragma once
 
@@ -17,7 +17,7 @@ template <class Element, int kHeadDim, int kRows, int kColumns, int kWarps, int 
 struct DqConfig : RowTileConfig<Element, kHeadDim, kRows, kColumns, kWarps, kBlocks, kKind> {
   static constexpr TileKind kTileKind = kKind;
   // Keys are fetched a block ahead, so the facts about them must come two ahead.
-  static_assert(KeyRing<kColumns, DqConfig::kThreads>::kBatch >= 2);
+  static_assert(KeyRing<kColumns, DqConfig::kThreads>::kBlocksAtOnce >= 2);
 };
 
 template <class Config> struct DqShared {
@@ -135,7 +135,7 @@ struct DqBlock
     const int blocks = (task.columns.count + kColumns - 1) / kColumns;
     clear(dq);
     store(0, fetch_column(task.columns, task.bias, column(0), fetch_key(task.columns, column(0))));
-    int32_t next_key = fetch_key(task.columns, column(Ring::kBatch));
+    int32_t next_key = fetch_key(task.columns, column(Ring::kBlocksAtOnce));
     load_rows(); // and makes the ring's first blocks visible
     if (blocks > 0) {
       load_keys(0);
@@ -147,12 +147,12 @@ struct DqBlock
       __syncthreads(); // this block is there; no thread reads the last one any more
       if (block + 1 < blocks) load_keys(block + 1);
       ptx::cp_async_fence();
-      const int ahead = block + Ring::kBatch;
-      const bool fetch_ahead = block % Ring::kBatch == 0 && ahead < blocks;
+      const int ahead = block + Ring::kBlocksAtOnce;
+      const bool fetch_ahead = block % Ring::kBlocksAtOnce == 0 && ahead < blocks;
       ColumnEntry entry;
       if (fetch_ahead) {
         entry = fetch_column(task.columns, task.bias, column(ahead), next_key);
-        next_key = fetch_key(task.columns, column(ahead + Ring::kBatch));
+        next_key = fetch_key(task.columns, column(ahead + Ring::kBlocksAtOnce));
       }
       multiply(block, blocks);
       if (fetch_ahead) store(ahead, entry);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The elementwise work of dq on a tile of rows, between the matrix products: from scores and dP to dS, and the
-// epilogue. Accumulators are those of mma.sync and wgmma alike: kRowTiles tiles of 16 rows to each warp.
+// The elementwise work of dq on a row tile, between the matrix products: from scores and dP to dS, and the epilogue.
+// Accumulators are those of mma.sync and wgmma alike: kRowTiles tiles of 16 rows to each warp.
 #pragma once
 
 #include "../tile/products.cuh"
@@ -47,7 +47,7 @@ template <class Element, int kRowTileCount, int kColumnTileCount, int kHeadDim, 
 
   // Puts dS in the place of the scores; the gradients hold dP. PairTests::kept_and_cut: some pairs may not be kept.
   // RowBiasReader describes row_bias.
-  template <bool kCap, PairTests kTests, class Slot, class RowBias>
+  template <bool kHasSoftcap, PairTests kPairTests, class Slot, class RowBias>
   __device__ void make_gradients(const Slot &slot, bool partial, const RowBias &row_bias) {
     const ScoreFactors factors(params.p);
 #pragma unroll
@@ -67,7 +67,7 @@ template <class Element, int kRowTileCount, int kColumnTileCount, int kHeadDim, 
           // This row of the plan's tile, which several blocks may share.
           const int r = int(task.first_row - task.columns.first_row) + row(m, half);
           uint2 word{~0u, ~0u};
-          if (kTests != PairTests::none && partial) {
+          if (kPairTests != PairTests::none && partial) {
             word = *reinterpret_cast<const uint2 *>(&slot.word[r / 32][column]);
             word.x >>= r % 32;
             word.y >>= r % 32;
@@ -75,7 +75,7 @@ template <class Element, int kRowTileCount, int kColumnTileCount, int kHeadDim, 
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             float &s = scores[m][n][2 * half + i];
-            float slope, x = factors.score<kCap>(s, i ? bias.y : bias.x, &slope);
+            float slope, x = factors.score<kHasSoftcap>(s, i ? bias.y : bias.x, &slope);
             bool kept = (i ? word.y : word.x) & 1;
             if constexpr (kGeneral) {
               const float b = i ? added.y : added.x;
@@ -83,9 +83,9 @@ template <class Element, int kRowTileCount, int kColumnTileCount, int kHeadDim, 
               x = with_row_bias(x, b);
             }
             x -= lse[m][half];
-            if constexpr (kTests != PairTests::none) x = ptx::min_or_nan(x, 0.0f);
+            if constexpr (kPairTests != PairTests::none) x = ptx::min_or_nan(x, 0.0f);
             s = ptx::exp2_approximate(x) * (gradients[m][n][2 * half + i] - delta[m][half]) * slope;
-            if constexpr (kTests != PairTests::none) s = kept ? s : 0.0f;
+            if constexpr (kPairTests != PairTests::none) s = kept ? s : 0.0f;
           }
         }
     }

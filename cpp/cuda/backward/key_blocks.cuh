@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// How a key-stationary kernel works on a block of keys: the order of its steps through query heads and tiles of rows,
-// and what shared memory holds of its keys.
+// How a key-stationary kernel works on a key block: the order of its steps through query heads and row tiles, and what
+// shared memory holds of its keys.
 #pragma once
 
 #include "key_places.cuh"
 
 namespace fdm::cuda {
 
-// The maps of a block tell which of the first so many tiles of kTileRows rows keep none or all of its keys. Tiles beyond
-// them, from a quarter of a million rows on, are computed and tested.
+// The maps of a block tell which of the first so many tiles of kTileRows rows keep none or all of its keys. Tiles
+// beyond them, from a quarter of a million rows on, are computed and tested.
 constexpr int kMappedTiles = 2048;
 
 struct KeySteps {
@@ -32,7 +32,7 @@ struct KeyTask {
   bool same_rows;       // the rows of a key are the same for all query heads of the group
   bool test_all;        // no step is known to keep all pairs
   const RowWord *words; // not null: a row plan
-  float *slot;          // null: this is the only part
+  float *part_sums;     // the sums of this part; null: it is the only one of its block
   int64_t key_head;     // of segments: counted over sequences unless these are packed
 };
 
@@ -44,15 +44,15 @@ struct KeyStep {
   bool tests; // its pairs may be dropped, whatever the ranges of rows say
 };
 
-// The team of a block of keys: all threads of the block of threads.
-template <int kCount> struct WholeBlock {
-  static constexpr int kThreads = kCount;
+// The team of a key block: all threads of the thread block.
+template <int kThreadCount> struct WholeBlock {
+  static constexpr int kThreads = kThreadCount;
   __device__ static __forceinline__ int thread() { return threadIdx.x; }
   __device__ static __forceinline__ void sync() { __syncthreads(); }
 };
 
-// kBuffers is one more than the number of heads whose steps may be under way at a time. kHasRowPlans says that there may
-// be a row plan.
+// kBuffers is one more than the number of heads whose steps may be under way at a time. kHasRowPlans says that there
+// may be a row plan.
 template <int kKeys, int kBufferCount, bool kHasRowPlans, int kGroupKeys> struct KeyBlockShared {
   static constexpr int kBuffers = kBufferCount;
   KeyTask task;
@@ -69,7 +69,7 @@ template <int kKeys, int kBufferCount, bool kHasRowPlans, int kGroupKeys> struct
   RowRange group_rows[(kKeys + kGroupKeys - 1) / kGroupKeys];
 };
 
-// What a block of keys may need: row plans; KeySegments, to whose sums it adds gradients; or both. A block of few steps may
+// What a key block may need: row plans; KeySegments, to whose sums it adds gradients; or both. A block of few steps may
 // need segments only, is one part, and its query heads keep the same keys: its kernel would mostly wait for the rest.
 enum class KeyBlockUse { row_plans, segments, segments_and_row_plans, few_steps };
 
@@ -95,7 +95,7 @@ template <int kKeys, class Team, int kBuffers, KeyBlockUse kUse, int kGroupKeyCo
            own_task.kv_head * t.stride[2];
   }
 
-  // `clears_bias` says that the bias sums in a part's slot are cleared.
+  // `clears_bias` says that the bias sums of a part are cleared.
   __device__ void start(const KeyItem &item, bool clears_bias) {
     start(item, key_block_place(params, item.block), clears_bias);
   }
@@ -115,8 +115,8 @@ template <int kKeys, class Team, int kBuffers, KeyBlockUse kUse, int kGroupKeyCo
     for_each_key([&](int n, int r) {
       if (readable[n]) add_to_ranges(key_rows[n], r);
     });
-    if (!kSameKeys && shared.task.slot && clears_bias && params.wants_bias_sums)
-      for (int i = Team::thread(); i < params.bias_heads * kKeys; i += Team::kThreads) slot_bias()[i] = 0.0f;
+    if (!kSameKeys && shared.task.part_sums && clears_bias && params.wants_bias_sums)
+      for (int i = Team::thread(); i < params.bias_heads * kKeys; i += Team::kThreads) part_bias_sums()[i] = 0.0f;
     Team::sync();
   }
 
@@ -170,8 +170,8 @@ template <int kKeys, class Team, int kBuffers, KeyBlockUse kUse, int kGroupKeyCo
   }
 
   __device__ float *partial_sums(int which, int r) const {
-    if (kSameKeys || !shared.task.slot) return nullptr;
-    return shared.task.slot + (int64_t(which) * kKeys + r) * params.keys.slot_dim;
+    if (kSameKeys || !shared.task.part_sums) return nullptr;
+    return shared.task.part_sums + (int64_t(which) * kKeys + r) * params.keys.sum_dim;
   }
   // The sums of a key that several segments keep.
   __device__ float *segment_sums(int r) const {
@@ -180,8 +180,8 @@ template <int kKeys, class Team, int kBuffers, KeyBlockUse kUse, int kGroupKeyCo
   __device__ void write_bias_sum(int64_t head_of_group, int r, float sum) const {
     if (kSegments && shared.sum[r] >= 0)
       atomicAdd(bias_segment_sum(params.keys, shared.task.key_head, shared.sum[r]), sum);
-    else if (!kSameKeys && shared.task.slot)
-      slot_bias()[head_of_group * kKeys + r] = sum;
+    else if (!kSameKeys && shared.task.part_sums)
+      part_bias_sums()[head_of_group * kKeys + r] = sum;
     else
       store_bias_sum(params, shared.task.s, shared.task.kv_head, head_of_group, shared.key[r], sum);
   }
@@ -231,7 +231,7 @@ private:
     if (shared.bias[0][r] == -INFINITY) shared.dropping_head[0] = 0;
   }
 
-  __device__ float *slot_bias() const { return shared.task.slot + int64_t(2) * kKeys * params.keys.slot_dim; }
+  __device__ float *part_bias_sums() const { return shared.task.part_sums + int64_t(2) * kKeys * params.keys.sum_dim; }
 
   __device__ void make_task(const KeyItem &item, const KeyBlockPlace &place) const {
     const fdm_problem &p = params.p;
@@ -247,7 +247,7 @@ private:
     own_task.begin = 0;
     own_task.end = own_task.steps.count;
     if (!kSameKeys && item.parts > 1) { // divisions of 64 bits
-      // With heads inside, those of a tile of rows are steps of the same part.
+      // With heads inside, those of a row tile are steps of the same part.
       const int64_t together = own_task.heads_inside ? params.group : 1, count = own_task.steps.count / together;
       own_task.begin = count * item.part / item.parts * together;
       own_task.end = count * (item.part + 1) / item.parts * together;
@@ -256,8 +256,9 @@ private:
     own_task.words = params.plan.words;
     const bool has_unmapped_rows = kind == FDM_MASK_ROWS && !(kRowPlans && own_task.words);
     own_task.test_all = !kSameKeys && (has_unmapped_rows || !own_task.same_rows || has_rows(p.bias));
-    own_task.slot =
-        item.parts > 1 ? params.keys.slots + int64_t(item.slot + item.part) * params.keys.slot_floats : nullptr;
+    own_task.part_sums = item.parts > 1
+                             ? params.keys.part_sums + int64_t(item.stored_part + item.part) * params.keys.part_floats
+                             : nullptr;
   }
   __device__ bool goes_through_heads_inside(const KeyBlockPlace &place) const {
     const HeadsInside choice = params.keys.heads_inside;
@@ -330,8 +331,8 @@ private:
     return int32_t(uint32_t(step.tile) * tile_rows / kTileRows);
   }
 
-  // Finds this step or the first after it that may keep something. The step's buffer holds the facts of `loaded_head`, and its
-  // biases, if those of other rows differ, are those of the rows of `loaded_tile`.
+  // Finds this step or the first after it that may keep something. The step's buffer holds the facts of `loaded_head`,
+  // and its biases, if those of other rows differ, are those of the rows of `loaded_tile`.
   __device__ KeyStep find_step(KeyStep step, int32_t loaded_head, int32_t loaded_tile, int tile_rows) {
     const KeyTask &own_task = shared.task;
     if constexpr (kRowPlans)

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The elementwise work of dk, dv and the gradient of a bias that is the same for every query on a block of keys,
-// between the matrix products: from S' and dP' to P' and dS', and the epilogue. Accumulators, a key to a row, are those
-// of mma.sync and wgmma alike: kKeyTiles tiles of 16 keys to each warp.
+// The elementwise work of dk, dv and the gradient of a bias per key on a key block, between the matrix products: from
+// S' and dP' to P' and dS', and the epilogue. Accumulators, a key to a row, are those of mma.sync and wgmma alike:
+// kKeyTiles tiles of 16 keys to each warp.
 #pragma once
 
 #include <type_traits>
@@ -13,7 +13,7 @@
 
 namespace fdm::cuda {
 
-// No bias with a row for each query.
+// No bias per query.
 struct NoRowBias {};
 
 // Statistics of a tile of query rows in shared memory.
@@ -23,7 +23,7 @@ template <int kKeys, int kRows, bool kHasRowPlans> struct RowStage {
   KeyStep step;
 };
 
-// Which sums of a block of keys are added or written: dk, and dv.
+// Which sums of a key block are added or written: dk, and dv.
 struct WantedSums {
   bool keys = true, values = true;
 };
@@ -87,22 +87,22 @@ struct KeyGradients {
   }
 
   // P' of a score to base 2, to which the bias is added.
-  template <PairTests kTests> __device__ static float probability(float x, float lse, bool kept) {
+  template <PairTests kPairTests> __device__ static float probability(float x, float lse, bool kept) {
     x -= lse;
-    if constexpr (kTests == PairTests::kept_and_cut) x = ptx::min_or_nan(x, 0.0f);
+    if constexpr (kPairTests == PairTests::kept_and_cut) x = ptx::min_or_nan(x, 0.0f);
     x = ptx::exp2_approximate(x);
-    return kTests == PairTests::none || kept ? x : 0.0f;
+    return kPairTests == PairTests::none || kept ? x : 0.0f;
   }
   // dS' of a score, not yet times the derivative of the softcap. V of a key that is not kept may be anything.
-  template <PairTests kTests> __device__ static float score_gradient(float p, float dp, float delta) {
+  template <PairTests kPairTests> __device__ static float score_gradient(float p, float dp, float delta) {
     const float ds = p * (dp - delta);
-    return kTests != PairTests::none && p == 0.0f ? 0.0f : ds;
+    return kPairTests != PairTests::none && p == 0.0f ? 0.0f : ds;
   }
 
-  // Puts P' in the place of the scores, and dS' in that of the gradients, which held dP'. kTests says that some pairs
-  // may not be kept. row_bias.elements(key, row) returns the elements of a bias with a row for each query for a key
-  // and two rows of the tile.
-  template <bool kCap, PairTests kTests, class RowBias>
+  // Puts P' in the place of the scores, and dS' in that of the gradients, which held dP'. kPairTests says that some
+  // pairs may not be kept. row_bias.elements(key, row) returns the elements of a bias per query for a key and two rows
+  // of the tile.
+  template <bool kHasSoftcap, PairTests kPairTests, class RowBias>
   __device__ void make_both(const Stage &stage, float (&scores)[kKeyTiles][kRowTiles][4],
                             float (&gradients)[kKeyTiles][kRowTiles][4], const RowBias &row_bias) {
     const ScoreFactors factors(params.p);
@@ -115,7 +115,7 @@ struct KeyGradients {
         const int key = key_row(m, half);
         const float bias = keys.shared.bias[step.buffer][key];
         uint32_t bits[kWordCount];
-        if constexpr (kTests != PairTests::none)
+        if constexpr (kPairTests != PairTests::none)
           keep_bits(stage, step.tile * kTileRowCount + first_row(), step.buffer, key, bits);
         uint32_t key_shift = 0;
         if constexpr (kGeneral)
@@ -133,16 +133,16 @@ struct KeyGradients {
           for (int i = 0; i < 2; ++i) {
             float &score = scores[m][n][2 * half + i], &gradient = gradients[m][n][2 * half + i];
             bool kept = true;
-            if constexpr (kTests != PairTests::none) kept = bits[n / 4] >> (8 * (n % 4) + i) & 1;
+            if constexpr (kPairTests != PairTests::none) kept = bits[n / 4] >> (8 * (n % 4) + i) & 1;
             const float row_bias_element = i ? added.y : added.x;
             if constexpr (kGeneral) kept = kept && row_bias_element != -INFINITY;
-            if constexpr (kTests != PairTests::none && kCap)
+            if constexpr (kPairTests != PairTests::none && kHasSoftcap)
               score = kept ? score : 0.0f; // or the slope of the softcap could be NaN
-            float slope, x = factors.score<kCap>(score, bias, &slope);
+            float slope, x = factors.score<kHasSoftcap>(score, bias, &slope);
             if constexpr (kGeneral) x = with_row_bias(x, row_bias_element);
-            score = probability<kTests>(x, i ? lse.y : lse.x, kept);
+            score = probability<kPairTests>(x, i ? lse.y : lse.x, kept);
             if constexpr (kKeyGradient) {
-              const float ds = score_gradient<kTests>(score, gradient, i ? delta.y : delta.x);
+              const float ds = score_gradient<kPairTests>(score, gradient, i ? delta.y : delta.x);
               dbias[m][half] += ds;
               gradient = ds * slope;
             }
@@ -151,14 +151,14 @@ struct KeyGradients {
       }
   }
 
-  // The same in two parts, where there is no softcap: P' as soon as the scores are there, dS' when dP' is. `first` is the
-  // first row of the tile, `buffer` that of the step. row_bias.element(half, n, i) is that of this thread's pair.
-  template <PairTests kTests, class RowBias = NoRowBias>
+  // The same in two parts, where there is no softcap: P' as soon as the scores are there, dS' when dP' is. `first` is
+  // the first row of the tile, `buffer` that of the step. row_bias.element(half, n, i) is that of this thread's pair.
+  template <PairTests kPairTests, class RowBias = NoRowBias>
   __device__ void make_probabilities(const Stage &stage, int first, int buffer,
                                      float (&scores)[kKeyTiles][kRowTiles][4], const ScoreFactors &factors,
                                      const RowBias &row_bias = {}) {
     constexpr bool kHasRowBias = !std::is_same_v<RowBias, NoRowBias>;
-    static_assert(!kHasRowBias || (kTests == PairTests::kept_and_cut && kKeyTiles == 1));
+    static_assert(!kHasRowBias || (kPairTests == PairTests::kept_and_cut && kKeyTiles == 1));
 #pragma unroll
     for (int m = 0; m < kKeyTiles; ++m)
 #pragma unroll
@@ -166,7 +166,7 @@ struct KeyGradients {
         const int key = key_row(m, half);
         const float bias = keys.shared.bias[buffer][key];
         uint32_t bits[kWordCount];
-        if constexpr (kTests != PairTests::none) keep_bits(stage, first, buffer, key, bits);
+        if constexpr (kPairTests != PairTests::none) keep_bits(stage, first, buffer, key, bits);
 #pragma unroll
         for (int n = 0; n < kRowTiles; ++n) {
           const float2 lse = *reinterpret_cast<const float2 *>(&stage.lse[8 * n + accumulator_column()]);
@@ -175,13 +175,13 @@ struct KeyGradients {
             float &score = scores[m][n][2 * half + i];
             float slope;
             float x = factors.score<false>(score, bias, &slope);
-            bool kept = kTests == PairTests::none || bits[n / 4] >> (8 * (n % 4) + i) & 1;
+            bool kept = kPairTests == PairTests::none || bits[n / 4] >> (8 * (n % 4) + i) & 1;
             if constexpr (kHasRowBias) {
               const float element = row_bias.element(half, n, i);
               kept = kept && element != -INFINITY;
               x = with_row_bias(x, element);
             }
-            score = probability<kTests>(x, i ? lse.y : lse.x, kept);
+            score = probability<kPairTests>(x, i ? lse.y : lse.x, kept);
           }
         }
       }
@@ -196,7 +196,7 @@ struct KeyGradients {
         dbias[m][1] += probabilities[m][n][2] + probabilities[m][n][3];
       }
   }
-  template <PairTests kTests>
+  template <PairTests kPairTests>
   __device__ void make_score_gradients(const Stage &stage, const float (&probabilities)[kKeyTiles][kRowTiles][4],
                                        float (&gradients)[kKeyTiles][kRowTiles][4]) {
 #pragma unroll
@@ -209,7 +209,7 @@ struct KeyGradients {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             float &gradient = gradients[m][n][2 * half + i];
-            gradient = score_gradient<kTests>(probabilities[m][n][2 * half + i], gradient, i ? delta.y : delta.x);
+            gradient = score_gradient<kPairTests>(probabilities[m][n][2 * half + i], gradient, i ? delta.y : delta.x);
             dbias[m][half] += gradient;
           }
     }
@@ -228,18 +228,18 @@ struct KeyGradients {
                keep = keep_all(step.tile * kTileRowCount + first_row());
     return __any_sync(0xffffffffu, careful | tests | drops | !keep);
   }
-  template <bool kCap, class RowBias>
+  template <bool kHasSoftcap, class RowBias>
   __device__ void make(const Stage &stage, bool careful, float (&scores)[kKeyTiles][kRowTiles][4],
                        float (&gradients)[kKeyTiles][kRowTiles][4], const RowBias &row_bias) {
     if (needs_test(stage.step, careful))
-      return make_both<kCap, PairTests::kept_and_cut>(stage, scores, gradients, row_bias);
-    if constexpr (!kGeneral) make_both<kCap, PairTests::none>(stage, scores, gradients, row_bias);
+      return make_both<kHasSoftcap, PairTests::kept_and_cut>(stage, scores, gradients, row_bias);
+    if constexpr (!kGeneral) make_both<kHasSoftcap, PairTests::none>(stage, scores, gradients, row_bias);
   }
-  template <bool kCap>
+  template <bool kHasSoftcap>
   __device__ void make(const Stage &stage, bool careful, float (&scores)[kKeyTiles][kRowTiles][4],
                        float (&gradients)[kKeyTiles][kRowTiles][4]) {
     static_assert(!kGeneral);
-    make<kCap>(stage, careful, scores, gradients, nullptr);
+    make<kHasSoftcap>(stage, careful, scores, gradients, nullptr);
   }
 
   // Writes the sums of the bias gradient over the rows of a head, or of all heads that share the bias.
@@ -271,21 +271,22 @@ struct KeyGradients {
         const int key = key_row(m, half);
         if (keys.shared.key[key] < 0 || keys.shared.sum[key] < 0) continue;
         float *row = keys.segment_sums(key) + first + threadIdx.x % 4 * 4;
-        const auto add = [&](float *sums, const float (&own)[kHeadDim / 8][4]) {
+        const auto add = [&](float *sums, const float (&accumulators)[kHeadDim / 8][4]) {
 #pragma unroll
           for (int d = 0; d < kTiles; d += 2) {
-            const float (&low)[4] = own[kFirst + d], (&high)[4] = own[kFirst + d + 1];
+            const float (&low)[4] = accumulators[kFirst + d], (&high)[4] = accumulators[kFirst + d + 1];
             add_neighbours(sums + 8 * d, {low[2 * half], low[2 * half + 1], high[2 * half], high[2 * half + 1]});
           }
         };
         if (wanted.keys) add(row, dk[m]);
-        if (wanted.values) add(row + params.keys.slot_dim, dv[m]);
+        if (wanted.values) add(row + params.keys.sum_dim, dv[m]);
       }
   }
 
-  // The epilogue writes dk and dv where nothing else is added to them, and float32 partial sums otherwise: those of some
-  // tiles of sums, for the columns from `first` on. Gradients of keys that several segments of rows keep have their own
-  // sums. Those of a key that no row keeps are zeros: its sums may hold what NaN in dO makes of a probability of 0.
+  // The epilogue writes dk and dv where nothing else is added to them, and float32 partial sums otherwise: those of
+  // some tiles of sums, for the columns from `first` on. Gradients of keys that several segments of rows keep have
+  // their own sums. Those of a key that no row keeps are zeros: its sums may hold what NaN in dO makes of a probability
+  // of 0.
   template <int kFirst = 0, int kTiles = kHeadDim / 8>
   __device__ void write(int first = 0, WantedSums wanted = {}) const {
     static_assert(kFirst + kTiles <= kHeadDim / 8);
@@ -302,7 +303,7 @@ struct KeyGradients {
           if (float *partial = keys.partial_sums(which, key)) {
 #pragma unroll
             for (int d = 0; d < kTiles; ++d)
-              if (exists && first + 8 * d < params.keys.slot_dim)
+              if (exists && first + 8 * d < params.keys.sum_dim)
                 *reinterpret_cast<float2 *>(partial + first + 8 * d + accumulator_column()) =
                     blank ? float2{} : make_float2(sums[d][2 * half], sums[d][2 * half + 1]);
           } else {

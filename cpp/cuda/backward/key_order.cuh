@@ -14,8 +14,8 @@ namespace fdm::cuda {
 
 // The threads of a block order a bucket.
 template <int kThreads> struct KeyOrder {
-  static constexpr int kItems = kBucketKeys / kThreads, kChunkKeys = 256, kMaxBlocks = kBucketKeys / 32;
-  using Ranks = DigitRanks<kThreads, kItems>;
+  static constexpr int kItemsPerThread = kBucketKeys / kThreads, kChunkKeys = 256, kMaxBlocks = kBucketKeys / 32;
+  using Ranks = DigitRanks<kThreads, kItemsPerThread>;
   static_assert(kBucketKeys % kThreads == 0 && kBucketKeys / kChunkKeys <= Ranks::kDigits);
 
   struct Shared {
@@ -42,12 +42,12 @@ template <int kThreads> struct KeyOrder {
       shared.past[threadIdx.x] = -1;
     }
     sort_by_end(plan.kept_end + base, count, static_cast<uint32_t>(s.q_count));
-    uint32_t chunk[kItems], rank[kItems];
+    uint32_t chunk[kItemsPerThread], rank[kItemsPerThread];
 #pragma unroll
-    for (int i = 0; i < kItems; ++i) chunk[i] = shared.chunk[i * kThreads + threadIdx.x];
+    for (int i = 0; i < kItemsPerThread; ++i) chunk[i] = shared.chunk[i * kThreads + threadIdx.x];
     shared.ranks.rank(chunk, rank);
 #pragma unroll
-    for (int i = 0; i < kItems; ++i) {
+    for (int i = 0; i < kItemsPerThread; ++i) {
       const int32_t position = i * kThreads + static_cast<int32_t>(threadIdx.x);
       if (position >= count) continue;
       const KeyRows rows{plan.kept_index[base + position], plan.kept_start[base + position],
@@ -67,9 +67,9 @@ template <int kThreads> struct KeyOrder {
 private:
   // Finds the chunk of each position. Those past the last key come last.
   __device__ void sort_by_end(const int32_t *end, int32_t count, uint32_t queries) const {
-    uint64_t item[kItems];
+    uint64_t item[kItemsPerThread];
 #pragma unroll
-    for (int i = 0; i < kItems; ++i) {
+    for (int i = 0; i < kItemsPerThread; ++i) {
       const int32_t position = i * kThreads + static_cast<int32_t>(threadIdx.x);
       const uint32_t left = position < count ? queries - static_cast<uint32_t>(end[position]) : queries;
       item[i] = static_cast<uint64_t>(left) * kBucketKeys + position;
@@ -79,7 +79,7 @@ private:
     static_assert(1 << kPositionBits == kBucketKeys);
     shared.ranks.sort(item, shared.items, kPositionBits, kPositionBits + bits);
 #pragma unroll
-    for (int i = 0; i < kItems; ++i)
+    for (int i = 0; i < kItemsPerThread; ++i)
       shared.chunk[item[i] % kBucketKeys] = static_cast<uint8_t>((i * kThreads + threadIdx.x) / kChunkKeys);
     __syncthreads();
   }

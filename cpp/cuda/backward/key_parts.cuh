@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Into how many parts a block of keys is divided, and in which order the parts of all blocks come. Called by the block of
-// threads of key_schedule.cu.
+// Into how many parts a key block is divided, and in which order the parts of all blocks come. Called by the thread
+// block of key_schedule.cu.
 #pragma once
 
 #include "../tile/block_scan.cuh"
@@ -8,7 +8,7 @@
 
 namespace fdm::cuda {
 
-// About how many parts the work of all blocks of keys is divided into, and the fewest steps of one.
+// About how many parts the work of all key blocks is divided into, and the fewest steps of one.
 constexpr int64_t kWantedItems = kRouteTable.items, kShortestPart = kRouteTable.part_steps;
 // Steps of a block are counted up to this, so that sums of a few of them fit 32 bits.
 constexpr int32_t kStepLimit = 1 << 29;
@@ -21,13 +21,13 @@ __device__ __forceinline__ int32_t part_count(int32_t steps, int32_t length) {
 
 // Lengths of parts to choose from: so that there is one for each SM, or three for every two SMs, and so on.
 struct LengthChoice {
-  static constexpr int kCount = 8;
+  static constexpr int kLengths = 8;
   // A part's prologue and its partial sums take about as long as so many steps (seen on an H100).
   static constexpr int32_t kPartSteps = 8;
-  int32_t length, parts, slots, longest, shortest;
+  int32_t length, parts, stored_parts, longest, shortest;
 
-  // About how many steps an SM goes through until all are done. Parts come longest first, so SMs are idle in the end for
-  // no longer than the shortest takes, and not at all where the last round of parts is full.
+  // About how many steps an SM goes through until all are done. Parts come longest first, so SMs are idle in the end
+  // for no longer than the shortest takes, and not at all where the last round of parts is full.
   __device__ int64_t time(int64_t all_steps, int32_t sms) const {
     const int64_t idle = int64_t((parts + sms - 1) / sms) * sms - parts;
     const int64_t lost = min64(idle * all_steps / parts, int64_t(sms) * shortest);
@@ -36,34 +36,34 @@ struct LengthChoice {
 };
 
 struct LengthChoices {
-  LengthChoice choices[LengthChoice::kCount];
+  LengthChoice choices[LengthChoice::kLengths];
   int32_t best;
 
-  // Returns the length with which the SMs should end first, among those that there are slots for; 0: there is none. All
-  // threads of the block call this.
+  // Returns the length with which the SMs should end first, among those whose parts can be stored; 0: there is none.
+  // All threads of the block call this.
   template <class ForEachBlock>
   __device__ int32_t choose(const KeyWork &keys, int64_t all_steps, const ForEachBlock &for_each_block) {
-    constexpr int kCount = LengthChoice::kCount;
+    constexpr int kLengths = LengthChoice::kLengths;
     const int n = int(threadIdx.x);
-    if (n < kCount) {
+    if (n < kLengths) {
       const int64_t length = ceil_div(2 * all_steps, int64_t(n + 2) * keys.sms);
       choices[n] = {int32_t(max64(kShortestPart, min64(kStepLimit, length))), 0, 0, 0, INT32_MAX};
     }
     __syncthreads();
-    LengthChoice own[kCount];
+    LengthChoice thread_choices[kLengths];
 #pragma unroll
-    for (LengthChoice &choice : own) choice = {0, 0, 0, 0, INT32_MAX};
+    for (LengthChoice &choice : thread_choices) choice = {0, 0, 0, 0, INT32_MAX};
     for_each_block([&](int64_t, int32_t steps) {
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) add(own[i], steps, choices[i].length);
+      for (int i = 0; i < kLengths; ++i) add(thread_choices[i], steps, choices[i].length);
     });
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) add_warp(choices[i], own[i]);
+    for (int i = 0; i < kLengths; ++i) add_warp(choices[i], thread_choices[i]);
     __syncthreads();
     if (warp_id() == 0) {
       uint32_t time = UINT32_MAX;
-      const LengthChoice choice = choices[min(n, kCount - 1)];
-      if (n < kCount && choice.parts > 0 && choice.slots <= keys.slot_count)
+      const LengthChoice choice = choices[min(n, kLengths - 1)];
+      if (n < kLengths && choice.parts > 0 && choice.stored_parts <= keys.stored_parts)
         time = uint32_t(min64(UINT32_MAX - 1, choice.time(all_steps, keys.sms)));
       const uint32_t least = __reduce_min_sync(kAllLanes, time), lanes = __ballot_sync(kAllLanes, time == least);
       if (n == __ffs(lanes) - 1) best = least == UINT32_MAX ? 0 : choice.length;
@@ -73,31 +73,32 @@ struct LengthChoices {
   }
 
 private:
-  __device__ static void add(LengthChoice &own, int32_t steps, int32_t length) {
+  __device__ static void add(LengthChoice &choice, int32_t steps, int32_t length) {
     const int32_t parts = part_count(steps, length);
     if (parts == 0) return;
     const int32_t each = (steps + parts - 1) / parts;
-    own.parts += parts;
-    if (parts > 1) own.slots += parts;
-    own.longest = max(own.longest, each);
-    own.shortest = min(own.shortest, each);
+    choice.parts += parts;
+    if (parts > 1) choice.stored_parts += parts;
+    choice.longest = max(choice.longest, each);
+    choice.shortest = min(choice.shortest, each);
   }
-  __device__ static void add_warp(LengthChoice &choice, const LengthChoice &own) {
-    const int32_t parts = __reduce_add_sync(kAllLanes, own.parts), slots = __reduce_add_sync(kAllLanes, own.slots);
-    const int32_t longest = __reduce_max_sync(kAllLanes, own.longest);
-    const int32_t shortest = __reduce_min_sync(kAllLanes, own.shortest);
+  __device__ static void add_warp(LengthChoice &choice, const LengthChoice &lane_choice) {
+    const int32_t parts = __reduce_add_sync(kAllLanes, lane_choice.parts),
+                  stored_parts = __reduce_add_sync(kAllLanes, lane_choice.stored_parts);
+    const int32_t longest = __reduce_max_sync(kAllLanes, lane_choice.longest);
+    const int32_t shortest = __reduce_min_sync(kAllLanes, lane_choice.shortest);
     if (lane_id() > 0 || parts == 0) return;
     atomicAdd(&choice.parts, parts);
-    atomicAdd(&choice.slots, slots);
+    atomicAdd(&choice.stored_parts, stored_parts);
     atomicMax(&choice.longest, longest);
     atomicMin(&choice.shortest, shortest);
   }
 };
 
-// In which order parts come. The longest come first. Where all blocks go through the rows from the last tile on, the sums of
-// dQ that blocks add to at a time should be of few rows, which then stay in L2: with a mask of keys, heads come one after
-// the other, as many at a time as have blocks for all SMs; or, where these are nearly all heads and most blocks are
-// divided, the last rows come first.
+// In which order parts come. The longest come first. Where all blocks go through the rows from the last tile on, the
+// sums of dQ that blocks add to at a time should be of few rows, which then stay in L2: with a key mask, heads come one
+// after the other, as many at a time as have blocks for all SMs; or, where these are nearly all heads and most blocks
+// are divided, the last rows come first.
 struct PartOrder {
   static constexpr int kLengths = 64, kPlaces = 16, kClasses = kPlaces * kLengths; // that are told apart
 
@@ -109,8 +110,8 @@ struct PartOrder {
       : length(part_length) {
     const KeyWork &keys = params.keys;
     if (keys.heads_inside != HeadsInside::all || !keys.listed || is_varlen(params.p) || existing_blocks == 0) return;
-    // A third more than SMs, so that there are some left when the first end. With two such groups of heads, SMs would end
-    // further apart (seen on an H100).
+    // A third more than SMs, so that there are some left when the first end. With two such groups of heads, SMs would
+    // end further apart (seen on an H100).
     const int64_t wanted = ceil_div(int64_t(keys.heads) * (keys.sms + keys.sms / 3), existing_blocks);
     const int64_t together = max64(wanted, ceil_div(keys.heads, kPlaces));
     if (ceil_div(keys.heads, together) > 2)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The blocks of keys of the key-stationary kernel: which keys, and which rows keep them.
+// The key blocks of the key-stationary kernel: which keys, and which rows keep them.
 #pragma once
 
 #include "../tile/products.cuh"
@@ -13,7 +13,7 @@ FDM_INLINE int64_t ordered_position(const KeyWork &keys, int32_t block) {
   return int64_t(block % keys.buckets) * kBucketKeys + int64_t(block / keys.buckets) * keys.block_keys;
 }
 
-// A block of keys of one key/value head of a sequence.
+// A key block of one KV head of a sequence.
 struct KeyBlockPlace {
   Sequence s;
   int64_t sequence_index, kv_head;
@@ -50,7 +50,8 @@ struct BlockOfHead {
   }
 };
 
-// The segments of a list and a sequence: their numbers, among those of all lists, and the sums of keys that several keep.
+// The segments of a list and a sequence: their numbers, among those of all lists, and the sums of keys that several
+// keep.
 struct ListSegments {
   int64_t first;
   int32_t count, first_sum, past_sums;
@@ -82,7 +83,7 @@ struct ListSegments {
     const int32_t room = keys.segments.blocks * keys.block_keys;
     bool overflows = false;
 #pragma unroll 1 // most often once
-    for (int n = threadIdx.x % 32; n < count; n += 32) overflows |= keys.segments.live[first + n] > room;
+    for (int n = threadIdx.x % 32; n < count; n += 32) overflows |= keys.segments.kept[first + n] > room;
     return __any_sync(0xffffffffu, overflows);
   }
 };
@@ -98,8 +99,8 @@ struct SegmentPlace {
   __device__ SegmentPlace(const BackwardParams &params, uint32_t head, int32_t number) : segment(number) {
     const fdm_problem &p = params.p;
     if (is_varlen(p)) {
-      const NumberedPart part =
-          numbered_part(p, number, params.keys.segments.rows, [](const Sequence &own) { return own.q_begin; });
+      const NumberedPart part = numbered_part(p, number, params.keys.segments.rows,
+                                              [](const Sequence &candidate) { return candidate.q_begin; });
       sequence_index = part.sequence_index;
       segment = static_cast<int32_t>(part.part);
       kv_head = head;
@@ -133,22 +134,22 @@ __device__ __forceinline__ KeyBlockPlace place_in_segment(const BackwardParams &
     rank = block / count;
     from_last = block - rank * count;
   }
-  const SegmentPlace own(params, together.first + head, static_cast<int32_t>(count - 1 - from_last));
+  const SegmentPlace segment_place(params, together.first + head, static_cast<int32_t>(count - 1 - from_last));
   KeyBlockPlace place{};
-  place.s = own.s;
-  place.sequence_index = own.sequence_index;
-  place.kv_head = own.kv_head;
+  place.s = segment_place.s;
+  place.sequence_index = segment_place.sequence_index;
+  place.kv_head = segment_place.kv_head;
   place.rows = {0, -1, 0, 0};
-  const ListSegments of_list(params, own.s, own.sequence_index, own.list);
-  if (!of_list.have(own.segment)) return place;
-  place.block = static_cast<int32_t>(rank) * of_list.count + of_list.count - 1 - own.segment;
-  place.list_sequence = list_sequence(params.p, own.list, own.sequence_index);
-  const int64_t segment = of_list.first + own.segment;
+  const ListSegments of_list(params, segment_place.s, segment_place.sequence_index, segment_place.list);
+  if (!of_list.have(segment_place.segment)) return place;
+  place.block = static_cast<int32_t>(rank) * of_list.count + of_list.count - 1 - segment_place.segment;
+  place.list_sequence = list_sequence(params.p, segment_place.list, segment_place.sequence_index);
+  const int64_t segment = of_list.first + segment_place.segment;
   place.rows = segments.order[segment * segments.blocks + rank];
   place.in_key_order = of_list.overflow(keys);
   if (place.in_key_order) {
     const int64_t position = int64_t(place.block) * keys.block_keys;
-    place.first_key = own.list * params.plan.list_keys + own.s.k_begin + position;
+    place.first_key = segment_place.list * params.plan.list_keys + segment_place.s.k_begin + position;
     place.keys = params.plan.kept_count[place.list_sequence] - position;
     place.rows = {0, place.keys > 0 ? static_cast<int32_t>(place.s.q_count) : -1};
     return place;
@@ -160,7 +161,7 @@ __device__ __forceinline__ KeyBlockPlace place_in_segment(const BackwardParams &
 
 // The sums of a key of a head, counted over sequences unless these are packed.
 FDM_INLINE float *key_segment_sums(const KeyWork &keys, int64_t head, int32_t sum) {
-  return keys.segments.sums + (head * keys.segments.most_sums + sum) * 2 * keys.slot_dim;
+  return keys.segments.sums + (head * keys.segments.most_sums + sum) * 2 * keys.sum_dim;
 }
 FDM_INLINE float *bias_segment_sum(const KeyWork &keys, int64_t head, int32_t sum) {
   return keys.segments.bias_sums + head * keys.segments.most_sums + sum;
@@ -171,10 +172,10 @@ __device__ __forceinline__ KeyBlockPlace key_block_place(const BackwardParams &p
   if (params.keys.segments.rows > 0) return place_in_segment(params, static_cast<uint32_t>(number));
   const fdm_problem &p = params.p;
   KeyBlockPlace place{};
-  const BlockOfHead own(params.keys, static_cast<uint32_t>(number));
-  place.block = static_cast<int32_t>(own.block);
-  place.sequence_index = quotient(own.head, p.kv_heads);
-  place.kv_head = own.head - place.sequence_index * p.kv_heads;
+  const BlockOfHead block_of_head(params.keys, static_cast<uint32_t>(number));
+  place.block = static_cast<int32_t>(block_of_head.block);
+  place.sequence_index = quotient(block_of_head.head, p.kv_heads);
+  place.kv_head = block_of_head.head - place.sequence_index * p.kv_heads;
   place.s = sequence(p, place.sequence_index);
   if (!params.keys.listed) return place;
   const Plan &plan = params.plan;
@@ -256,13 +257,13 @@ __device__ __forceinline__ bool find_small_block(const BackwardParams &params, u
     place = place_in_segment(params, number);
     return place.rows.past >= place.rows.first;
   }
-  const BlockOfHead own(keys, number);
-  place = small_block_of_head(params, own.head, own.block);
+  const BlockOfHead block_of_head(keys, number);
+  place = small_block_of_head(params, block_of_head.head, block_of_head.block);
   return int64_t(place.block) * keys.block_keys < params.p.keys;
 }
 
-// The item of a block of threads. Without a schedule the blocks of keys come one after the other, each with its parts;
-// those that have no keys are left out.
+// The item of a thread block. Without a schedule the key blocks come one after the other, each with its parts; those
+// that have no keys are left out.
 __device__ __forceinline__ bool has_key_item(const BackwardParams &params, int64_t number) {
   const KeyWork &keys = params.keys;
   if (keys.parts == 0) return number < *keys.item_count;

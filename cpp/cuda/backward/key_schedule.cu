@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Divides the work of the key-stationary kernel. Blocks of keys with many more steps than the average are divided into
+// Divides the work of the key-stationary kernel. Key blocks with many more steps than the average are divided into
 // parts: otherwise a few heads or a few long intervals would leave most of the chip idle. Parts come in an order with
 // which all SMs end at about the same time (key_parts.cuh).
 //
-// How many keys are kept is known on the device only, so the division is made there. It depends on the problem alone, and
-// for kernels that add to dQ in no fixed order also on the number of SMs; the order of parts of a class, and the slot of a
-// block's partial sums, may differ, and change no result.
+// How many keys are kept is known on the device only, so the division is made there. It depends on the problem alone,
+// and for kernels that add to dQ in no fixed order also on the number of SMs; the order of parts of a class, and where
+// the sums of a block's parts are stored, may differ, and change no result.
 #include <cuda_runtime.h>
 
 #include "../host/launch.cuh"
@@ -26,21 +26,21 @@ template <class Function>
 __device__ void for_each_packed_block(const BackwardParams &params, const Function &function) {
   const KeyWork &keys = params.keys;
   const int together = keys.blocks >= 8 ? 8 : keys.blocks >= 4 ? 4 : keys.blocks >= 2 ? 2 : 1; // a divisor of kThreads
-  const int32_t own = int32_t(threadIdx.x) % together, stride = keys.listed ? keys.buckets : 1;
+  const int32_t first_lane = int32_t(threadIdx.x) % together, stride = keys.listed ? keys.buckets : 1;
   for (int32_t head = int32_t(threadIdx.x) / together; head < keys.heads; head += kThreads / together) {
     const KeyBlockPlace place = key_block_place(params, head);
     const auto count = int32_t(keys.listed ? params.plan.kept_count[place.list_sequence] : place.s.k_count);
     const int32_t bucket_keys = keys.listed ? min(count, kBucketKeys) : count;
     const int32_t buckets = keys.listed ? min(stride, (count + kBucketKeys - 1) / kBucketKeys) : 1;
     const int32_t past = buckets * ((bucket_keys + keys.block_keys - 1) / keys.block_keys);
-    for (int32_t n = own; n < past; n += together)
+    for (int32_t n = first_lane; n < past; n += together)
       function(int64_t(n / buckets * stride + n % buckets) * keys.heads + head);
   }
 }
 
 __global__ void __launch_bounds__(kThreads, 1) schedule_keys(const __grid_constant__ BackwardParams params) {
   __shared__ unsigned long long all;
-  __shared__ int32_t existing, slots, classes[PartOrder::kClasses], known_steps[kKnownBlocks];
+  __shared__ int32_t existing, stored_parts, classes[PartOrder::kClasses], known_steps[kKnownBlocks];
   __shared__ BlockSum<kThreads> sum;
   __shared__ LengthChoices lengths;
   ptx::start_dependents();
@@ -80,19 +80,19 @@ __global__ void __launch_bounds__(kThreads, 1) schedule_keys(const __grid_consta
   int32_t length = few ? lengths.choose(keys, all_steps, for_each_block) : 0;
   const bool chosen = length > 0;
   if (!chosen) length = int32_t(max64(kShortestPart, min64(kStepLimit, ceil_div(all_steps, kWantedItems))));
-  // Without a chosen length, parts grow longer until there are slots for all of them.
+  // Without a chosen length, parts grow longer until all of them can be stored.
   for (int tries = 0; !chosen && tries < kTries; ++tries) {
     __syncthreads();
-    if (threadIdx.x == 0) slots = 0;
+    if (threadIdx.x == 0) stored_parts = 0;
     __syncthreads();
-    int32_t own_slots = 0;
+    int32_t thread_stored_parts = 0;
     for_each_block([&](int64_t, int32_t steps) {
       const int32_t parts = part_count(steps, length);
-      if (parts > 1) own_slots += parts;
+      if (parts > 1) thread_stored_parts += parts;
     });
-    if (own_slots) atomicAdd(&slots, own_slots);
+    if (thread_stored_parts) atomicAdd(&stored_parts, thread_stored_parts);
     __syncthreads();
-    if (slots <= keys.slot_count) break;
+    if (stored_parts <= keys.stored_parts) break;
     length += length / 8;
   }
 
@@ -111,15 +111,15 @@ __global__ void __launch_bounds__(kThreads, 1) schedule_keys(const __grid_consta
   if (threadIdx.x == 0) {
     // Bounds of packed sequences that overlap would make more items than there is room for.
     *keys.item_count = min(int32_t(items), keys.max_items);
-    slots = 0;
+    stored_parts = 0;
   }
   __syncthreads();
   for_each_block([&](int64_t block, int32_t steps) {
     const int32_t parts = part_count(steps, length);
-    const int32_t slot = parts > 1 ? atomicAdd(&slots, parts) : 0;
+    const int32_t stored_part = parts > 1 ? atomicAdd(&stored_parts, parts) : 0;
     for (int32_t part = 0; part < parts; ++part) {
       const int32_t item = atomicAdd(&classes[order.class_of(keys, block, steps, parts, part)], 1);
-      if (item < keys.max_items) keys.items[item] = {int32_t(block), part, parts, slot};
+      if (item < keys.max_items) keys.items[item] = {int32_t(block), part, parts, stored_part};
     }
   });
   if (!keys.listed) ptx::wait_for_kernel_ahead();

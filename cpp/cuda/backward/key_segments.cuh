@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Orders the keys that each segment of rows keeps, so that the keys of a block are kept by the same rows.
 //
-// After a selection of w keys, n rows in a row keep at most w + n - 1 keys together. A block of keys, each of which is
-// kept for a different time, has many pairs of rows and keys that are not kept. Within a segment of about w rows most
-// keys are kept by all rows or only begin or only end there: ordered by that, the pairs computed are 1.15 times those
-// that are kept, where blocks over all rows compute 1.6 times as many (simulated: N 8192, w 1024, random biases).
+// After a selection of w keys, n rows in a row keep at most w + n - 1 keys together. A key block, each of which is kept
+// for a different time, has many pairs of rows and keys that are not kept. Within a segment of about w rows most keys
+// are kept by all rows or only begin or only end there: ordered by that, the pairs computed are 1.15 times those that
+// are kept, where blocks over all rows compute 1.6 times as many (simulated: N 8192, w 1024, random biases).
 //
-// Gradients of keys that several segments keep are sums over blocks of threads, added in no fixed order.
+// Gradients of keys that several segments keep are sums over thread blocks, added in no fixed order.
 #pragma once
 
 #include "../tile/block_scan.cuh"
@@ -14,22 +14,22 @@
 
 namespace fdm::cuda {
 
-// A block of threads orders the keys of a segment, and clears the sums of keys of a head that begin there.
+// A thread block orders the keys of a segment, and clears the sums of keys of a head that begin there.
 template <int kThreads> struct SegmentOrder {
-  static constexpr int kItems = 2, kStep = kThreads * kItems, kClasses = 256;
+  static constexpr int kItemsPerThread = 2, kStep = kThreads * kItemsPerThread, kClasses = 256;
   static_assert(kClasses <= kThreads);
 
   struct Shared {
-    BlockRanks<kThreads, kItems> ranks;
+    BlockRanks<kThreads, kItemsPerThread> ranks;
     BlockSum<kThreads> sum;
     uint32_t places[kClasses];
-    int32_t low[kThreads], high[kThreads]; // the rows of each block of keys
+    int32_t low[kThreads], high[kThreads]; // the rows of each key block
   };
 
   // Keys of a list, some of them for each thread.
   struct Step {
-    KeyRows rows[kItems];
-    uint32_t own_class[kItems]; // kClasses: the segment does not keep the key
+    KeyRows rows[kItemsPerThread];
+    uint32_t own_class[kItemsPerThread]; // kClasses: the segment does not keep the key
   };
 
   const BackwardParams &params;
@@ -53,19 +53,19 @@ template <int kThreads> struct SegmentOrder {
     const Sequence &s = place.s;
     list = static_cast<int32_t>(place.list);
     number = list * segments.count + of_list;
-    const ListSegments own(params, s, place.sequence_index, list);
+    const ListSegments list_segments(params, s, place.sequence_index, list);
     const fdm_tensor &t = list_tensor(p);
     writes = (t.shape[0] > 1 || s.batch == 0) && (t.shape[1] > 1 || place.kv_head == 0);
     sequence_number = static_cast<int32_t>(list_sequence(p, list, place.sequence_index));
     base = list * params.plan.list_keys + s.k_begin;
-    const bool exists = own.have(place.segment);
+    const bool exists = list_segments.have(place.segment);
     kept = exists ? params.plan.kept_count[sequence_number] : 0;
     first = exists ? place.segment * segments.rows : 0;
     past = exists ? static_cast<int32_t>(min64(s.q_count, int64_t(first) + segments.rows)) : 0;
     visible = static_cast<int32_t>(is_causal(p) ? min64(s.k_count, past + s.causal_off) : s.k_count);
-    first_sum = own.first_sum;
-    past_sums = own.past_sums;
-    last = exists && place.segment == own.count - 1;
+    first_sum = list_segments.first_sum;
+    past_sums = list_segments.past_sums;
+    last = exists && place.segment == list_segments.count - 1;
   }
 
   __device__ void run() const {
@@ -75,27 +75,27 @@ template <int kThreads> struct SegmentOrder {
     shared.high[threadIdx.x] = first - 1;
     const bool once = kept <= kStep; // such a list is loaded once, and its keys claim their places at once
     Step step;
-    uint32_t place[kItems];
+    uint32_t place[kItemsPerThread];
     int32_t sums = first_sum;
     for (int32_t start = 0; has_step(start); start += kStep) {
       sums += load(step, start, sums);
 #pragma unroll
-      for (int i = 0; i < kItems; ++i) place[i] = step.own_class[i] < kClasses ? claim(step.own_class[i]) : 0;
+      for (int i = 0; i < kItemsPerThread; ++i) place[i] = step.own_class[i] < kClasses ? claim(step.own_class[i]) : 0;
     }
     __syncthreads();
-    uint32_t live;
-    const uint32_t own = threadIdx.x < kClasses ? shared.places[threadIdx.x] : 0;
-    const uint32_t before = shared.sum.exclusive(own, &live);
+    uint32_t kept;
+    const uint32_t class_keys = threadIdx.x < kClasses ? shared.places[threadIdx.x] : 0;
+    const uint32_t before = shared.sum.exclusive(class_keys, &kept);
     if (threadIdx.x < kClasses) shared.places[threadIdx.x] = before;
     __syncthreads();
     const int32_t room = segments.blocks * params.keys.block_keys;
-    bool fits = static_cast<int32_t>(live) <= room;
+    bool fits = static_cast<int32_t>(kept) <= room;
     KeyRows *ordered = params.keys.ordered + int64_t(number) * room;
     sums = once ? sums : first_sum;
     for (int32_t start = 0; has_step(start); start += kStep) {
       if (!once) sums += load(step, start, sums);
 #pragma unroll
-      for (int i = 0; i < kItems; ++i) {
+      for (int i = 0; i < kItemsPerThread; ++i) {
         const KeyRows &rows = step.rows[i];
         const bool begins = rows.key >= 0 && rows.start >= first && rows.start < past;
         clear_sums(rows, begins);
@@ -109,10 +109,10 @@ template <int kThreads> struct SegmentOrder {
     fits = __syncthreads_and(fits);
     if (!writes) return;
     if (threadIdx.x == 0) {
-      segments.live[number] = fits ? static_cast<int32_t>(live) : INT32_MAX;
+      segments.kept[number] = fits ? static_cast<int32_t>(kept) : INT32_MAX;
       if (last) segments.sum_count[sequence_number] = sums - first_sum;
     }
-    if (fits) order_blocks(static_cast<int32_t>(live), segments.order + int64_t(number) * segments.blocks);
+    if (fits) order_blocks(static_cast<int32_t>(kept), segments.order + int64_t(number) * segments.blocks);
   }
 
 private:
@@ -136,15 +136,15 @@ private:
     return start < kept && (start == 0 || params.plan.kept_index[base + start] < visible);
   }
 
-  // Loads the keys of a step, before which so many have sums. Returns how many of these do: several segments keep them. All
-  // threads call it.
+  // Loads the keys of a step, before which so many have sums. Returns how many of these do: several segments keep them.
+  // All threads call it.
   __device__ int32_t load(Step &step, int32_t start, int32_t sums) const {
     const Plan &plan = params.plan;
     const int shift = __ffs(params.keys.segments.rows) - 1; // a power of two
-    bool several[kItems];
-    uint32_t rank[kItems];
+    bool several[kItemsPerThread];
+    uint32_t rank[kItemsPerThread];
 #pragma unroll
-    for (int i = 0; i < kItems; ++i) {
+    for (int i = 0; i < kItemsPerThread; ++i) {
       const int32_t n = start + i * kThreads + static_cast<int32_t>(threadIdx.x);
       KeyRows &rows = step.rows[i];
       rows = {-1, 0, 0, -1};
@@ -154,7 +154,7 @@ private:
     }
     const auto total = static_cast<int32_t>(shared.ranks.rank(several, rank));
 #pragma unroll
-    for (int i = 0; i < kItems; ++i)
+    for (int i = 0; i < kItemsPerThread; ++i)
       if (several[i]) step.rows[i].sum = sums + static_cast<int32_t>(rank[i]);
     return total;
   }
@@ -173,23 +173,23 @@ private:
     for (; wanting; wanting &= wanting - 1) {
       const int32_t sum = __shfl_sync(kAllLanes, rows.sum, __ffs(wanting) - 1);
       auto *row = reinterpret_cast<float4 *>(key_segment_sums(params.keys, head, sum));
-      for (int n = lane_id(); n < params.keys.slot_dim / 2; n += 32) row[n] = float4{};
+      for (int n = lane_id(); n < params.keys.sum_dim / 2; n += 32) row[n] = float4{};
       if (lane_id() == 0) *bias_segment_sum(params.keys, head, sum) = 0.0f;
     }
   }
 
   // Writes the blocks in the order of their lengths.
-  __device__ void order_blocks(int32_t live, SegmentBlock *order) const {
+  __device__ void order_blocks(int32_t kept, SegmentBlock *order) const {
     const int32_t size = params.keys.block_keys, count = params.keys.segments.blocks;
-    const auto own = static_cast<int32_t>(threadIdx.x);
-    if (own >= count) return;
-    const int32_t low = shared.low[own], high = shared.high[own];
+    const auto block = static_cast<int32_t>(threadIdx.x);
+    if (block >= count) return;
+    const int32_t low = shared.low[block], high = shared.high[block];
     int32_t rank = 0;
     for (int32_t n = 0; n < count; ++n) {
       const int32_t longer = (shared.high[n] - shared.low[n]) - (high - low);
-      rank += longer > 0 || (longer == 0 && n < own);
+      rank += longer > 0 || (longer == 0 && n < block);
     }
-    order[rank] = {low, high, own, min(size, live - own * size)};
+    order[rank] = {low, high, block, min(size, kept - block * size)};
   }
 };
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Sums the parts of the blocks of keys that were divided, and writes dk, dv and the sums of the bias gradient.
+// Sums the parts of the key blocks that were divided, and writes dk, dv and the sums of the bias gradient.
 #include <cuda_runtime.h>
 
 #include "../tile/sum_parts.cuh"
@@ -8,7 +8,8 @@
 namespace fdm::cuda {
 namespace {
 
-// A slot has dk and dv, [keys of a block][slot_dim] each, then [head of the bias][keys of a block]: four neighbours at a time.
+// A stored part has dk and dv, [keys of a block][sum_dim] each, then [head of the bias][keys of a block]: four
+// neighbours at a time.
 struct DividedBlocks {
   using Params = BackwardParams;
   using Value = float4;
@@ -26,12 +27,12 @@ struct DividedBlocks {
     const KeyItem item = key_item(keys, int32_t(number));
     if (item.parts <= 1 || item.part != 0 || !has_key_item(params, number)) return false;
     place = key_block_place(params, item.block);
-    const float *first = keys.slots + int64_t(item.slot) * keys.slot_floats;
-    parts = {first, first + keys.slot_floats, keys.slot_floats, item.parts};
+    const float *first = keys.part_sums + int64_t(item.stored_part) * keys.part_floats;
+    parts = {first, first + keys.part_floats, keys.part_floats, item.parts};
     return true;
   }
 
-  __device__ int quads() const { return keys.slot_dim / 4; }
+  __device__ int quads() const { return keys.sum_dim / 4; }
   __device__ int row_quads() const { return 2 * keys.block_keys * quads(); } // of dk and dv
   __device__ int values() const {
     return row_quads() + (params.wants_bias_sums ? params.bias_heads * keys.block_keys / 4 : 0);

@@ -69,15 +69,15 @@ struct RowResult {
 // Whether all rows can be read 16 bytes at a time.
 enum class RowAlignment { none, aligned };
 
-// How the rows are divided: blocks of threads go through units of rows together. A thread has the first row of a unit by
+// How the rows are divided: thread blocks go through units of rows together. A thread has the first row of a unit by
 // its number; the steps lead from there to its next row of the unit, and to its first one of the block's next unit.
 struct StatisticsWork {
   int32_t units, blocks;
   HeadRow first, row_step, unit_step;
 };
 
-// Some rows of dO and O, of each of which kLanes threads have a part: eight elements of each row where rows are aligned,
-// else one, and what follows kLanes such parts later.
+// Some rows of dO and O, of each of which kLanes threads have a part: eight elements of each row where rows are
+// aligned, else one, and what follows kLanes such parts later.
 template <class Work, int kLanes, RowAlignment kAlignment> struct StatisticsRows {
   using Params = typename Work::Params;
   static constexpr bool kAligned = kAlignment == RowAlignment::aligned;
@@ -114,10 +114,10 @@ template <class Work, int kLanes, RowAlignment kAlignment> struct StatisticsRows
     const int d = lane() * kStep;
 #pragma unroll
     for (int n = 0; n < kRows; ++n) {
-      const bool own = row[n].batch < Work::past_batch(params), read = own && d < p.head_dim;
+      const bool has_row = row[n].batch < Work::past_batch(params), read = has_row && d < p.head_dim;
       dout[n] = read ? load_part(a.dout, row[n], d) : Part{};
       out[n] = read ? load_part(a.out, row[n], d) : Part{};
-      lse[n] = own ? load_value(a.lse, row[n]) : INFINITY;
+      lse[n] = has_row ? load_value(a.lse, row[n]) : INFINITY;
     }
   }
 
@@ -125,7 +125,7 @@ template <class Work, int kLanes, RowAlignment kAlignment> struct StatisticsRows
   __device__ RowResult result(const Params &params) const {
     const fdm_backward_args &a = Work::args(params);
     const int64_t head_dim = Work::problem(params).head_dim;
-    RowResult own{row[0], lse[0], 0.0f};
+    RowResult lane_result{row[0], lse[0], 0.0f};
     const bool has_rests =
         present(a.out_rest); // loaded no sooner, since calls without it have better uses of registers
     const auto dot = [&](const Part &dout, const Part &out, const HeadRow &row, int d, float sum) {
@@ -142,9 +142,9 @@ template <class Work, int kLanes, RowAlignment kAlignment> struct StatisticsRows
         if (row[n].batch < Work::past_batch(params))
           sum = dot(load_part(a.dout, row[n], d), load_part(a.out, row[n], d), row[n], d, sum);
       sum = row_total<kLanes>(sum);
-      if (lane() == n) own = {row[n], lse[n], sum};
+      if (lane() == n) lane_result = {row[n], lse[n], sum};
     }
-    return own;
+    return lane_result;
   }
 
 private:
@@ -157,7 +157,7 @@ private:
   }
 };
 
-// While a block of threads writes the statistics of a unit, the loads of its next one are under way.
+// While a thread block writes the statistics of a unit, the loads of its next one are under way.
 template <class Work, int kLanes, RowAlignment kAlignment>
 __device__ void make_statistics(const typename Work::Params &params, const StatisticsWork &work, int32_t block) {
   using Rows = StatisticsRows<Work, kLanes, kAlignment>;
@@ -179,7 +179,7 @@ __device__ void make_statistics(const typename Work::Params &params, const Stati
   }
 }
 
-// The blocks of threads that Work::other_work leaves make the statistics.
+// The thread blocks that Work::other_work leaves make the statistics.
 template <class Work, int kLanes, RowAlignment kAlignment>
 __global__ void __launch_bounds__(kStatisticsThreads, 2)
     prepare_backward(const __grid_constant__ typename Work::Params params, const typename Work::Division division) {
@@ -194,7 +194,7 @@ cudaError_t launch_statistics(const typename Work::Params &params, const typenam
   return launch(prepare_backward<Work, kLanes, kAlignment>, division.statistics.blocks + others, kStatisticsThreads, 0,
                 stream, params, division);
 }
-// Of the elements of the batch from `first_batch` on, with `others` blocks of threads for other work.
+// Of the elements of the batch from `first_batch` on, with `others` thread blocks for other work.
 template <class Work>
 cudaError_t launch_statistics(const typename Work::Params &params, typename Work::Division division,
                               const StatisticsDivision &rows, int64_t first_batch, int64_t others,

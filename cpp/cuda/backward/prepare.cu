@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What the backward pass needs before it computes, in one launch whose blocks of threads have different work:
+// What the backward pass needs before it computes, in one launch whose thread blocks have different work:
 //   the kept keys of each bucket are ordered;
 //   the statistics of each row are computed (make_statistics.cuh), and the sums of dq, if there are any, cleared;
 //   dk, dv and the sums of the bias gradient are cleared where no other kernel writes all of them.
@@ -45,17 +45,17 @@ __device__ void clear(const fdm_tensor &t, int64_t offset, bool vector) {
     *element = 0;
 }
 
-// A warp clears dk and dv of some keys of a head. Those of keys in lists are written later. Each lane finds out about one
-// key, so that a warp waits for the mask once; then eight lanes have a key.
+// A warp clears dk and dv of some keys of a head. Those of keys in lists are written later. Each lane finds out about
+// one key, so that a warp waits for the mask once; then eight lanes have a key.
 __device__ void clear_keys(const BackwardParams &params, int64_t unit, bool vector) {
   const fdm_problem &p = params.p;
   const fdm_tensor &dk = params.a.dk, &dv = params.a.dv, &t = present(dk) ? dk : dv;
   const int64_t units = ceil_div(t.shape[1], kUnitKeys), head_number = quotient(unit, units);
   const int64_t batch = quotient(head_number, p.kv_heads), head = head_number - batch * p.kv_heads;
-  const int64_t first = (unit - head_number * units) * kUnitKeys, own = first + threadIdx.x % kUnitKeys;
-  bool clears = own < t.shape[1];
+  const int64_t first = (unit - head_number * units) * kUnitKeys, key_index = first + threadIdx.x % kUnitKeys;
+  bool clears = key_index < t.shape[1];
   if (clears && !is_varlen(p)) {
-    const RowRange rows = rows_of_key(p, whole_sequence(p, batch), head * group_size(p), own);
+    const RowRange rows = rows_of_key(p, whole_sequence(p, batch), head * group_size(p), key_index);
     clears = rows.first >= rows.past;
   }
   const uint32_t cleared = __ballot_sync(kAllLanes, clears);
@@ -95,8 +95,8 @@ struct SinkShare {
   float of_sink; // P of the sink
 };
 
-// For a sink above lse by `margin`, to base 2. The sink adds at most kAddedLimit: beyond that the P of keys are nearly 0, but must
-// not be, since the gradient of lse is multiplied by them after it was divided by them.
+// For a sink above lse by `margin`, to base 2. The sink adds at most kAddedLimit: beyond that the P of keys are nearly
+// 0, but must not be, since the gradient of lse is multiplied by them after it was divided by them.
 __device__ __forceinline__ SinkShare sink_share(float margin) {
   constexpr float kAddedLimit = 64.0f;
   if (margin > kAddedLimit) return {kAddedLimit, 1.0f};
@@ -178,9 +178,9 @@ struct Preparation {
 } // namespace
 
 cudaError_t launch_prepare(const BackwardLaunch &work, cudaStream_t stream) {
-  const PreparationWork &own = work.route.preparation;
-  return launch_statistics<Preparation>(work.params, {own, {}}, work.route.statistics_division, 0,
-                                        own.order + own.clearing, stream);
+  const PreparationWork &preparation = work.route.preparation;
+  return launch_statistics<Preparation>(work.params, {preparation, {}}, work.route.statistics_division, 0,
+                                        preparation.order + preparation.clearing, stream);
 }
 
 } // namespace fdm::cuda

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Sums float32 numbers in a fixed order to the elements of a gradient: those of keys to a bias that is the same for every query,
-// over the batches, heads and keys that share an element of it; the shares of the rows to the sink of each head.
+// Sums float32 numbers in a fixed order to the elements of a gradient: those of keys to a bias per key, over the
+// batches, heads and keys that share an element of it; the shares of the rows to the sink of each head.
 #include <cuda_runtime.h>
 
 #include "../host/launch.cuh"
@@ -20,7 +20,7 @@ struct Reduction {
   int64_t runs, run_stride, terms, term_stride;
 };
 
-// kLanes threads share the terms of an element: one, or a block of threads.
+// kLanes threads share the terms of an element: one, or a thread block.
 template <int kLanes>
 __global__ void __launch_bounds__(kLanes > 1 ? kLanes : kReduceThreads) reduce(const __grid_constant__ Reduction work) {
   ptx::wait_for_kernel_ahead();

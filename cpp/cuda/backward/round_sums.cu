@@ -27,7 +27,7 @@ __device__ int64_t sequence_of(const fdm_problem &p, int32_t tile_rows, int64_t 
 
 struct QueryBands {
   using Params = BackwardParams;
-  static constexpr int kTogether = 4, kBlocks = 5;
+  static constexpr int kTilesAtOnce = 4, kBlocks = 5;
 
   const BackwardParams &params;
   const float *sums;
@@ -53,11 +53,11 @@ struct QueryBands {
   }
 
   __device__ int tiles() const { return exists ? params.query_sums.dim / 8 : 0; }
-  __device__ void load(int first, float (&x)[kTogether][4]) const {
+  __device__ void load(int first, float (&x)[kTilesAtOnce][4]) const {
 #pragma unroll
-    for (int n = 0; n < kTogether; ++n) load_tile(sums + (first + n) * 128, x[n]);
+    for (int n = 0; n < kTilesAtOnce; ++n) load_tile(sums + (first + n) * 128, x[n]);
   }
-  __device__ void store(int first, const float (&x)[kTogether][4]) const {
+  __device__ void store(int first, const float (&x)[kTilesAtOnce][4]) const {
     rows.store(params.a.dq, params.p.scale, first, x);
   }
   __device__ void end(bool) const {}
@@ -67,11 +67,11 @@ FDM_INLINE int64_t bands_of_keys(const BackwardParams &params) {
   return ceil_div(params.keys.segments.most_sums, kBandRows);
 }
 
-// Sums of 16 keys of a head. A row of the grid has those of dk, another those of dv. How many there are is known on the device
-// only.
+// Sums of 16 keys of a head. A row of the grid has those of dk, another those of dv. How many there are is known on the
+// device only.
 struct KeyBands {
   using Params = BackwardParams;
-  static constexpr int kTogether = 4, kBlocks = 4;
+  static constexpr int kTilesAtOnce = 4, kBlocks = 4;
 
   const BackwardParams &params;
   KeyBand band;
@@ -99,15 +99,15 @@ struct KeyBands {
       if (row >= count) continue;
       const int32_t key = keys.segments.sum_keys[list * keys.segments.most_sums + sum];
       band.rows.offset[half] = s.batch * t.stride[0] + (s.k_begin + key) * t.stride[1] + kv_head * t.stride[2];
-      band.sums[half] = key_segment_sums(keys, head, sum) + (KeyBand::of_values() ? keys.slot_dim : 0);
+      band.sums[half] = key_segment_sums(keys, head, sum) + (KeyBand::of_values() ? keys.sum_dim : 0);
       if (!KeyBand::of_values() && params.wants_bias_sums && threadIdx.x % 4 == 0)
         store_bias_sum(params, s, kv_head, 0, key, *bias_segment_sum(keys, head, sum));
     }
   }
 
-  __device__ int tiles() const { return exists ? params.keys.slot_dim / 8 : 0; }
-  __device__ void load(int first, float (&x)[kTogether][4]) const { band.load(first, x); }
-  __device__ void store(int first, const float (&x)[kTogether][4]) const {
+  __device__ int tiles() const { return exists ? params.keys.sum_dim / 8 : 0; }
+  __device__ void load(int first, float (&x)[kTilesAtOnce][4]) const { band.load(first, x); }
+  __device__ void store(int first, const float (&x)[kTilesAtOnce][4]) const {
     band.store(params.a, params.p.scale, first, x);
   }
   __device__ void end(bool) const {}

@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The gradient of a bias with a row for each query: one block of threads for a tile of rows of one (batch, head) of the
-// bias.
+// The gradient of a bias per query: one thread block for a row tile of one (batch, head) of the bias.
 //
-// It walks the keys in order, a block at a time, and for each block the query heads and batches that share its
-// elements (sources), whose dS it sums in registers; then it writes the block, kept or not. So every element is
-// written once, and nothing but the gradient itself has a size of queries times keys. Q and dO stay in shared memory
-// where there are few sources, K and V while their head is the same. What else a step needs is copied during the step
-// before, or after it where there is only one buffer.
+// It walks the keys in order, a block at a time, and for each block the query heads and batches that share its elements
+// (sources), whose dS it sums in registers; then it writes the block, kept or not. So every element is written once,
+// and nothing but the gradient itself has a size of queries times keys. Q and dO stay in shared memory where there are
+// few sources, K and V while their head is the same. What else a step needs is copied during the step before, or after
+// it where there is only one buffer.
 #pragma once
 
 #include "../host/launch.cuh"
@@ -47,7 +46,7 @@ struct RowBiasTask {
 struct RowBiasSource {
   Sequence s;
   int sequence_index, head, kv_head;
-  const RowWord *words; // the words of the tile of rows in a row plan
+  const RowWord *words; // the words of the row tile in a row plan
 };
 
 template <class Config> struct RowBiasShared {
@@ -224,7 +223,7 @@ template <class Config> struct RowBiasBlock {
                                                                    min(16, row_count(src.s) - first));
   }
 
-  template <bool kCap> __device__ void add(const Step &step) {
+  template <bool kHasSoftcap> __device__ void add(const Step &step) {
     const RowBiasSource &src = source(step);
     const int q = queries.current, k = keys.current, first = threadIdx.x / 32 * 16;
     const int32_t *key = shared.key[step.block % 2];
@@ -250,12 +249,13 @@ template <class Config> struct RowBiasBlock {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float2 b = bias.elements(0, half, column, shifts);
-        const auto add_one = [&](uint32_t word, float own, int i) {
+        const auto add_one = [&](uint32_t word, float bias_value, int i) {
           float slope;
-          const float x = with_row_bias(factors.score<kCap>(scores[0][n][i], 0.0f, &slope), own) - lse[half];
+          const float x =
+              with_row_bias(factors.score<kHasSoftcap>(scores[0][n][i], 0.0f, &slope), bias_value) - lse[half];
           const float ds = ptx::exp2_approximate(ptx::min_or_nan(x, 0.0f)) * (gradients[0][n][i] - delta[half]);
           // dO of a row without a gradient may be anything.
-          if ((word >> (row(half) % 32) & 1) && own != -INFINITY && lse[half] != INFINITY) sums[n][i] += ds;
+          if ((word >> (row(half) % 32) & 1) && bias_value != -INFINITY && lse[half] != INFINITY) sums[n][i] += ds;
         };
         add_one(kept.x, b.x, 2 * half);
         add_one(kept.y, b.y, 2 * half + 1);

@@ -12,8 +12,8 @@ namespace fdm::cuda {
 // off at 1.
 constexpr float kLargeLse = 65536.0f;
 
-// What is tested of each pair of a tile: whether it is kept; and whether its row is one of which kLargeLse tells, whose P is cut
-// off at 1.
+// What is tested of each pair of a tile: whether it is kept; and whether its row is one of which kLargeLse tells, whose
+// P is cut off at 1.
 enum class PairTests { none, kept, kept_and_cut };
 
 // Beyond this, lse has lost log(sum) to rounding, and P cannot be recomputed. That happens only where every kept key
@@ -55,8 +55,8 @@ __device__ __forceinline__ RowRange rows_of_key(const fdm_problem &p, const Sequ
 // The words of a tile of a row plan, one for each key of the sequence.
 __device__ __forceinline__ const RowWord *tile_words(const fdm_problem &p, const Plan &plan, const Sequence &s,
                                                      int64_t sequence_index, int64_t head, int64_t tile) {
-  const int64_t slot = list_number(p, plan, s, head) * plan.tiles + tile_number(p, s, sequence_index, tile);
-  return plan.words + slot * plan.tile_keys;
+  const int64_t list_tile = list_number(p, plan, s, head) * plan.tiles + tile_number(p, s, sequence_index, tile);
+  return plan.words + list_tile * plan.tile_keys;
 }
 
 } // namespace fdm::cuda

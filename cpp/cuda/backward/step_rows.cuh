@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What the key-stationary kernels with mma.sync share: K and V of a block of keys stay in shared memory, and the rows of
-// Q and dO that may keep them are loaded step by step, a pipeline stage for each.
+// What the key-stationary kernels with mma.sync share: K and V of a key block stay in shared memory, and the rows of Q
+// and dO that may keep them are loaded step by step, a pipeline stage for each.
 #pragma once
 
 #include "../tile/copy_rows.cuh"
@@ -116,8 +116,8 @@ template <class Config> struct StepRows : Config::Gradients {
     }
   }
 
-  // Whether a row needs care, for its lse is very large. The test includes rows past the last, whose lse is inf: the care is
-  // wasted on them, once for each head.
+  // Whether a row needs care, for its lse is very large. The test includes rows past the last, whose lse is inf: the
+  // care is wasted on them, once for each head.
   __device__ bool needs_care(int stage) const {
     return int(threadIdx.x) < kRows && fabsf(shared.stages[stage].lse[threadIdx.x]) > kLargeLse;
   }

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Bands of 16 rows of float32 sums, to which blocks of threads add in no fixed order.
+// Bands of 16 rows of float32 sums, to which thread blocks add in no fixed order.
 //
-// A band has tiles of 8 columns. The threads of a warp hold one in their accumulators (ptx/matrix.cuh), four numbers each.
-// Where a thread can add four neighbours at once, those of a thread lie together; elsewhere the first numbers of all
-// threads do, then the second. Either way a warp adds to whole lines of the cache.
+// A band has tiles of 8 columns. The threads of a warp hold one in their accumulators (ptx/matrix.cuh), four numbers
+// each. Where a thread can add four neighbours at once, those of a thread lie together; elsewhere the first numbers of
+// all threads do, then the second. Either way a warp adds to whole lines of the cache.
 #pragma once
 
 #include "../../indexing.h"

@@ -52,7 +52,7 @@ __device__ __forceinline__ float4 load_columns(const float *row, int left, bool 
 // kLanes threads have a row, four columns each; those of a warp know kOwn of its splits each.
 template <int kLanes, int kSplitRoom>
 __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant__ CombineParams params) {
-  constexpr int kWidth = kLanes < 32 ? kLanes : 32, kReads = kSplitRoom < 16 ? kSplitRoom : 16;
+  constexpr int kWidth = kLanes < 32 ? kLanes : 32, kReadsAtOnce = kSplitRoom < 16 ? kSplitRoom : 16;
   constexpr int kOwn = (kSplitRoom + kWidth - 1) / kWidth;
   ptx::wait_for_kernel_ahead();
   const fdm_problem &p = params.p;
@@ -91,16 +91,16 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
   const float *const first_split = params.partials.out + int64_t(number) * head_dim + d;
   float merged[4] = {};
   do {
-    float4 value[kReads];
+    float4 value[kReadsAtOnce];
     uint32_t unread = left;
 #pragma unroll
-    for (int n = 0; n < kReads; ++n, unread &= unread - 1) {
+    for (int n = 0; n < kReadsAtOnce; ++n, unread &= unread - 1) {
       const int next = __ffs(static_cast<int>(unread)) - 1;
       value[n] = {};
       if (next >= 0 && d < head_dim) value[n] = load_columns(first_split + next * rows * head_dim, head_dim - d, whole);
     }
 #pragma unroll
-    for (int n = 0; n < kReads; ++n, left &= left - 1) {
+    for (int n = 0; n < kReadsAtOnce; ++n, left &= left - 1) {
       const int next = __ffs(static_cast<int>(left)) - 1 & 31, lane = first_lane + next % kWidth;
       float factor = __shfl_sync(kAllLanes, own_factor[0], lane);
       if (kOwn > 1) {
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
       merged[2] += value[n].z * factor;
       merged[3] += value[n].w * factor;
     }
-  } while (kSplitRoom > kReads && __any_sync(kAllLanes, left != 0));
+  } while (kSplitRoom > kReadsAtOnce && __any_sync(kAllLanes, left != 0));
   if (!exists || d >= head_dim) return;
   const ScoreView bias = bias_view(p, row.s, row.batch, row.head, row.query / kTileRows);
   const float inverse = row_factor(sink_score(p, row.head, bias), largest, total);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What the parts of a forward pass leave in memory whose columns were divided over several blocks of threads (splits),
-// and the kernel that merges them.
+// What the parts of a forward pass leave in memory whose columns were divided over several thread blocks (splits), and
+// the kernel that merges them.
 #pragma once
 
 #include <cuda_runtime_api.h>

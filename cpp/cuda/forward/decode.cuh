@@ -6,8 +6,8 @@
 // warps of all splits. Only the device knows how many columns there are, and this way the first splits have work
 // whatever the number is. Where there is no plan of a mask, each warp lists the kept keys of its part.
 //
-// The warps of a block merge their results in shared memory. Splits that are a cluster merge theirs there, too; those of
-// others are left to combine.cu.
+// The warps of a block merge their results in shared memory. Splits that are a cluster merge theirs there, too; those
+// of others are left to combine.cu.
 #pragma once
 
 #include "../tile/copy_rows.cuh"
@@ -43,8 +43,7 @@ template <class Config> struct DecodeShared {
   __device__ float *results(int warp) { return reinterpret_cast<float *>(sKV[warp]); }
 };
 
-// A bias with a row for each query, which the few rows of a warp read from global memory. It stands in for
-// RowBiasReader.
+// A bias per query, which the few rows of a warp read from global memory. It stands in for RowBiasReader.
 template <class Warp> struct LoadedRowBias {
   const Warp &warp;
   const int32_t *keys;
@@ -66,7 +65,7 @@ struct DecodeWarp
   using Tile = typename Config::Tile;
   using Ring = KeyRing<Config::kColumns, 32>;
   static constexpr int kColumns = Config::kColumns, kHeadDim = Config::kHeadDim, kStages = Config::kStages;
-  static_assert(Ring::kBatch == kStages, "entries of the ring are made as many steps ahead as keys are fetched");
+  static_assert(Ring::kBlocksAtOnce == kStages, "entries of the ring are made as many steps ahead as keys are fetched");
   using Rows::out, Rows::params, Rows::scores, Rows::task;
 
   DecodeShared<Config> &shared;
@@ -80,10 +79,10 @@ struct DecodeWarp
       : Rows(parameters, memory.task), shared(memory), ring(memory.ring[threadIdx.x / 32]), warp(threadIdx.x / 32),
         lane(threadIdx.x % 32), columns(&task->columns) {}
 
-  __device__ void divide_columns(int all, int own) {
+  __device__ void divide_columns(int all, int worker_number) {
     const int blocks = (columns->count + kColumns - 1) / kColumns;
     workers = all;
-    worker = own;
+    worker = worker_number;
     steps = worker < blocks ? (blocks - worker + workers - 1) / workers : 0;
   }
 
@@ -143,20 +142,20 @@ struct DecodeWarp
     }
   }
 
-  // Makes zeros of V in columns that no row keeps, which only a bias with a row for each query can make: 0 * NaN is
-  // NaN.
+  // Makes zeros of V in columns that no row keeps, which only a bias per query can make: 0 * NaN is NaN.
   __device__ void clear_dead_values(int step) {
-    uint32_t live = 0; // bits of this thread's columns, then of all
+    uint32_t kept_columns = 0; // bits of this thread's columns, then of all
 #pragma unroll
     for (int n = 0; n < kColumns / 8; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         if (this->exists(this->row(0, i / 2)) && scores[0][n][i] != -INFINITY)
-          live |= 1u << (8 * n + accumulator_column() + i % 2);
-    live = __reduce_or_sync(0xffffffffu, live);
+          kept_columns |= 1u << (8 * n + accumulator_column() + i % 2);
+    kept_columns = __reduce_or_sync(0xffffffffu, kept_columns);
     for (int i = lane; i < kColumns * Tile::kChunks; i += 32) {
       const int r = i / Tile::kChunks;
-      if (!(live >> r & 1)) ptx::store_shared(Tile::chunk_address(stage(step, 1), r, i % Tile::kChunks), uint4{});
+      if (!(kept_columns >> r & 1))
+        ptx::store_shared(Tile::chunk_address(stage(step, 1), r, i % Tile::kChunks), uint4{});
     }
     __syncwarp();
   }
@@ -180,7 +179,7 @@ struct DecodeWarp
     if (lane == 0) {
       listed = {};
       listed.count = listed.full = count;
-      listed.slots = kept.keys;
+      listed.key_list = kept.keys;
     }
     __syncwarp();
     columns = &listed;
@@ -281,7 +280,7 @@ struct DecodeWarp
     return merged;
   }
 
-  // Calls write(r, d) for the elements of all rows, which `blocks` blocks of threads divide among them.
+  // Calls write(r, d) for the elements of all rows, which `blocks` thread blocks divide among them.
   template <class Write> __device__ void for_elements(int block, int blocks, const Write &write) const {
     const int rows = row_count(), head_dim = int(params.p.head_dim);
     for (int i = block * Config::kThreads + int(threadIdx.x); i < rows * kHeadDim; i += blocks * Config::kThreads)
@@ -360,7 +359,7 @@ struct DecodeWarp
   }
 };
 
-// The sequence and the first head that a block of threads works at.
+// The sequence and the first head that a thread block works at.
 struct DecodePlace {
   int64_t sequence_index, head;
 

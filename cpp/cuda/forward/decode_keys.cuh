@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Where one query row reads a mask of keys, and nobody else does, a plan would be read once: each warp lists the kept keys of
-// its part itself, some hundred at a time.
+// Where one query row reads a key mask, and nobody else does, a plan would be read once: each warp lists the kept keys
+// of its part itself, some hundred at a time.
 //
-// Keys are dealt out to warps in turns, 16 at a time, so that they have about the same number of kept ones wherever those lie.
+// Keys are dealt out to warps in turns, 16 at a time, so that they have about the same number of kept ones wherever
+// those lie.
 #pragma once
 
 #include "../plan/plan.cuh"
@@ -19,20 +20,20 @@ struct PartOfKeys {
 };
 
 struct ListedKeys {
-  static constexpr int kTurn = 16, kLoads = 4;         // keys of a turn; loads that a thread has under way
-  static constexpr int kAcross = kTurn / kMaskBytes;   // threads of a turn
-  static constexpr int kTurns = kLoads * 32 / kAcross; // turns that are looked through at a time
-  static constexpr int kKeyRoom = kTurns * kTurn;      // and keys
+  static constexpr int kTurn = 16, kLoadsInFlight = 4;       // keys of a turn; loads that a thread has under way
+  static constexpr int kThreadsPerTurn = kTurn / kMaskBytes; // threads of a turn
+  static constexpr int kTurns = kLoadsInFlight * 32 / kThreadsPerTurn; // turns that are looked through at a time
+  static constexpr int kKeyRoom = kTurns * kTurn;                      // and keys
   int32_t keys[kKeyRoom];
 
   // The booleans of four keys for each load.
   struct Words {
-    uint32_t word[kLoads];
+    uint32_t word[kLoadsInFlight];
   };
 
   __device__ static int32_t first_key(const PartOfKeys &part, int32_t turn, int load) {
-    const int32_t own = turn + load * (32 / kAcross) + lane_id() / kAcross;
-    return (own * part.warps + part.warp) * kTurn + lane_id() % kAcross * kMaskBytes;
+    const int32_t lane_turn = turn + load * (32 / kThreadsPerTurn) + lane_id() / kThreadsPerTurn;
+    return (lane_turn * part.warps + part.warp) * kTurn + lane_id() % kThreadsPerTurn * kMaskBytes;
   }
   // Whether a turn, or a later one, has keys.
   __device__ static bool has_keys(const PartOfKeys &part, int32_t turn) {
@@ -45,7 +46,7 @@ struct ListedKeys {
     const bool aligned = part.mask.col == 1 && reinterpret_cast<uintptr_t>(bytes) % kMaskBytes == 0;
     Words words{};
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
+    for (int i = 0; i < kLoadsInFlight; ++i) {
       const int32_t key = first_key(part, turn, i), left = part.keys - key;
       if (aligned && left >= kMaskBytes)
         words.word[i] = load_mask<MaskLoad::word>(bytes + key, 1, kMaskBytes);
@@ -59,9 +60,9 @@ struct ListedKeys {
   __device__ int32_t list(const PartOfKeys &part, int32_t turn, const Words &words) {
     uint32_t kept = 0; // bit 8 b + i: key b of load i
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) kept |= upper_bits(words.word[i]) >> (7 - i);
-    const uint32_t own = __popc(kept), all = warp_inclusive_sum(own);
-    uint32_t place = all - own;
+    for (int i = 0; i < kLoadsInFlight; ++i) kept |= upper_bits(words.word[i]) >> (7 - i);
+    const uint32_t lane_kept = __popc(kept), all = warp_inclusive_sum(lane_kept);
+    uint32_t place = all - lane_kept;
     __syncwarp(); // no thread reads the list before
     for (; kept != 0; kept &= kept - 1) {
       const int n = __ffs(static_cast<int>(kept)) - 1;

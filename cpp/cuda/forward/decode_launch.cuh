@@ -7,8 +7,8 @@
 
 namespace fdm::cuda {
 
-// Warps with two stages of K and V each, as many as there is room for: a warp takes as long for a step whatever the others do,
-// so few blocks of columns are the sooner done the more warps there are.
+// Warps with two stages of K and V each, as many as there is room for: a warp takes as long for a step whatever the
+// others do, so few blocks of columns are the sooner done the more warps there are.
 template <int kHeadDim> constexpr int decode_warps(int arch) {
   constexpr int kOthersOfWarp = 5 * 1024, kOthers = 3 * 1024; // facts of columns and keys; the task, and sums of rows
   constexpr int row_bytes = SmemTile<kHeadDim>::kRowBytes;    // of whole panels: 256 of 96 columns, too

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The host side of the kernel for one query and few keys: its parameters. 32 bits hold all strides, as Alignment::narrow says.
+// The host side of the kernel for one query and few keys: its parameters. 32 bits hold all strides, as
+// Alignment::narrow says.
 #include "direct_decode.h"
 
 #include "../host/dispatch.h"
@@ -15,9 +16,9 @@ DirectStrides row_strides(const fdm_tensor &t) {
 // A bias or mask of each query head has blocks of one head.
 DirectKeyStrides key_strides(const fdm_problem &p, const fdm_tensor &t) {
   if (!present(t)) return {};
-  const auto own = [&](int dimension) { return t.shape[dimension] == 1 ? 0 : int32_t(t.stride[dimension]); };
+  const auto stride_of = [&](int dimension) { return t.shape[dimension] == 1 ? 0 : int32_t(t.stride[dimension]); };
   const bool own_heads = t.shape[1] == p.heads;
-  return {own(0), own_heads ? own(1) : 0, own_heads ? 0 : own(1), own(3)};
+  return {stride_of(0), own_heads ? stride_of(1) : 0, own_heads ? 0 : stride_of(1), stride_of(3)};
 }
 
 } // namespace

@@ -41,7 +41,7 @@ template <class Config> struct DirectDecodeWarp {
   using Element = typename Config::Element;
   static constexpr int kHeadDim = Config::kHeadDim, kKeys = Config::kKeys, kSteps = Config::kSteps;
   static constexpr int kKeyLoads = kHeadDim / 32, kValueLoads = (kHeadDim + 63) / 64; // of 16 bytes of a row
-  static constexpr uint32_t kAll = 0xffffffffu;
+  static constexpr uint32_t kAllKeys = 0xffffffffu;
 
   const DirectDecodeParams &params;
   int lane, row, quad; // row and place of this thread in a tile of 8 rows, of two elements
@@ -107,8 +107,8 @@ template <class Config> struct DirectDecodeWarp {
   }
   // Bit j of `live`: key first + j is to be loaded. Of K this thread has keys 8 n + row, and of V 2 quad + 8 n and the
   // next.
-  __device__ void load_keys(int32_t first, uint32_t live) {
-    live >>= row;
+  __device__ void load_keys(int32_t first, uint32_t wanted) {
+    wanted >>= row;
 #pragma unroll
     for (int step = 0; step < kSteps; ++step)
 #pragma unroll
@@ -116,12 +116,13 @@ template <class Config> struct DirectDecodeWarp {
         const int j = 16 * step + 8 * tile;
         const uint16_t *from = k_rows + int64_t(first + j) * params.k_strides.row;
 #pragma unroll
-        for (int i = 0; i < kKeyLoads; ++i) k[step][tile][i] = load(from + 32 * i, live >> j & has_chunk(4 * i + quad));
+        for (int i = 0; i < kKeyLoads; ++i)
+          k[step][tile][i] = load(from + 32 * i, wanted >> j & has_chunk(4 * i + quad));
       }
   }
   __device__ static constexpr int key_of_value(int i) { return i % 2 + i / 2 * 8; }
-  __device__ void load_values(int32_t first, uint32_t live) {
-    live >>= 2 * quad;
+  __device__ void load_values(int32_t first, uint32_t wanted) {
+    wanted >>= 2 * quad;
 #pragma unroll
     for (int step = 0; step < kSteps; ++step)
 #pragma unroll
@@ -129,7 +130,7 @@ template <class Config> struct DirectDecodeWarp {
         const int j = 16 * step + key_of_value(n);
         const uint16_t *from = v_rows + int64_t(first + j) * params.v_strides.row;
 #pragma unroll
-        for (int i = 0; i < kValueLoads; ++i) v[step][n][i] = load(from + 64 * i, live >> j & has_chunk(8 * i + row));
+        for (int i = 0; i < kValueLoads; ++i) v[step][n][i] = load(from + 64 * i, wanted >> j & has_chunk(8 * i + row));
       }
   }
   // 0 * NaN is NaN.
@@ -159,16 +160,16 @@ template <class Config> struct DirectDecodeWarp {
       }
     }
   }
-  template <bool kCap> __device__ void finish_scores(Scores &scores, float shift) const {
+  template <bool kHasSoftcap> __device__ void finish_scores(Scores &scores, float shift) const {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float x = __shfl_sync(kAll, shift, 16 * step + 8 * half + row);
+        const float x = __shfl_sync(kAllKeys, shift, 16 * step + 8 * half + row);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           float slope, &score = scores[step][2 * half + i];
-          score = x == -INFINITY ? x : params.factors.template score<kCap>(score, x, &slope);
+          score = x == -INFINITY ? x : params.factors.template score<kHasSoftcap>(score, x, &slope);
         }
       }
   }
@@ -206,12 +207,12 @@ template <class Config> struct DirectDecodeWarp {
   // Over the threads that hold a column of an accumulator.
   __device__ static float column_max(float x) {
 #pragma unroll
-    for (int across = 4; across < 32; across *= 2) x = fmaxf(x, __shfl_xor_sync(kAll, x, across));
+    for (int across = 4; across < 32; across *= 2) x = fmaxf(x, __shfl_xor_sync(kAllKeys, x, across));
     return x;
   }
   __device__ static float column_sum(float x) {
 #pragma unroll
-    for (int across = 4; across < 32; across *= 2) x += __shfl_xor_sync(kAll, x, across);
+    for (int across = 4; across < 32; across *= 2) x += __shfl_xor_sync(kAllKeys, x, across);
     return x;
   }
 
@@ -242,9 +243,9 @@ template <class Config> struct DirectDecodeWarp {
     KeyBits bits = load_key_bits(first_own), next_bits = load_key_bits(first_own + step_of_keys);
     load_queries();
     const int32_t there = keys - first_own;
-    uint32_t live = there >= kKeys ? kAll : there > 0 ? (1u << there) - 1 : 0u;
-    load_keys(first_own, live);
-    load_values(first_own, live);
+    uint32_t wanted = there >= kKeys ? kAllKeys : there > 0 ? (1u << there) - 1 : 0u;
+    load_keys(first_own, wanted);
+    load_values(first_own, wanted);
     maximum[0] = maximum[1] = -INFINITY;
     sum[0] = sum[1] = 0.0f;
 #pragma unroll
@@ -252,8 +253,8 @@ template <class Config> struct DirectDecodeWarp {
 #pragma unroll
       for (int d = 0; d < 4; ++d) out[i][d][0] = out[i][d][1] = out[i][d][2] = out[i][d][3] = 0.0f;
     float shift = key_shift(bits);
-    uint32_t kept = __ballot_sync(kAll, shift != -INFINITY);
-    if (live != kept) clear_dropped_values(kept);
+    uint32_t kept = __ballot_sync(kAllKeys, shift != -INFINITY);
+    if (wanted != kept) clear_dropped_values(kept);
 #pragma unroll 1
     for (int32_t first = first_own; first < keys; first += step_of_keys) {
       Scores scores;
@@ -265,7 +266,7 @@ template <class Config> struct DirectDecodeWarp {
       const int32_t next = first + step_of_keys;
       if (next < keys) {
         shift = key_shift(next_bits);
-        kept = __ballot_sync(kAll, shift != -INFINITY);
+        kept = __ballot_sync(kAllKeys, shift != -INFINITY);
         load_keys(next, kept);
         next_bits = load_key_bits(next + step_of_keys);
       }
@@ -363,7 +364,7 @@ __global__ void __launch_bounds__(32 * kDirectWarps, 1)
     direct_decode_kernel(const __grid_constant__ DirectDecodeParams params) {
   extern __shared__ __align__(1024) char dynamic_shared[];
   auto &shared = *reinterpret_cast<DirectDecodeShared<Config> *>(dynamic_shared);
-  constexpr int kAcross = Config::kHeadDim / 4;
+  constexpr int kThreadsPerRow = Config::kHeadDim / 4;
   const int splits = params.splits, split = int(blockIdx.y), warps = int(blockDim.x) / 32;
   DirectDecodePlace place(params, blockIdx.x);
   if constexpr (kHasClusters) {
@@ -394,8 +395,8 @@ __global__ void __launch_bounds__(32 * kDirectWarps, 1)
   if constexpr (kHasClusters)
     if (splits > 1) ptx::wait_at_cluster();
   const auto for_elements = [&](const auto &function) {
-    for (int i = int(threadIdx.x); i < place.rows * kAcross; i += int(blockDim.x))
-      if (const int r = i / kAcross, d = i % kAcross * 4; d < params.head_dim) function(r, d);
+    for (int i = int(threadIdx.x); i < place.rows * kThreadsPerRow; i += int(blockDim.x))
+      if (const int r = i / kThreadsPerRow, d = i % kThreadsPerRow * 4; d < params.head_dim) function(r, d);
   };
   for_elements([&](int r, int d) {
     const DecodedPart merged = merge_parts<kDirectWarps>(warps, [&](int w) {

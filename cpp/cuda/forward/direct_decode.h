@@ -53,7 +53,7 @@ struct DirectDecodeParams {
   PackedRoom room;
 };
 
-// What a block works at.
+// The part of the problem that a block computes.
 struct DirectDecodePlace {
   int32_t batch, block, head, kv_head, rows; // block: of its sequence; the first head, and how many
   int32_t first_query, first_key, keys;

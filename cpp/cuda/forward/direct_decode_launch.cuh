@@ -7,7 +7,8 @@
 
 namespace fdm::cuda {
 
-// The splits of a block are a cluster. All clusters have to run at the same time, and how many do only the driver knows, of a kernel.
+// The splits of a block are a cluster. All clusters have to run at the same time, and how many do only the driver
+// knows, of a kernel.
 template <class Config> cudaError_t running_splits(const DirectDecodeLaunch &work, int32_t *splits) {
   for (*splits = work.route.direct.most_splits; *splits > 1; --*splits) {
     int64_t most = 0;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The forward pass on the host: what its kernels are given. Its route tells which ones.
+// The host side of the forward pass: it fills in the parameters of the kernel that the route names, and launches it.
 #include "forward.h"
 
 #include "../host/dispatch.h"

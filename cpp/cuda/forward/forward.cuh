@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Forward pass with mma.sync: one block of threads for a tile of query rows of one head.
+// Forward pass with mma.sync: one thread block for a tile of query rows of one head.
 //
-// The block walks the tile's columns, kColumns at a time. V of a block is fetched while its scores are computed and turned
-// into probabilities; K of the next while these are multiplied with V. Rows of K and V are gathered one by one, so kept
-// keys cost the same wherever they lie. Full columns come first, so only the last blocks test which rows keep what. A
-// bias with a row for each query is copied a block ahead, by each warp for its rows.
+// The block walks the tile's columns, kColumns at a time. V of a block is fetched while its scores are computed and
+// turned into probabilities; K of the next while these are multiplied with V. Rows of K and V are gathered one by one,
+// so kept keys cost the same wherever they lie. Full columns come first, so only the last blocks test which rows keep
+// what. A bias per query is copied a block ahead, by each warp for its rows.
 //
-// Where scores are linear in it, a bias that is the same for every query is what the sums of Q K' begin with. Only the
-// first block looks for the maximum of its rows: it mostly stays, and sums of probabilities show where it does not. The
-// scores are then computed again, and K stays until that is known.
+// Where scores are linear in it, a bias per key is what the sums of Q K' begin with. Only the first block looks for the
+// maximum of its rows: it mostly stays, and sums of probabilities show where it does not. The scores are then computed
+// again, and K stays until that is known.
 //
 // Where a whole group's queries fit one tile (decode), the rows of the tile are those of all heads of the group, which
 // read the gathered keys once. Then the columns may also be divided over several blocks (splits), merged by combine.cu.
@@ -92,16 +92,16 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
         [&](int r) { return this->query_of_block(r) < there ? first + this->offset_in_block(q, r) : kZeroRow; });
   }
 
-  template <bool kValues> __device__ void load_keys(int block) const {
+  template <bool kLoadsV> __device__ void load_keys(int block) const {
     const typename Ring::Slot &slot = ring.slot(block);
-    const uint32_t base = kValues ? v_base : k_base;
+    const uint32_t base = kLoadsV ? v_base : k_base;
     const int head_dim = int(params.p.head_dim);
     if constexpr (Config::kGeneral) {
-      const fdm_tensor &t = kValues ? params.p.v : params.p.k;
+      const fdm_tensor &t = kLoadsV ? params.p.v : params.p.k;
       copy_rows<Tile, kColumns, Config::kThreads>(base, params.aligned, head_dim, t.stride[3],
-                                                  [&](int c) { return kValues ? slot.v_row[c] : slot.k_row[c]; });
+                                                  [&](int c) { return kLoadsV ? slot.v_row[c] : slot.k_row[c]; });
     } else {
-      Ring::copy(base, slot, kValues ? shared.v : shared.k, head_dim);
+      Ring::copy(base, slot, kLoadsV ? shared.v : shared.k, head_dim);
     }
   }
 
@@ -180,11 +180,11 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
   __device__ void fetch_key(int block) const {
     const TileColumns &columns = task->columns;
     const int c = column(block);
-    int32_t &own = shared.next_key[threadIdx.x];
-    if (c < columns.count && columns.slots)
-      ptx::cp_async_4(ptx::shared_address(&own), column_slot(columns, c));
+    int32_t &next = shared.next_key[threadIdx.x];
+    if (c < columns.count && columns.key_list)
+      ptx::cp_async_4(ptx::shared_address(&next), key_list_entry(columns, c));
     else
-      own = c < columns.count ? key_of_run(columns, c) : -1;
+      next = c < columns.count ? key_of_run(columns, c) : -1;
   }
   // Most columns are full. Facts about the rows of others are not prefetched, since they take registers.
   __device__ Entry fetch(int block) const {
@@ -217,12 +217,12 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
   // The prologue starts the copies of the first block; the mainloop goes through the blocks [begin, end).
   __device__ void run(int begin, int end) {
     this->start();
-    const int batch = begin / Ring::kBatch * Ring::kBatch;
+    const int batch = begin / Ring::kBlocksAtOnce * Ring::kBlocksAtOnce;
     fetch_key(batch);
     ptx::cp_async_fence();
     ptx::cp_async_wait<0>();
     const Entry first = fetch(batch);
-    fetch_key(batch + Ring::kBatch);
+    fetch_key(batch + Ring::kBlocksAtOnce);
     store(batch, first);
     if (threadIdx.x == 0) shared.first_block = begin; // where it takes no register
     __syncthreads();
@@ -235,11 +235,11 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
     if (begin != batch) ptx::cp_async_wait<0>(); // a split's first block may look up a batch: its keys must be there
     for (int block = begin; block < end; ++block) {
       const int ahead = block + 1;
-      const bool looks_up = ahead % Ring::kBatch == 0 && ahead < end;
+      const bool looks_up = ahead % Ring::kBlocksAtOnce == 0 && ahead < end;
       Entry entry;
       if (looks_up) {
         entry = fetch(ahead);
-        fetch_key(ahead + Ring::kBatch);
+        fetch_key(ahead + Ring::kBlocksAtOnce);
       }
       ptx::cp_async_wait<Config::kGeneral ? 1 : 0>(); // the bias may take longer
       __syncthreads(); // K of this block is there; no thread reads V of the last one any more
@@ -307,22 +307,22 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
   }
   template <RowPart kPart> __device__ void write_rows(const fdm_tensor &t, int first, int there) const {
     using Stored = StoredPart<kPart>;
-    constexpr int kAcross = Tile::kChunks <= 4 ? 4 : Tile::kChunks <= 8 ? 8 : Tile::kChunks <= 16 ? 16 : 32;
+    constexpr int kThreadsPerRow = Tile::kChunks <= 4 ? 4 : Tile::kChunks <= 8 ? 8 : Tile::kChunks <= 16 ? 16 : 32;
     const int lane = threadIdx.x % 32, head_dim = int(params.p.head_dim);
     auto *const block_rows = static_cast<Stored *>(t.data) + row_offset(t, task->s, task->first_row, task->head);
     if (aligned()) {
-      const int chunk = lane % kAcross, own = first + lane / kAcross;
+      const int chunk = lane % kThreadsPerRow, lane_row = first + lane / kThreadsPerRow;
       const bool alone = params.heads_per_tile == 1;
       const int rows_left = chunk * 8 < head_dim ? there : 0;
-      Stored *target = block_rows + (alone ? uint32_t(own) * t.stride[1] : 0) + chunk * 8;
+      Stored *target = block_rows + (alone ? uint32_t(lane_row) * t.stride[1] : 0) + chunk * 8;
 #pragma unroll
-      for (int i = 0; i < 16 * kRowTiles; i += 32 / kAcross) {
-        const int r = own + i;
+      for (int i = 0; i < 16 * kRowTiles; i += 32 / kThreadsPerRow) {
+        const int r = lane_row + i;
         if (this->query_of_block(r) < rows_left) {
           const uint4 c = ptx::load_shared_16_bytes(Tile::chunk_address(q_base, r, chunk));
           store_part<kPart>(alone ? target : target + this->offset_in_block(t, r), {c.x, c.y, c.z, c.w});
         }
-        if (alone) target += 32 / kAcross * t.stride[1];
+        if (alone) target += 32 / kThreadsPerRow * t.stride[1];
       }
       return;
     }
@@ -336,13 +336,13 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
   }
 };
 
-// Where a block of threads lies in the problem. Numbers of blocks fit 32 bits.
+// Where a thread block lies in the problem. Numbers of blocks fit 32 bits.
 struct ForwardPlace {
   int64_t sequence_index, head, tile;
   int split;
 
-  // The heads that go together go fastest, and those of a group meet in L2. The last tiles, which a causal mask makes the
-  // longest, come first.
+  // The heads that go together go fastest, and those of a group meet in L2. The last tiles, which a causal mask makes
+  // the longest, come first.
   __device__ explicit ForwardPlace(const ForwardParams &params) {
     const auto of_tile = static_cast<uint32_t>(params.heads_per_tile),
                heads = static_cast<uint32_t>(params.order.heads);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What the host hands to the forward kernels.
+// The parameters of the forward kernels.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The launch of a forward instantiation, as a route tells. Generated files hold nothing but an include of this and a line for each.
+// The launch of a forward instantiation, as a route tells. Generated files hold nothing but an include of this and a
+// line for each.
 #pragma once
 
 #include "../host/dispatch.h"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What the forward pass does with the scores of a tile of rows, apart from the matrix instructions that make them:
-// scale, softcap, bias, mask, the running softmax, and the results.
+// The elementwise work of the forward pass on a row tile, between the matrix products: scale, softcap, bias, mask, the
+// running softmax, and the epilogue.
 //
 // Accumulators are those of mma.sync and wgmma alike: kRowTiles tiles of 16 rows to each warp.
 #pragma once
@@ -15,7 +15,8 @@
 
 namespace fdm::cuda {
 
-// What of a row of out is stored: its rounded elements, or their rests, each with 16 bits in registers and shared memory.
+// The part of out that is stored: rounded elements, or what rounding leaves of them; both have 16 bits in registers and
+// shared memory.
 enum class RowPart { rounded, rest };
 template <RowPart kPart> using StoredPart = std::conditional_t<kPart == RowPart::rounded, uint16_t, uint8_t>;
 
@@ -27,16 +28,17 @@ template <RowPart kPart> __device__ __forceinline__ void store_part(StoredPart<k
     *reinterpret_cast<uint2 *>(to) = {joined_rests(words[0], words[1]), joined_rests(words[2], words[3])};
 }
 
-// What biases are relative to where products begin with them, to base 2. Scores that a product has added the bias to have errors of
-// some units in the last place of what they are relative to it, each 2^-13 at 2^10; P is rounded to 2^-11 of itself in float16. So
-// quick_softmax() takes running maxima from -kFarthest to `highest` relative to the reference only.
+// What biases are relative to where products begin with them, to base 2. Scores that a product has added the bias to
+// have errors of some units in the last place of what they are relative to it, each 2^-13 at 2^10; P is rounded to
+// 2^-11 of itself in float16. So quick_softmax() takes running maxima from -kFarthest to `highest` relative to the
+// reference only.
 struct BiasReference {
   static constexpr float kFarthest = 1024.0f, kNear = 512.0f, kLargest = 0x1p20f;
   float value = 0.0f, highest = kFarthest;
 
   BiasReference() = default;
-  // A reference far from 0, of which rows keep none that are much lower. They may keep a larger one, nearer to 0: such a maximum
-  // is not to have larger errors than without a reference. Near 0 there is none, nor of what is no number.
+  // A reference far from 0, of which rows keep none that are much lower. They may keep a larger one, nearer to 0: such
+  // a maximum is not to have larger errors than without a reference. Near 0 there is none, nor of what is no number.
   __device__ static BiasReference of(float bias) {
     BiasReference own;
     if (!(fabsf(bias) > kNear && fabsf(bias) < kLargest)) return own;
@@ -78,15 +80,15 @@ struct ForwardTask {
     set_results(params);
   }
 
-  // Kernels look for the maxima of their rows in the first block only, and take few that are far from the reference. So where
-  // biases rise with the column by more than a maximum may fall behind, blocks are walked from the last to the first; and the
-  // reference is what is nearest to 0 of the largest biases that rows keep, by those of the first and last columns. Columns
-  // and bias have been set.
+  // Kernels look for the maxima of their rows in the first block only, and take few that are far from the reference. So
+  // where biases rise with the column by more than a maximum may fall behind, blocks are walked from the last to the
+  // first; and the reference is what is nearest to 0 of the largest biases that rows keep, by those of the first and
+  // last columns. Columns and bias have been set.
   template <int kColumns> __device__ void order_by_bias() {
     constexpr float kRise = 8.0f;
     constexpr int kListedColumns = 2048; // with fewer, the loads take longer than a walk in the other direction spares
     reference = {};
-    if (!bias.data || bias.rows || columns.full == 0 || (columns.slots && columns.count < kListedColumns)) return;
+    if (!bias.data || bias.rows || columns.full == 0 || (columns.key_list && columns.count < kListedColumns)) return;
     // The loads of all three are under way together.
     const int32_t places[3] = {0, columns.full - 1, columns.count - 1};
     int32_t keys[3];
@@ -110,9 +112,10 @@ struct ForwardTask {
   }
 };
 
-// The rows of a warp: usual and general ones may be of several heads. In a decode kernel all warps of the block have the same
-// rows, and each its own columns. With one_head, heads_per_tile is 1 and the block's tile is the plan's. With one_query, rows are
-// heads, and what stands for the head is the query: strides of Q and of the results are exchanged (lists/sm90/forward.cuh).
+// The rows of a warp: usual and general ones may be of several heads. In a decode kernel all warps of the block have
+// the same rows, and each its own columns. With one_head, heads_per_tile is 1 and the block's tile is the plan's. With
+// one_query, rows are heads, and queries take the place of heads: strides of Q and of the results are exchanged
+// (lists/sm90/forward.cuh).
 enum class RowsOf { usual, general, decode, one_head, one_query };
 
 template <class Element, int kRowTileCount, int kColumnTileCount, int kDimTileCount, RowsOf kRowsOf>
@@ -150,8 +153,8 @@ struct ForwardRows : RunningRows<Element, kRowTileCount, kColumnTileCount, kDimT
   }
 
   // Makes the scores scaled, capped and biased, to base 2, and -inf where a pair is not kept. `partial` says that some
-  // pairs may not be kept. row_bias reads a bias with a row for each query, as RowBiasReader does; what it returns for
-  // absent rows and keys is ignored.
+  // pairs may not be kept. row_bias reads a bias per query, as RowBiasReader does; what it returns for absent rows and
+  // keys is ignored.
   template <class Slot, class RowBias>
   __device__ void finish_scores(const Slot &slot, bool partial, const RowBias &row_bias) {
     if (params.p.softcap > 0)
@@ -167,7 +170,7 @@ struct ForwardRows : RunningRows<Element, kRowTileCount, kColumnTileCount, kDimT
     finish_scores(slot, partial, nullptr);
   }
 
-  template <bool kCap, class Slot> __device__ void add_column_bias(const Slot &slot) {
+  template <bool kHasSoftcap, class Slot> __device__ void add_column_bias(const Slot &slot) {
 #pragma unroll
     for (int n = 0; n < kColumnTiles; ++n) {
       const float2 bias = *reinterpret_cast<const float2 *>(&slot.bias[8 * n + accumulator_column()]);
@@ -176,7 +179,7 @@ struct ForwardRows : RunningRows<Element, kRowTileCount, kColumnTileCount, kDimT
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           float slope;
-          scores[m][n][i] = params.factors.score<kCap>(scores[m][n][i], i % 2 ? bias.y : bias.x, &slope);
+          scores[m][n][i] = params.factors.score<kHasSoftcap>(scores[m][n][i], i % 2 ? bias.y : bias.x, &slope);
         }
     }
   }
@@ -247,10 +250,9 @@ struct ForwardRows : RunningRows<Element, kRowTileCount, kColumnTileCount, kDimT
       }
   }
 
-  // Turns products, which `scale` makes scores to base 2 relative to the reference, into probabilities relative to the running
-  // maximum as it is.
-  // `added` becomes their sums, which are not added yet. If one is more than kSumLimit or NaN, the maximum has to be
-  // looked for.
+  // Turns products, which `scale` makes scores to base 2 relative to the reference, into probabilities relative to the
+  // running maximum as it is. `added` becomes their sums, which are not added yet. If one is more than kSumLimit or
+  // NaN, the maximum has to be looked for.
   __device__ void quick_softmax(float scale, const BiasReference &reference, float (&added)[2 * kRowTiles]) {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)

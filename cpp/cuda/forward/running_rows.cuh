@@ -8,8 +8,9 @@ namespace fdm::cuda {
 
 template <class Element, int kRowTiles, int kColumnTiles, int kDimTiles> struct RunningRows {
   static constexpr float kSlack = 8.0f;
-  // How far above the scores a maximum is put that had to follow them. Where scores rise with the key it has to follow once in
-  // several blocks, not in each. Probabilities of float16 have no exponents for that, those of bfloat16 have enough.
+  // How far above the scores a maximum is put that had to follow them. Where scores rise with the key it has to follow
+  // once in several blocks, not in each. Probabilities of float16 have no exponents for that, those of bfloat16 have
+  // enough.
   static constexpr float kHeadroom = std::is_same_v<Element, __half> ? 0.0f : 48.0f;
 
   float scores[kRowTiles][kColumnTiles][4];

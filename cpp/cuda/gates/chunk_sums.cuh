@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Running sums in float64 along a row of numbers, of each packed sequence by itself.
 //
-// A row is cut into chunks, one for each block of threads. Where it has several, a first kernel leaves the total of each: the sum of
-// its numbers that belong to the sequence of its last one. What comes before a chunk is then the sum of the totals from the chunk on
-// in which the sequence of its first number begins.
+// A row is cut into chunks, one for each thread block. Where it has several, a first kernel leaves the total of each:
+// the sum of its numbers that belong to the sequence of its last one. What comes before a chunk is then the sum of the
+// totals from the chunk on in which the sequence of its first number begins.
 //
-// Places are tokens, or of the backward pass, whose sums run from the last token to the first, tokens counted from the end. So a
-// sequence has its tokens in places begin to past in either direction.
+// Places are tokens, or of the backward pass, whose sums run from the last token to the first, tokens counted from the
+// end. So a sequence has its tokens in places begin to past in either direction.
 #pragma once
 
 #include "../route/gate_route.h"
@@ -65,7 +65,7 @@ template <bool kBackward> struct GateRow {
   }
 };
 
-// The part of a row that a block of threads works on. Item i of thread t is place begin + i * kGateThreads + t.
+// The part of a row that a thread block works on. Item i of thread t is place begin + i * kGateThreads + t.
 struct GateChunk {
   uint32_t row;
   int32_t number;
@@ -82,8 +82,8 @@ struct GateChunk {
   __device__ const double *totals(const GateParams &params) const { return params.totals + row * params.chunks; }
 };
 
-// Adds to the value of each lane those of lower lanes, of which each stands for `step` places, as far as these belong to the
-// sequence of the lane's last place.
+// Adds to the value of each lane those of lower lanes, of which each stands for `step` places, as far as these belong
+// to the sequence of the lane's last place.
 __device__ __forceinline__ double sum_lanes(double value, int64_t last_place, int32_t begin, int step) {
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
@@ -140,7 +140,8 @@ struct ChunkSums {
   }
 };
 
-// The sum of what comes before the chunk in the sequence of its first place. Only in a kernel behind that of the totals.
+// The sum of what comes before the chunk in the sequence of its first place. Only in a kernel behind that of the
+// totals.
 __device__ __forceinline__ double sum_before(ChunkSums &shared, const GateParams &params, const GateChunk &chunk,
                                              int32_t sequence_begin) {
   if (chunk.number == 0 || sequence_begin >= chunk.begin) return 0;

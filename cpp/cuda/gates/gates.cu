@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Forget gates as a bias for each key, the rows at which keys have decayed, and the gradient of the gates.
 //
-// A key decays in its own chunk of the row, or in a later one. Sums only fall, so the ends of the keys of a chunk are in order: the
-// totals of the chunks tell in which the end of each key is, and the block sums those chunks anew, all blocks of a row together at
-// most twice as many as there are.
+// A key decays in its own chunk of the row, or in a later one. Sums only fall, so the ends of the keys of a chunk are
+// in order: the totals of the chunks tell in which the end of each key is, and the block sums those chunks anew, all
+// blocks of a row together at most twice as many as there are.
 #include "gates.h"
 
 #include "../host/launch.cuh"
@@ -59,8 +59,8 @@ struct DecayShared {
 // The item of a thread in an array of a chunk's.
 __device__ __forceinline__ int own_item(int i) { return i * kGateThreads + static_cast<int>(threadIdx.x); }
 
-// Moves each place on to the first number, of those before `most`, which only fall, that is with `base` below the limit; or to
-// `most`. The searches of a thread go on together, so that their loads overlap.
+// Moves each place on to the first number, of those before `most`, which only fall, that is with `base` below the
+// limit; or to `most`. The searches of a thread go on together, so that their loads overlap.
 __device__ __forceinline__ void search_below(const double *numbers, double base, const double (&limit)[kThreadGates],
                                              const int32_t (&most)[kThreadGates], int32_t (&place)[kThreadGates]) {
 #pragma unroll 1
@@ -85,14 +85,14 @@ struct DecaySearch {
   bool open[kThreadGates];                       // the end is still to be found
 
   __device__ DecaySearch(DecayShared &shared_, const GateParams &params_, const Row &row_, const GateChunk &chunk,
-                         const SummedChunk<Row> &own)
+                         const SummedChunk<Row> &summed)
       : params(params_), row(row_), shared(shared_) {
-    keep_sums(own);
+    keep_sums(summed);
     int32_t found[kThreadGates], most[kThreadGates];
 #pragma unroll
     for (int i = 0; i < kThreadGates; ++i) {
-      past[i] = own.past[i];
-      limit[i] = own.sum[i] + params.f.prune;
+      past[i] = summed.past[i];
+      limit[i] = summed.sum[i] + params.f.prune;
       found[i] = chunk.place(i) + 1 - chunk.begin;
       most[i] = chunk.place(i) < chunk.past ? min(past[i], chunk.past) - chunk.begin : 0;
     }
@@ -185,13 +185,13 @@ private:
 
   // The least number that a thread wants.
   __device__ uint32_t least(const uint32_t (&wanted)[kThreadGates]) {
-    uint32_t own = kNone;
+    uint32_t least_wanted = kNone;
 #pragma unroll
-    for (int i = 0; i < kThreadGates; ++i) own = min(own, wanted[i]);
-    own = __reduce_min_sync(kAllLanes, own);
+    for (int i = 0; i < kThreadGates; ++i) least_wanted = min(least_wanted, wanted[i]);
+    least_wanted = __reduce_min_sync(kAllLanes, least_wanted);
     if (threadIdx.x == 0) shared.next = kNone;
     __syncthreads();
-    if (lane_id() == 0) atomicMin(&shared.next, own);
+    if (lane_id() == 0) atomicMin(&shared.next, least_wanted);
     __syncthreads();
     return shared.next; // there is a barrier before the next call, in keep_sums or beyond the search
   }
@@ -202,18 +202,18 @@ __global__ void __launch_bounds__(kGateThreads, 3) write_decay(const __grid_cons
   const fdm_forgetting &f = params.f;
   const GateChunk chunk(params);
   const Row row(f, chunk.row);
-  const SummedChunk<Row> own(shared.sums, row, chunk.begin, chunk.past);
+  const SummedChunk<Row> summed(shared.sums, row, chunk.begin, chunk.past);
   ptx::wait_for_kernel_ahead();
   const double before = sum_before(shared.sums, params, chunk, row.places(chunk.begin).begin);
 #pragma unroll
   for (int i = 0; i < kThreadGates; ++i) {
     const int32_t place = chunk.place(i);
     if (place >= chunk.past) continue;
-    const double sum = own.begin[i] < chunk.begin ? before + own.sum[i] : own.sum[i];
+    const double sum = summed.begin[i] < chunk.begin ? before + summed.sum[i] : summed.sum[i];
     store_number(f.bias, row.offset(f.bias, place), row.is_token(place) ? -sum : -INFINITY);
   }
   if (!present(f.end)) return;
-  const DecaySearch ends(shared, params, row, chunk, own);
+  const DecaySearch ends(shared, params, row, chunk, summed);
 #pragma unroll
   for (int i = 0; i < kThreadGates; ++i) {
     const int32_t place = chunk.place(i);
@@ -229,14 +229,14 @@ __global__ void __launch_bounds__(kGateThreads, 3) write_gate_gradient(const __g
   const fdm_forgetting &f = params.f;
   const GateChunk chunk(params);
   const GateRow<true> row(f, chunk.row);
-  const SummedChunk<GateRow<true>> own(shared, row, chunk.begin, chunk.past);
+  const SummedChunk<GateRow<true>> summed(shared, row, chunk.begin, chunk.past);
   ptx::wait_for_kernel_ahead();
   const double before = sum_before(shared, params, chunk, row.places(chunk.begin).begin);
 #pragma unroll
   for (int i = 0; i < kThreadGates; ++i) {
     const int32_t place = chunk.place(i);
     if (place >= chunk.past) continue;
-    const double sum = own.begin[i] < chunk.begin ? before + own.sum[i] : own.sum[i];
+    const double sum = summed.begin[i] < chunk.begin ? before + summed.sum[i] : summed.sum[i];
     const bool has_gradient = row.is_token(place) && row.gate(place) >= f.least;
     store_number(f.dlog_forget, row.offset(f.dlog_forget, place), has_gradient ? -sum : 0);
   }

@@ -14,8 +14,8 @@ namespace {
 
 constexpr int kThreads = kFillThreads;
 
-// A row of the grid fills a tensor, whose dimension 1 are rows, with the bits of an element, for float64 those of a float32. With
-// cu_seqlens it fills the rows that belong to no sequence, else all of them.
+// A row of the grid fills a tensor, whose dimension 1 are rows, with the bits of an element, for float64 those of a
+// float32. With cu_seqlens it fills the rows that belong to no sequence, else all of them.
 struct FillParams {
   static constexpr int kMost = 3;
   fdm_tensor tensors[kMost];

@@ -13,7 +13,7 @@
 
 namespace fdm::cuda {
 
-// Blocks of threads as 64-bit numbers, since the product of sizes that each fit may not fit what the driver takes.
+// Thread blocks as 64-bit numbers, since the product of sizes that each fit may not fit what the driver takes.
 struct Grid {
   int64_t x, y = 1;
   int64_t cluster = 1; // blocks of a column that are a cluster (sm_90): 1, or all of it

@@ -27,7 +27,7 @@ __device__ bool keeps(const TileColumns &columns, int32_t c, const ColumnEntry &
   return any != 0;
 }
 
-// A block of threads finds the reference of a tile: the largest finite bias of the keys that its rows keep.
+// A thread block finds the reference of a tile: the largest finite bias of the keys that its rows keep.
 __global__ void __launch_bounds__(kThreads)
     find_relative_biases(const __grid_constant__ fdm_problem p, const Plan plan, RelativeBias *table) {
   __shared__ double largest[kThreads / 32];
@@ -44,12 +44,12 @@ __global__ void __launch_bounds__(kThreads)
     return;
   }
   const TileColumns columns = tile_columns(p, plan, s, sequence_index, head, tile);
-  double own = -INFINITY;
+  double thread_largest = -INFINITY;
   for (int32_t c = threadIdx.x; c < columns.count; c += kThreads) {
     ColumnEntry entry{column_key(columns, c)};
     const double found = first[entry.key * bias.col];
     if (c >= columns.full) fetch_rows(entry, columns); // while the bias is under way
-    if (found > own && found < INFINITY && keeps(columns, c, entry, int32_t(rows))) own = found;
+    if (found > thread_largest && found < INFINITY && keeps(columns, c, entry, int32_t(rows))) thread_largest = found;
   }
   const auto of_lanes = [](double value) {
 #pragma unroll
@@ -57,12 +57,12 @@ __global__ void __launch_bounds__(kThreads)
       value = fmax(value, __shfl_xor_sync(0xffffffffu, value, distance));
     return value;
   };
-  own = of_lanes(own);
-  if (threadIdx.x % 32 == 0) largest[threadIdx.x / 32] = own;
+  thread_largest = of_lanes(thread_largest);
+  if (threadIdx.x % 32 == 0) largest[threadIdx.x / 32] = thread_largest;
   __syncthreads();
   if (threadIdx.x >= 32) return;
-  own = of_lanes(threadIdx.x < kThreads / 32 ? largest[threadIdx.x] : -INFINITY);
-  if (threadIdx.x == 0) table[blockIdx.x] = {first, own > -INFINITY ? own : 0.0};
+  thread_largest = of_lanes(threadIdx.x < kThreads / 32 ? largest[threadIdx.x] : -INFINITY);
+  if (threadIdx.x == 0) table[blockIdx.x] = {first, thread_largest > -INFINITY ? thread_largest : 0.0};
 }
 
 // A row of the packed rows, or of an element of the batch, in its sequence.

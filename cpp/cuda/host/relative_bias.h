@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A float64 bias that is the same for every query. Kernels compute in float32, where a large bias would lose what matters of it, so
-// the biases of a tile of rows are taken relative to the largest that its rows keep (RelativeBias), and so is its lse. A call finds
-// these references first, and its kernels read a table of them in place of the bias. What is float32 there, lse and its gradient, is
-// converted before and after.
+// A float64 bias per key. Kernels compute in float32, where a large bias would lose what matters of it, so the biases
+// of a row tile are taken relative to the largest that its rows keep (RelativeBias), and so is its lse. A call finds
+// these references first, and its kernels read a table of them in place of the bias. What is float32 there, lse and its
+// gradient, is converted before and after.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -26,8 +26,8 @@ inline EncodeTensorMap find_tensor_map_encoder() {
 }
 
 // Describes a (B, rows, heads, D) tensor of 16-bit elements: boxes of 64 columns and `rows` rows of a head, swizzled as
-// SmemTile says. Returns false if its strides are none that the hardware knows, or there are no rows, which it does not know
-// either.
+// SmemTile says. Returns false if its strides are none that the hardware knows, or there are no rows, which it does not
+// know either.
 inline bool make_row_map(const fdm_tensor &t, int64_t head_dim, int rows, CUtensorMap *map) {
   if (t.shape[0] == 0 || t.shape[1] == 0 || t.shape[2] == 0) return false;
   static const EncodeTensorMap encode = find_tensor_map_encoder();

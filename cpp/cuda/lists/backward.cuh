@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Backward pass of queries that list their keys, with mma.sync. See list_tile.cuh.
 //
-// A block has all rows of a query's tile, so dq and what it adds to the gradients of its keys are products of its own. For a step of
-// columns, each warp computes P and dS of its rows and columns. Through shared memory, warps then have others: for dq their rows, and a
-// part of the head's dimensions; for dk and dv 16 of the step's columns, and perhaps a part of the dimensions. Those are added to
-// float32 sums in global memory, in any order.
+// A block has all rows of a query's tile, so dq and what it adds to the gradients of its keys are products of its own.
+// For a step of columns, each warp computes P and dS of its rows and columns. Through shared memory, warps then have
+// others: for dq their rows, and a part of the head's dimensions; for dk and dv 16 of the step's columns, and perhaps a
+// part of the dimensions. Those are added to float32 sums in global memory, in any order.
 #pragma once
 
 #include "row_gradients.cuh"
@@ -39,11 +39,11 @@ template <class Config> struct ListBackward : ListTile<Config> {
   static_assert(Config::kPartColumns == Config::kWarpColumns);
 
   const ListBackwardParams &params;
-  Shared &own;
+  Shared &smem;
   float dq[kRowTiles][kDqDims / 8][4];
 
   __device__ ListBackward(const ListBackwardParams &parameters, Shared &memory)
-      : Base(parameters, memory), params(parameters), own(memory) {}
+      : Base(parameters, memory), params(parameters), smem(memory) {}
 
   __device__ static int dq_part() { return Base::key_warp(); }
 
@@ -54,11 +54,11 @@ template <class Config> struct ListBackward : ListTile<Config> {
       copy_rows<Tile, Config::kRows, Config::kThreads>(
           ptx::shared_address(tile), aligned, int(params.p.head_dim), t.stride[3], [&](int r) -> const uint16_t * {
             // What rows without keys hold must reach nothing.
-            return own.rows[r].keeps() ? static_cast<const uint16_t *>(t.data) + this->row_place(t, r) : kZeroRow;
+            return smem.rows[r].keeps() ? static_cast<const uint16_t *>(t.data) + this->row_place(t, r) : kZeroRow;
           });
     };
-    load(params.p.q, own.sQ, params.aligned);
-    load(params.backward.dout, own.sdO, params.dout_aligned);
+    load(params.p.q, smem.sQ, params.aligned);
+    load(params.backward.dout, smem.sdO, params.dout_aligned);
     ptx::cp_async_fence();
     clear(dq);
     this->for_steps([&](int step) {
@@ -93,18 +93,19 @@ template <class Config> struct ListBackward : ListTile<Config> {
 #pragma unroll
       for (int distance = 16; distance > 0; distance /= 2) delta += __shfl_xor_sync(0xffffffffu, delta, distance);
       if (lane > 0) continue;
-      own.rows[r] = exists ? ListRow::find(params, task, task.head + r, delta, true) : ListRow::none();
+      smem.rows[r] = exists ? ListRow::find(params, task, task.head + r, delta, true) : ListRow::none();
     }
   }
 
   __device__ bool adds_to_biases() const { return params.sums.bias || params.sums.index; }
 
   // Leaves P and dS of the warp's rows and columns in shared memory, and the sums of dS over its rows.
-  template <bool kCap> __device__ void find_scores(int step) {
+  template <bool kHasSoftcap> __device__ void find_scores(int step) {
     float p[kRowTiles][kColumnTiles][4], ds[kRowTiles][kColumnTiles][4], slopes[kRowTiles][kColumnTiles][4];
-    this->multiply(p, own.sQ, step, 0, 0);
-    this->template finish_scores<kCap>(p, step, 0, [&](int m, int n, int i, float slope) { slopes[m][n][i] = slope; });
-    this->multiply(ds, own.sdO, step, 1, 0);
+    this->multiply(p, smem.sQ, step, 0, 0);
+    this->template finish_scores<kHasSoftcap>(p, step, 0,
+                                              [&](int m, int n, int i, float slope) { slopes[m][n][i] = slope; });
+    this->multiply(ds, smem.sdO, step, 1, 0);
 #pragma unroll
     for (int n = 0; n < kColumnTiles; ++n) {
       float sums[2] = {0.0f, 0.0f};
@@ -112,14 +113,14 @@ template <class Config> struct ListBackward : ListTile<Config> {
       for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const ListRow row = own.rows[this->row(m, i / 2)];
+          const ListRow row = smem.rows[this->row(m, i / 2)];
           const float score = p[m][n][i];
           p[m][n][i] = row.exponential(score);
           row.finish(p[m][n][i], ds[m][n][i]);
           // What has no key has no gradient, whatever the row's gradients are.
           if (score == -INFINITY) p[m][n][i] = ds[m][n][i] = 0.0f;
           sums[i % 2] += ds[m][n][i];
-          if (kCap) ds[m][n][i] *= slopes[m][n][i];
+          if (kHasSoftcap) ds[m][n][i] *= slopes[m][n][i];
         }
       if (!adds_to_biases()) continue;
 #pragma unroll
@@ -127,19 +128,19 @@ template <class Config> struct ListBackward : ListTile<Config> {
 #pragma unroll
         for (int distance = 4; distance < 32; distance *= 2) sums[i] += __shfl_xor_sync(0xffffffffu, sums[i], distance);
         if (threadIdx.x % 32 < 4)
-          own.column_sums[Base::row_warp()][first_column() + 8 * n + accumulator_column() + i] = sums[i];
+          smem.column_sums[Base::row_warp()][first_column() + 8 * n + accumulator_column() + i] = sums[i];
       }
     }
-    store_accumulators<Element, ScoreTile>(p, ptx::shared_address(own.sP), first_row(), first_column());
-    store_accumulators<Element, ScoreTile>(ds, ptx::shared_address(own.sdS), first_row(), first_column());
+    store_accumulators<Element, ScoreTile>(p, ptx::shared_address(smem.sP), first_row(), first_column());
+    store_accumulators<Element, ScoreTile>(ds, ptx::shared_address(smem.sdS), first_row(), first_column());
   }
   __device__ void clear_scores() {
     float zeros[kRowTiles][kColumnTiles][4];
     clear(zeros);
-    store_accumulators<Element, ScoreTile>(zeros, ptx::shared_address(own.sP), first_row(), first_column());
-    store_accumulators<Element, ScoreTile>(zeros, ptx::shared_address(own.sdS), first_row(), first_column());
+    store_accumulators<Element, ScoreTile>(zeros, ptx::shared_address(smem.sP), first_row(), first_column());
+    store_accumulators<Element, ScoreTile>(zeros, ptx::shared_address(smem.sdS), first_row(), first_column());
     for (int c = threadIdx.x % 32; c < Config::kWarpColumns; c += 32)
-      own.column_sums[Base::row_warp()][first_column() + c] = 0.0f;
+      smem.column_sums[Base::row_warp()][first_column() + c] = 0.0f;
   }
   __device__ static int first_row() { return Base::row_warp() * (16 * kRowTiles); }
   __device__ static int first_column() { return Base::key_warp() * Config::kWarpColumns; }
@@ -152,13 +153,13 @@ template <class Config> struct ListBackward : ListTile<Config> {
     if (key < 0) return;
     float sum = 0.0f;
 #pragma unroll
-    for (int w = 0; w < Config::kRowWarps; ++w) sum += own.column_sums[w][c];
+    for (int w = 0; w < Config::kRowWarps; ++w) sum += smem.column_sums[w][c];
     add_bias_gradients(params, task, int64_t(step) * kColumns + c, key, sum);
   }
 
   __device__ void add_keys(int step) const {
-    if (params.sums.value) add_products(step, own.sP, own.sdO, params.sums.value);
-    if (params.sums.key) add_products(step, own.sdS, own.sQ, params.sums.key);
+    if (params.sums.value) add_products(step, smem.sP, smem.sdO, params.sums.value);
+    if (params.sums.key) add_products(step, smem.sdS, smem.sQ, params.sums.key);
   }
 
   // Adds the products of 16 columns of P or dS with all rows of dO or Q to the sums of their keys.
@@ -199,7 +200,7 @@ template <class Config> struct ListBackward : ListTile<Config> {
 
   // dq += dS K, of the warp's rows and dimensions.
   __device__ void sum_queries(int step) {
-    const uint32_t left = ScoreTile::left(ptx::shared_address(own.sdS), first_row());
+    const uint32_t left = ScoreTile::left(ptx::shared_address(smem.sdS), first_row());
     const uint32_t right = Tile::right_columns(this->stage(step, 0));
     gemm_columns_at<Element, kColumns>(
         dq, [&](int k, int d) { return Tile::fragment_address(right, k, dq_part() * kDqDims + 8 * d); },

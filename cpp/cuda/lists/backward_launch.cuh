@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The launch of the backward kernels of one instantiation. Generated files hold nothing but an include of this and a line for each.
+// The launch of the backward kernels of one instantiation. Generated files hold nothing but an include of this and a
+// line for each.
 #pragma once
 
 #include "../host/dispatch.h"

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Forward pass of queries that list their keys, with mma.sync. See list_tile.cuh.
 //
-// Where few heads share a list, each warp has columns of its own, and its own sums of all rows, which are merged at the end. Where many
-// do, each warp has rows of its own.
+// Where few heads share a list, each warp has columns of its own, and its own sums of all rows, which are merged at the
+// end. Where many do, each warp has rows of its own.
 #pragma once
 
 #include "../forward/running_rows.cuh"
@@ -32,13 +32,13 @@ template <class Config> struct ListForward : ListTile<Config> {
   using Element = typename Config::Element;
   using Tile = typename Config::Tile;
 
-  Shared &own;
+  Shared &smem;
   RunningRows<typename Config::Element, Config::kRowTiles, Base::kColumnTiles, Config::kHeadDim / 8> rows;
 
-  __device__ ListForward(const ListParams &parameters, Shared &memory) : Base(parameters, memory), own(memory) {}
+  __device__ ListForward(const ListParams &parameters, Shared &memory) : Base(parameters, memory), smem(memory) {}
 
   __device__ void run() {
-    this->load_rows(params.p.q, own.sQ, params.aligned);
+    this->load_rows(params.p.q, smem.sQ, params.aligned);
     ptx::cp_async_fence();
     rows.start();
     this->for_steps([&](int step) {
@@ -57,7 +57,7 @@ template <class Config> struct ListForward : ListTile<Config> {
   }
 
   __device__ void attend(int step, int first) {
-    this->multiply(rows.scores, own.sQ, step, 0, first);
+    this->multiply(rows.scores, smem.sQ, step, 0, first);
     const auto ignore = [](int, int, int, float) {};
     if (params.p.softcap > 0)
       this->template finish_scores<true>(rows.scores, step, first, ignore);
@@ -96,13 +96,13 @@ template <class Config> struct ListForward : ListTile<Config> {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int r = this->row(0, half);
-      float *to = own.results(this->key_warp(), r) + accumulator_column();
+      float *to = smem.results(this->key_warp(), r) + accumulator_column();
 #pragma unroll
       for (int d = 0; d < Config::kHeadDim / 8; ++d)
         *reinterpret_cast<float2 *>(to + 8 * d) = make_float2(rows.out[0][d][2 * half], rows.out[0][d][2 * half + 1]);
       if (threadIdx.x % 4 == 0) {
-        own.maximum[this->key_warp()][r] = rows.maximum[0][half];
-        own.sum[this->key_warp()][r] = rows.sum[0][half];
+        smem.maximum[this->key_warp()][r] = rows.maximum[0][half];
+        smem.sum[this->key_warp()][r] = rows.sum[0][half];
       }
     }
   }
@@ -114,13 +114,13 @@ template <class Config> struct ListForward : ListTile<Config> {
       const int r = i / Config::kHeadDim, d = i % Config::kHeadDim;
       float maximum = -INFINITY, sum = 0.0f, value = 0.0f;
 #pragma unroll
-      for (int w = 0; w < Config::kKeyWarps; ++w) maximum = fmaxf(maximum, own.maximum[w][r]);
+      for (int w = 0; w < Config::kKeyWarps; ++w) maximum = fmaxf(maximum, smem.maximum[w][r]);
       const float shift = maximum == -INFINITY ? 0.0f : maximum;
 #pragma unroll
       for (int w = 0; w < Config::kKeyWarps; ++w) {
-        const float factor = ptx::exp2_approximate(own.maximum[w][r] - shift);
-        sum += own.sum[w][r] * factor;
-        value += own.results(w, r)[d] * factor;
+        const float factor = ptx::exp2_approximate(smem.maximum[w][r] - shift);
+        sum += smem.sum[w][r] * factor;
+        value += smem.results(w, r)[d] * factor;
       }
       if (d < head_dim)
         store_element(params.forward.out, this->row_place(params.forward.out, r) + d * params.forward.out.stride[3],

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The launch of the forward kernels of one instantiation. Generated files hold nothing but an include of this and a line for each.
+// The launch of the forward kernels of one instantiation. Generated files hold nothing but an include of this and a
+// line for each.
 #pragma once
 
 #include <utility>
@@ -19,18 +20,18 @@ namespace fdm::cuda {
 // The parameters of the persistent kernel, to which heads are rows.
 inline ListForwardParamsSm90 list_forward_params_sm90(const ListLaunch &work) {
   ListForwardParamsSm90 params{};
-  ForwardParams &own = params.forward;
-  own.p = work.params.p;
-  own.a = work.params.forward;
-  std::swap(own.p.q.stride[1], own.p.q.stride[2]);
-  std::swap(own.a.out.stride[1], own.a.out.stride[2]);
-  std::swap(own.a.lse.stride[1], own.a.lse.stride[2]);
-  own.a.out_rest = {}; // none is asked for
-  own.factors = work.params.factors;
-  own.bias_factor = own.factors.may_begin_with_bias() ? 1.0f / own.factors.scale : 0.0f;
-  own.heads_per_tile = own.splits = 1;
-  own.rows = RowPlaces(own.p);
-  own.aligned = true;
+  ForwardParams &forward = params.forward;
+  forward.p = work.params.p;
+  forward.a = work.params.forward;
+  std::swap(forward.p.q.stride[1], forward.p.q.stride[2]);
+  std::swap(forward.a.out.stride[1], forward.a.out.stride[2]);
+  std::swap(forward.a.lse.stride[1], forward.a.lse.stride[2]);
+  forward.a.out_rest = {}; // none is asked for
+  forward.factors = work.params.factors;
+  forward.bias_factor = forward.factors.may_begin_with_bias() ? 1.0f / forward.factors.scale : 0.0f;
+  forward.heads_per_tile = forward.splits = 1;
+  forward.rows = RowPlaces(forward.p);
+  forward.aligned = true;
   params.tiles = work.route.tiles;
   params.count = work.route.count;
   return params;

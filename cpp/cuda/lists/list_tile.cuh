@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The tile of a query that lists its keys: some of the query heads of a KV head are its rows, listed keys its columns. Rows of K and V
-// are gathered once for all of them.
+// The tile of a query that lists its keys: some of the query heads of a KV head are its rows, listed keys its columns.
+// Rows of K and V are gathered once for all of them.
 //
-// Steps of columns go through a ring. While a step is computed, the rows of the next one are on their way, and so are the index and the
-// biases of the one after that, and the index of the one behind it.
+// Steps of columns go through a ring. While a step is computed, the rows of the next one are on their way, and so are
+// the index and the biases of the one after that, and the index of the one behind it.
 #pragma once
 
 #include "../tile/column_ring.cuh"
@@ -17,7 +17,7 @@ namespace fdm::cuda {
 // The columns of a step.
 template <class Ring> struct ListSlot {
   // The row of each key among those of K and V of its sequence, or of all pages, at its Ring::place(); -1: no key.
-  alignas(16) int32_t row[Ring::kDown * Ring::kSteps];
+  alignas(16) int32_t row[Ring::kRowsAtOnce * Ring::kSteps];
   alignas(8) float bias[Ring::kColumns]; // to base 2; -inf: no key
 
   __device__ int32_t key(int c) const { return row[Ring::place(c)]; }
@@ -87,10 +87,10 @@ __device__ inline void ListTask::set(const fdm_problem &p, const ListTiles &tile
   }
   query = row - s.q_begin;
   limit = int32_t(is_causal(p) ? clamp64(query + s.causal_off + 1, 0, s.k_count) : s.k_count);
-  const fdm_tensor &own = p.indices;
-  length = limit > 0 ? int32_t(min64(own.shape[3], INT32_MAX)) : 0;
-  indices = static_cast<const int32_t *>(own.data) + s.batch * own.stride[0] +
-            head_index(p, own, head) * own.stride[1] + row * own.stride[2];
+  const fdm_tensor &lists = p.indices;
+  length = limit > 0 ? int32_t(min64(lists.shape[3], INT32_MAX)) : 0;
+  indices = static_cast<const int32_t *>(lists.data) + s.batch * lists.stride[0] +
+            head_index(p, lists, head) * lists.stride[1] + row * lists.stride[2];
   bias = score_view(p, p.bias, s, head);
   index_bias = {};
   if (const fdm_tensor &t = p.index_bias; present(t)) {
@@ -115,7 +115,8 @@ struct ListConfig {
   static constexpr int kRows = 16 * kRowTiles * kRowWarps, kThreads = 32 * kRowWarps * kKeyWarps;
   using Ring = ColumnRing<Tile, kColumns, kThreads>; // of which the slots are others
   static constexpr int kWarpColumns = kColumns / kKeyWarps;
-  // The columns whose scores a warp has at a time: the registers hold no more beside the accumulators of 32 rows of 128 columns.
+  // The columns whose scores a warp has at a time: the registers hold no more beside the accumulators of 32 rows of 128
+  // columns.
   static constexpr int kPartColumns = kRowTiles > 1 && kHeadDim > 64 ? kWarpColumns / 2 : kWarpColumns;
   static constexpr int kStages = 2, kSlots = 3;
   static constexpr int kKeyBytes = Tile::bytes(kColumns);
@@ -249,8 +250,8 @@ template <class Config> struct ListTile {
     }
   }
 
-  // Calls work(step) for each step, with its K, V and slot in shared memory. The rows of the tile are there, too: their copies are
-  // in a group that was closed before. All threads of the block call this.
+  // Calls work(step) for each step, with its K, V and slot in shared memory. The rows of the tile are there, too: their
+  // copies are in a group that was closed before. All threads of the block call this.
   template <class Work> __device__ void for_steps(const Work &work) {
     const int count = steps();
     store(0, fetch(0, fetch_index(0)));
@@ -291,9 +292,9 @@ template <class Config> struct ListTile {
     gemm_ss<Element, Config::kHeadDim>(sums, left, Tile::right_rows(columns_of_warp(step, values, first)));
   }
 
-  // Turns these products into scores to base 2, -inf where there is no key. slopes(m, n, i, slope) is told their slopes by the
-  // softcap.
-  template <bool kCap, class Slopes>
+  // Turns these products into scores to base 2, -inf where there is no key. slopes(m, n, i, slope) is told their slopes
+  // by the softcap.
+  template <bool kHasSoftcap, class Slopes>
   __device__ void finish_scores(float (&scores)[kRowTiles][kColumnTiles][4], int step, int first,
                                 const Slopes &slopes) const {
     const Slot &slot = shared.slots[step % Config::kSlots];
@@ -305,10 +306,10 @@ template <class Config> struct ListTile {
       for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const float own = i % 2 ? bias.y : bias.x;
+          const float column_bias = i % 2 ? bias.y : bias.x;
           float slope;
-          const float score = params.factors.score<kCap>(scores[m][n][i], own, &slope);
-          scores[m][n][i] = own == -INFINITY ? own : score; // also where the query holds NaN
+          const float score = params.factors.score<kHasSoftcap>(scores[m][n][i], column_bias, &slope);
+          scores[m][n][i] = column_bias == -INFINITY ? column_bias : score; // also where the query holds NaN
           slopes(m, n, i, slope);
         }
     }

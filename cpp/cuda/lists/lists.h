@@ -19,7 +19,7 @@ struct ListParams {
   int32_t page_rows; // from one page to the next, in the numbers of rows
 };
 
-// Float32 sums that blocks of threads add to; null where a gradient is not wanted.
+// Float32 sums that thread blocks add to; null where a gradient is not wanted.
 struct ListSums {
   float *key, *value, *bias, *index, *sink;
 };

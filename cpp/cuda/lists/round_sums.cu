@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Rounds the float32 sums of the backward pass of lists: those of dk and dv by the bands of tile/round_sums.cuh, and those of biases and
-// sinks element by element.
+// Rounds the float32 sums of the backward pass of lists: those of dk and dv by the bands of tile/round_sums.cuh, and
+// those of biases and sinks element by element.
 #include "../tile/round_sums.cuh"
 
 #include <cuda_runtime.h>
@@ -13,7 +13,7 @@ namespace {
 // 16 rows of the sums: of each key those of all KV heads. A row of the grid has those of dk, another those of dv.
 struct ListBands {
   using Params = ListBackwardParams;
-  static constexpr int kTogether = 4, kBlocks = 4;
+  static constexpr int kTilesAtOnce = 4, kBlocks = 4;
 
   const ListBackwardParams &params;
   KeyBand band;
@@ -38,8 +38,8 @@ struct ListBands {
   }
 
   __device__ int tiles() const { return exists ? params.sum_dim / 8 : 0; }
-  __device__ void load(int first, float (&x)[kTogether][4]) const { band.load(first, x); }
-  __device__ void store(int first, const float (&x)[kTogether][4]) const {
+  __device__ void load(int first, float (&x)[kTilesAtOnce][4]) const { band.load(first, x); }
+  __device__ void store(int first, const float (&x)[kTilesAtOnce][4]) const {
     band.store(params.backward, params.p.scale, first, x);
   }
   __device__ void end(bool) const {}

@@ -42,8 +42,8 @@ struct ListRow {
   __device__ bool keeps() const { return lse < INFINITY; }
 };
 
-// Adds what a listed key, the entry-th of the list, has to the gradients of biases: the sum of dS over the rows of the tile. Sums have the
-// shapes of the biases, and are contiguous.
+// Adds what a listed key, the entry-th of the list, has to the gradients of biases: the sum of dS over the rows of the
+// tile. Sums have the shapes of the biases, and are contiguous.
 __device__ inline void add_bias_gradients(const ListBackwardParams &params, const ListTask &task, int64_t entry,
                                           int32_t key, float sum) {
   const auto list_of = [&](const fdm_tensor &t, int64_t batch) {

@@ -3,7 +3,7 @@
 // `slots` of them side by side.
 //
 // Q, dO, K, V and the statistics of the next step are copied meanwhile; the tile of the bias stays in shared memory. A
-// block of threads has a range of the steps of all tiles. What it sums of a tile that it has not alone goes to a part,
+// thread block has a range of the steps of all tiles. What it sums of a tile that it has not alone goes to a part,
 // which dbias_sum.cu adds to the others.
 #pragma once
 
@@ -247,8 +247,8 @@ template <class Config> struct DbiasBlock {
     if (slot > 0)
 #pragma unroll
       for (int i = 0; i < kSums; ++i) {
-        const float (&own)[4] = sums[i / kKeyTiles][i % kKeyTiles];
-        others[((slot - 1) * kSums + i) * threads] = {own[0], own[1], own[2], own[3]};
+        const float (&accumulator)[4] = sums[i / kKeyTiles][i % kKeyTiles];
+        others[((slot - 1) * kSums + i) * threads] = {accumulator[0], accumulator[1], accumulator[2], accumulator[3]};
       }
     __syncthreads();
     if (slot == 0)
@@ -257,11 +257,11 @@ template <class Config> struct DbiasBlock {
 #pragma unroll
         for (int i = 0; i < kSums; ++i) {
           const float4 other = others[(n * kSums + i) * threads];
-          float (&own)[4] = sums[i / kKeyTiles][i % kKeyTiles];
-          own[0] += other.x;
-          own[1] += other.y;
-          own[2] += other.z;
-          own[3] += other.w;
+          float (&accumulator)[4] = sums[i / kKeyTiles][i % kKeyTiles];
+          accumulator[0] += other.x;
+          accumulator[1] += other.y;
+          accumulator[2] += other.z;
+          accumulator[3] += other.w;
         }
     __syncthreads();
   }
@@ -277,8 +277,8 @@ template <class Config> struct DbiasBlock {
     if (slot == 0)
 #pragma unroll
       for (int i = 0; i < 2 * kRowTiles * kKeyTiles; ++i) {
-        const float (&own)[4] = sums[i / 2 / kKeyTiles][i / 2 % kKeyTiles];
-        pairs[i * threads + int(threadIdx.x)] = {own[i % 2 * 2], own[i % 2 * 2 + 1]};
+        const float (&accumulator)[4] = sums[i / 2 / kKeyTiles][i / 2 % kKeyTiles];
+        pairs[i * threads + int(threadIdx.x)] = {accumulator[i % 2 * 2], accumulator[i % 2 * 2 + 1]};
       }
     if (part) return;
     __syncthreads();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Adds the parts of tiles of the bias gradient that several blocks of threads have worked on, in the order of the blocks.
+// Adds the parts of tiles of the bias gradient that several thread blocks have worked on, in the order of the blocks.
 #include "../tile/sum_parts.cuh"
 #include "dbias_tiles.cuh"
 

@@ -61,8 +61,8 @@ __device__ __forceinline__ int64_t dbias_offset(const PairBiasBackward &work, co
          int64_t(tile.key_tile) * work.dbias.tile_keys * t.stride[3];
 }
 
-// Stores a tile, or those of its pairs that are numbered `first`, first + step and so on along its rows. sum(index) gives
-// the pair that pair_index() numbers.
+// Stores a tile, or those of its pairs that are numbered `first`, first + step and so on along its rows. sum(index)
+// gives the pair that pair_index() numbers.
 template <class Element, class Sum>
 __device__ __forceinline__ void store_dbias(const PairBiasBackward &work, const DbiasTile &tile, int first, int step,
                                             const Sum &sum) {

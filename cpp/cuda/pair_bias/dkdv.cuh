@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The gradients of keys and values with a pair bias, with mma.sync: a block of threads has a tile of keys of one key/value
-// head, of `slots` sequences side by side, and walks the query heads of the group and their rows, kStepRows at a time.
+// The gradients of keys and values with a pair bias, with mma.sync: a thread block has a key tile of one KV head, of
+// `slots` sequences side by side, and walks the query heads of the group and their rows, kStepRows at a time.
 //
-// Products are transposed, with a key to a row of accumulators: S' = K Q', P' = exp(S' - lse), dV += P' dO, dP' = V dO',
-// dS' = P' (dP' - delta), dK += scale dS' Q, so P' and dS' are left operands where they are computed. Q, dO, their
+// Products are transposed, with a key to a row of accumulators: S' = K Q', P' = exp(S' - lse), dV += P' dO, dP' = V
+// dO', dS' = P' (dP' - delta), dK += scale dS' Q, so P' and dS' are left operands where they are computed. Q, dO, their
 // statistics and the bias of the next step are copied meanwhile. Each warp has keys of one sequence.
 #pragma once
 
@@ -60,8 +60,8 @@ template <class Config> struct PairBiasDkdvBlock {
   const int slots, keys, slot, warp_key;           // warp_key: the warp's first key in its sequence's tile
   const int first_key, kv_head, first_tile, tiles; // tiles of kStepRows rows of a query head
   const int group, stage_bytes, stages, panel_bytes;
-  // Query heads of the group have masks of their own. Otherwise what is summed for keys that are not kept is left out in
-  // the end.
+  // Query heads of the group have masks of their own. Otherwise what is summed for keys that are not kept is left out
+  // in the end.
   const bool drops_keys;
   const bool float32_bias, causal;
   LeftOperand<Element, kHeadDim, kKeyTiles, Config::kHoldsKeys> key_operand, value_operand;
@@ -315,8 +315,8 @@ template <class Config> struct PairBiasDkdvBlock {
   }
 
   __device__ bool needs_exact() const {
-    const auto own = [&](int m, int half) { return matters(m, half); };
-    return has_nan(dk, own) || has_nan(dv, own);
+    const auto row_matters = [&](int m, int half) { return matters(m, half); };
+    return has_nan(dk, row_matters) || has_nan(dv, row_matters);
   }
 
   // Whether the sums of a key are a result.
@@ -355,7 +355,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   extern __shared__ __align__(1024) char dynamic_shared[];
   __shared__ PairBiasDkdvShared<Config> shared;
   const fdm_problem &p = work.call.p;
-  // The tiles of keys go fastest: they share Q and dO. A causal mask makes the first the longest.
+  // The key tiles go fastest: they share Q and dO. A causal mask makes the first the longest.
   int number = int(blockIdx.x);
   const int tile = number % work.tiles;
   number /= work.tiles;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The gradient of the queries with a pair bias, with mma.sync. row_block.cuh has the mainloop. Where an element of the bias
-// has one source, its gradient is dS, which is written here.
+// The gradient of the queries with a pair bias, with mma.sync. row_block.cuh has the mainloop. Where an element of the
+// bias has one source, its gradient is dS, which is written here.
 #pragma once
 
 #include "launch.cuh"
@@ -74,7 +74,7 @@ template <class Config> struct PairBiasDqBlock : RowBlock<Config> {
       gemm_rs<Element, kHeadDim>(dq, gradients, columns);
   }
 
-  // Writes dS of half a block of keys, or zeros.
+  // Writes dS of half a key block, or zeros.
   __device__ void write_dbias(const Scores &gradients, int first_key) const {
     const fdm_tensor &t = work.a.dbias;
     const Source &source = this->source();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Forward pass with a pair bias, with mma.sync. row_block.cuh has the mainloop; the keys may be divided over several blocks
-// of threads (splits).
+// Forward pass with a pair bias, with mma.sync. row_block.cuh has the mainloop; the keys may be divided over several
+// thread blocks (splits).
 #pragma once
 
 #include "launch.cuh"

@@ -14,8 +14,8 @@ template <class Function> cudaError_t with_sm90_types(const fdm_problem &p, cons
     return with_types<kMaxPairBiasSm90HeadDim>(p, p.head_dim, PairBiasSm90HeadDims{}, function);
 }
 
-// All gradients, unless non-finite values are found. `memory` is cleared: for a launch's deltas, if these are not kept, and for
-// what the workspace has of the sums.
+// All gradients, unless non-finite values are found. `memory` is cleared: for a launch's deltas, if these are not kept,
+// and for what the workspace has of the sums.
 cudaError_t run_fused(PairBiasBackward &work, const PairBiasBackwardRoute &route, char *memory, cudaStream_t stream);
 
 } // namespace fdm::cuda

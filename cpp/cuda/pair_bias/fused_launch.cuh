@@ -22,10 +22,12 @@ template <class Config> cudaError_t launch_clusters(const PairBiasBackward &work
   if (cudaError_t error = most_clusters<Shared, pair_bias_fused_kernel<Config>>(int(blocks), Roles::kThreads, &most))
     return error;
   if (most == 0) return cudaErrorInvalidConfiguration;
-  PairBiasBackward own = work;
-  if (own.fused.splits == 0) own.fused.splits = work.fused.cluster_splits(kRouteTable.fused_task_steps, most);
-  const Grid grid(std::min<int64_t>(int64_t(own.fused.planes) * own.fused.splits, most), blocks, blocks);
-  return launch_with_shared<Shared, pair_bias_fused_kernel<Config>>(own, grid, Roles::kThreads, stream);
+  PairBiasBackward cluster_work = work;
+  if (cluster_work.fused.splits == 0)
+    cluster_work.fused.splits = work.fused.cluster_splits(kRouteTable.fused_task_steps, most);
+  const Grid grid(std::min<int64_t>(int64_t(cluster_work.fused.planes) * cluster_work.fused.splits, most), blocks,
+                  blocks);
+  return launch_with_shared<Shared, pair_bias_fused_kernel<Config>>(cluster_work, grid, Roles::kThreads, stream);
 }
 #endif
 

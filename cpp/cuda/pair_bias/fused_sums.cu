@@ -12,13 +12,13 @@ FDM_INLINE int64_t bands_of(const GradientSums &sums) { return ceil_div(sums.row
 // Bands of a tile of dbias that have so many tiles of 8 columns.
 constexpr int dbias_bands(int column_tiles) { return kTileQuadsSm90 / (column_tiles * 32); }
 
-// A row of the grid has a gradient: dq, dk, dv, and dbias where its sums are complete. Tells of sums that are not finite
-// (pair_bias.h).
+// A row of the grid has a gradient: dq, dk, dv, and dbias where its sums are complete. Tells of sums that are not
+// finite (pair_bias.h).
 template <int kHeadDim> struct FusedBands {
   using Params = PairBiasBackward;
   using Band = SumBand<kHeadDim>;
-  static constexpr int kTogether = Band::kTiles; // rows are written where their sums lie
-  static constexpr int kBlocks = kTogether <= 8 ? 3 : 2;
+  static constexpr int kTilesAtOnce = Band::kTiles; // rows are written where their sums lie
+  static constexpr int kBlocks = kTilesAtOnce <= 8 ? 3 : 2;
 
   const PairBiasBackward &work;
   BandRows rows;
@@ -46,12 +46,12 @@ template <int kHeadDim> struct FusedBands {
   }
   __device__ void find_dbias(int64_t number) {
     const FusedWork &division = work.fused;
-    constexpr int kBands = dbias_bands(kTogether);
+    constexpr int kBands = dbias_bands(kTilesAtOnce);
     const int64_t all = number / kBands, tiles = int64_t(division.row_tiles) * division.key_tiles;
     const int64_t plane = quotient(all, tiles), place = all - plane * tiles,
                   row_tile = quotient(place, division.key_tiles);
     tile = {division.first_plane + int(plane), int(row_tile), int(place - row_tile * division.key_tiles)};
-    first_quad = int(number % kBands) * kTogether * 32 + int(threadIdx.x % 32);
+    first_quad = int(number % kBands) * kTilesAtOnce * 32 + int(threadIdx.x % 32);
     exists = plane < division.planes;
   }
   __device__ void find(int64_t number) {
@@ -72,20 +72,20 @@ template <int kHeadDim> struct FusedBands {
     later = later_batch < division.past_cleared ? later_batch * all.batch + head * all.head + first * all.row : 0;
   }
 
-  __device__ int tiles() const { return exists ? kTogether : 0; }
+  __device__ int tiles() const { return exists ? kTilesAtOnce : 0; }
   __device__ float4 &dbias_quad(int n) const {
     return reinterpret_cast<float4 *>(
         work.fused.dbias)[tile_number(work.fused, tile) * kTileQuadsSm90 + first_quad + n * 32];
   }
-  __device__ void load(int, float (&x)[kTogether][4]) const {
+  __device__ void load(int, float (&x)[kTilesAtOnce][4]) const {
     if (!of_dbias()) return band.load(x);
 #pragma unroll
-    for (int n = 0; n < kTogether; ++n) reinterpret_cast<float4 &>(x[n]) = dbias_quad(n);
+    for (int n = 0; n < kTilesAtOnce; ++n) reinterpret_cast<float4 &>(x[n]) = dbias_quad(n);
   }
-  __device__ void store(int first, const float (&x)[kTogether][4]) const {
+  __device__ void store(int first, const float (&x)[kTilesAtOnce][4]) const {
     if (!of_dbias()) return rows.store(gradient(), blockIdx.y == 2 ? 1.0f : work.call.p.scale, first, x);
 #pragma unroll
-    for (int n = 0; n < kTogether; ++n) {
+    for (int n = 0; n < kTilesAtOnce; ++n) {
       store_quad<uint16_t>(work, tile, first_quad + n * 32, reinterpret_cast<const float4 &>(x[n]),
                            AnyPacking{work.a.dbias.dtype == FDM_FLOAT16});
       if (work.fused.clears) dbias_quad(n) = {};
@@ -110,7 +110,7 @@ cudaError_t launch_fused_sums(const PairBiasBackward &work, bool with_dbias, cud
                                                  p.kv_heads * max64(bands_of(division.dk), bands_of(division.dv)));
   return with_sm90_types(p, [&](auto, auto dim) {
     using Bands = FusedBands<decltype(dim)::value>;
-    const int64_t all = with_dbias ? max64(bands, division.tiles() * dbias_bands(Bands::kTogether)) : bands;
+    const int64_t all = with_dbias ? max64(bands, division.tiles() * dbias_bands(Bands::kTilesAtOnce)) : bands;
     return launch<Overlap::kernel_ahead>(round_sums<Bands>, {rounding_blocks(all), with_dbias ? 4 : 3},
                                          kRoundingThreads, 0, stream, work);
   });

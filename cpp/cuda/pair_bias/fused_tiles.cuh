@@ -16,8 +16,8 @@ __device__ __forceinline__ int64_t tile_number(const FusedWork &division, const 
          tile.key_tile;
 }
 
-// Stores the accumulators of a thread in 16 rows and 8 keys. `index` counts such quads of numbers in a tile: 16 bands of
-// rows hold 16 tiles of keys, and these 32 lanes.
+// Stores the accumulators of a thread in 16 rows and 8 keys. `index` counts such quads of numbers in a tile: 16 bands
+// of rows hold 16 key tiles, and these 32 lanes.
 template <class Element, class Pack = Packing<Element>>
 __device__ __forceinline__ void store_quad(const PairBiasBackward &work, const FusedDbiasTile &tile, int index,
                                            const float4 &x, const Pack &pack = {}) {

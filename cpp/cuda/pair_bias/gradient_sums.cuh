@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// How the float32 sums of dq, dk and dv lie, to which blocks of threads add in no fixed order.
+// How the float32 sums of dq, dk and dv lie, to which thread blocks add in no fixed order.
 //
-// They take twice the memory of the gradients. So half of them lies in the memory of the gradient itself, and the other half
-// in that of a later sequence's gradient, or in the workspace. A warp has a band of 16 rows in its accumulators (ptx/matrix.cuh),
-// as tiles of 8 columns; a half has half of the tiles. Four numbers of a thread lie together, 32 such quads one after the
-// other, in as many rows as they need. A band of fewer than 16 rows has no room for that: there, numbers lie in their rows.
-// Either way, a warp needs no memory but that of its own rows, and may write these once it has read them.
+// They take twice the memory of the gradients. So half of them lies in the memory of the gradient itself, and the other
+// half in that of a later sequence's gradient, or in the workspace. A warp has a band of 16 rows in its accumulators
+// (ptx/matrix.cuh), as tiles of 8 columns; a half has half of the tiles. Four numbers of a thread lie together, 32 such
+// quads one after the other, in as many rows as they need. A band of fewer than 16 rows has no room for that: there,
+// numbers lie in their rows. Either way, a warp needs no memory but that of its own rows, and may write these once it
+// has read them.
 #pragma once
 
 #include "../tile/products.cuh"
@@ -19,13 +20,14 @@ struct SumHalves {
   char *first, *second;
 };
 
-// The first bytes of the halves of a row of a head; `batch` counts the sequences of the launch. Null if they are not wanted.
+// The first bytes of the halves of a row of a head; `batch` counts the sequences of the launch. Null if they are not
+// wanted.
 __device__ __forceinline__ SumHalves halves_of(const GradientSums &sums, int64_t batch, int64_t head, int64_t row) {
   if (!sums.first) return {};
-  const int64_t own = head * sums.head + row * sums.row;
+  const int64_t offset = head * sums.head + row * sums.row;
   char *const second = batch < sums.before_spare ? sums.second + batch * sums.batch
                                                  : sums.spare + (batch - sums.before_spare) * sums.batch;
-  return {sums.first + batch * sums.batch + own, second + own};
+  return {sums.first + batch * sums.batch + offset, second + offset};
 }
 
 // All threads of a warp have it.
@@ -42,8 +44,8 @@ template <int kHeadDim> struct SumBand {
   __device__ __forceinline__ float *quad(int n) const {
     const int lane = threadIdx.x % 32;
     constexpr int kTileRows = 32 / kRowQuads;
-    char *const own = half_of(n) + lane / kRowQuads * pitch + lane % kRowQuads * 16;
-    return reinterpret_cast<float *>(own + n % kHalfTiles * (kTileRows * pitch));
+    char *const lane_quads = half_of(n) + lane / kRowQuads * pitch + lane % kRowQuads * 16;
+    return reinterpret_cast<float *>(lane_quads + n % kHalfTiles * (kTileRows * pitch));
   }
   // Its two neighbours in a row that exists, where fewer than 16 do.
   __device__ __forceinline__ float *pair(int n, int half) const {
@@ -64,9 +66,9 @@ template <int kHeadDim> struct SumBand {
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) ptx::add_global(quad(n), x[n]);
     } else {
-      for_each_pair([&](float *own, int n, int half) {
-        ptx::add_global(own, x[n][2 * half]);
-        ptx::add_global(own + 1, x[n][2 * half + 1]);
+      for_each_pair([&](float *sum, int n, int half) {
+        ptx::add_global(sum, x[n][2 * half]);
+        ptx::add_global(sum + 1, x[n][2 * half + 1]);
       });
     }
   }
@@ -79,9 +81,9 @@ template <int kHeadDim> struct SumBand {
       for (int n = 0; n < kTiles; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i) x[n][i] = 0.0f;
-      for_each_pair([&](const float *own, int n, int half) {
-        x[n][2 * half] = own[0];
-        x[n][2 * half + 1] = own[1];
+      for_each_pair([&](const float *sum, int n, int half) {
+        x[n][2 * half] = sum[0];
+        x[n][2 * half + 1] = sum[1];
       });
     }
   }
@@ -91,8 +93,8 @@ template <int kHeadDim> struct SumBand {
       for (int n = 0; n < kHalfTiles; ++n)
         *reinterpret_cast<float4 *>(quad(kHalf == SumHalf::first ? n : kHalfTiles + n)) = make_float4(0, 0, 0, 0);
     } else {
-      for_each_pair([&](float *own, int n, int) {
-        if ((n < kHalfTiles) == (kHalf == SumHalf::first)) own[0] = own[1] = 0.0f;
+      for_each_pair([&](float *sum, int n, int) {
+        if ((n < kHalfTiles) == (kHalf == SumHalf::first)) sum[0] = sum[1] = 0.0f;
       });
     }
   }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Finds the live tiles of a mask of rows: those of which it keeps a pair. Most are decided by their first rows, so most
-// of the mask is not read.
+// Finds the live tiles of a row mask: those of which it keeps a pair. Most are decided by their first rows, so most of
+// the mask is not read.
 #include "../host/launch.cuh"
 #include "ptx/dependent.cuh"
 #include "sources.cuh"
@@ -8,9 +8,10 @@
 namespace fdm::cuda {
 namespace {
 
-constexpr int kWarps = 32, kThreads = 32 * kWarps;                    // each has a tile
-constexpr int kAcross = kPairBiasTileSm90 / 16, kDown = 32 / kAcross; // lanes beside and below each other
-constexpr int kReads = 4;                                             // at a time, of a lane
+constexpr int kWarps = 32, kThreads = 32 * kWarps; // each has a tile
+constexpr int kThreadsPerRow = kPairBiasTileSm90 / 16,
+              kRowsAtOnce = 32 / kThreadsPerRow; // lanes beside and below each other
+constexpr int kReadsAtOnce = 4;                  // at a time, of a lane
 
 // Returns a number other than 0 if a row keeps one of 16 keys, of which the first `there` exist.
 __device__ __forceinline__ uint32_t keeps_some(const uint8_t *kept, int there) {
@@ -26,23 +27,23 @@ __device__ __forceinline__ uint32_t keeps_some(const uint8_t *kept, int there) {
 
 // Whether the tile that begins at this row and key is live. All lanes of a warp call this.
 __device__ __forceinline__ bool is_live_tile(const fdm_problem &p, const Matrix &mask, int first_row, int first_key) {
-  const int lane = int(threadIdx.x) % 32, key = first_key + lane % kAcross * 16, there = int(p.keys) - key;
+  const int lane = int(threadIdx.x) % 32, key = first_key + lane % kThreadsPerRow * 16, there = int(p.keys) - key;
   const int rows = min(kPairBiasTileSm90, int(p.queries) - first_row);
-  const auto *own = static_cast<const uint8_t *>(mask.base) + int64_t(first_row) * mask.row + key;
+  const auto *tile_mask = static_cast<const uint8_t *>(mask.base) + int64_t(first_row) * mask.row + key;
 #pragma unroll 1
-  for (int first = lane / kAcross; first - lane / kAcross < rows; first += kReads * kDown) {
+  for (int first = lane / kThreadsPerRow; first - lane / kThreadsPerRow < rows; first += kReadsAtOnce * kRowsAtOnce) {
     uint32_t some = 0;
 #pragma unroll
-    for (int n = 0; n < kReads; ++n) {
-      const int row = first + n * kDown;
-      if (row < rows && there > 0) some |= keeps_some(own + row * mask.row, there);
+    for (int n = 0; n < kReadsAtOnce; ++n) {
+      const int row = first + n * kRowsAtOnce;
+      if (row < rows && there > 0) some |= keeps_some(tile_mask + row * mask.row, there);
     }
     if (__any_sync(0xffffffffu, some != 0)) return true;
   }
   return false;
 }
 
-// A block of threads makes a word: 32 tiles of a tile of rows.
+// A thread block makes a word: 32 tiles of a row tile.
 __global__ void __launch_bounds__(kThreads)
     live_tiles_kernel(const __grid_constant__ PairBiasCall call, LiveTiles live) {
   ptx::start_dependents();

@@ -3,16 +3,16 @@
 // keys of a block are consecutive, and nothing is gathered.
 //
 // Such a bias is as large as the scores, so a plan could save little of what must be read anyway. K, V and the bias come
-// as tiles, and the mask is tested there: one bit for each key of a mask of keys; a mask of rows, or intervals, makes
+// as tiles, and the mask is tested there: one bit for each key of a key mask; a row mask, or intervals, makes
 // -inf of the bias in shared memory. So there is no plan.
 //
-// Query heads and sequences that share an element of the bias are its sources. A block of threads works on several of
+// Query heads and sequences that share an element of the bias are its sources. A thread block works on several of
 // them side by side (its slots), which read the same tile of bias and mask:
-//   1. forward.cuh   out and lse, a tile of rows at a time;
-//   2. dq.cuh        dq, a tile of rows at a time; and the gradient of the bias where it has one source;
-//   3. dkdv.cuh      dk and dv, a tile of keys at a time;
+//   1. forward.cuh   out and lse, a row tile at a time;
+//   2. dq.cuh        dq, a row tile at a time; and the gradient of the bias where it has one source;
+//   3. dkdv.cuh      dk and dv, a key tile at a time;
 //   4. dbias.cuh     the gradient of the bias where it has several sources: a tile of it stays in registers while its
-//                    sources go by. The steps of all tiles are divided evenly over the blocks of threads, so a tile may
+//                    sources go by. The steps of all tiles are divided evenly over the thread blocks, so a tile may
 //                    have several parts, which dbias_sum.cu adds in a fixed order.
 #pragma once
 
@@ -31,16 +31,16 @@ struct PairBiasCall : PairBiasFacts {
   fdm_problem p;
 };
 
-// The live tiles: those of which a mask of rows keeps a pair (live_tiles.cu). Bit k % 32 of word k / 32 of a tile of
-// rows tells of its tile k of keys. Without such bits all of them are live.
+// The live tiles: those of which a row mask keeps a pair (live_tiles.cu). Bit k % 32 of word k / 32 of a row tile tells
+// of its tile k of keys. Without such bits all of them are live.
 struct LiveTiles {
-  uint32_t *words; // [plane][tile of rows][words_of(keys)]; null: none
+  uint32_t *words; // [plane][row tile][words_of(keys)]; null: none
   int32_t row_tiles, row_words;
 
   __host__ __device__ const uint32_t *row(int plane, int row_tile) const {
     return words ? words + (int64_t(plane) * row_tiles + row_tile) * row_words : nullptr;
   }
-  // `row` is that of a tile of rows.
+  // `row` is that of a row tile.
   __host__ __device__ static bool is_live(const uint32_t *row, int key_tile) {
     return !row || row[key_tile / 32] >> key_tile % 32 & 1;
   }
@@ -49,7 +49,7 @@ struct LiveTiles {
 struct PairBiasForward : PairBiasForwardWork {
   PairBiasCall call;
   fdm_forward_args a;
-  LiveTiles live;   // what a mask of rows leaves
+  LiveTiles live;   // what a row mask leaves
   bool out_aligned; // as rows_are_aligned says
   Partials partials;
 };
@@ -58,8 +58,8 @@ struct DbiasWork : DbiasDivision {
   float *parts; // [2 * blocks][tile_rows * tile_keys]: of a block's first and last tile, where these are divided
 };
 
-// The float32 sums of dq, dk or dv of the sequences of a launch of sm90/fused.cuh, in two halves (gradient_sums.cuh), each
-// of which lies as the gradient does.
+// The float32 sums of dq, dk or dv of the sequences of a launch of sm90/fused.cuh, in two halves (gradient_sums.cuh),
+// each of which lies as the gradient does.
 struct GradientSums {
   char *first, *second;     // null: not wanted
   char *spare;              // the second halves of the sequences from `before_spare` on
@@ -70,10 +70,10 @@ struct GradientSums {
 
 struct FusedWork : FusedDivision {
   GradientSums dq, dk, dv;
-  float *dbias; // null: not wanted, or each tile has one block of threads, which writes it
+  float *dbias; // null: not wanted, or each tile has one thread block, which writes it
 };
 
-// `slots`, `tiles` and `groups` are those of dq, as in the forward pass; of dkdv, of tiles of keys and groups of sequences.
+// `slots`, `tiles` and `groups` are those of dq, as in the forward pass; of dkdv, of key tiles and groups of sequences.
 struct PairBiasBackward : PairBiasTiles {
   PairBiasCall call;
   fdm_backward_args a;
@@ -84,9 +84,9 @@ struct PairBiasBackward : PairBiasTiles {
   bool dbias_pairs;  // two neighbours of a row of dbias can be stored at once
   bool writes_dbias; // dq writes the gradient of the bias
   DbiasWork dbias;
-  // Null if the fused kernel does not run. Not 0 once a kernel has found a case that the fused kernel cannot compute: a row
-  // whose lse is so large that P needs care (deltas.cu), or sums that are not finite (fused_sums.cu), since P of a dropped
-  // pair is 0, but 0 times NaN or Inf is NaN. The kernels of fixed order compute nothing while it is 0.
+  // Null if the fused kernel does not run. Not 0 once a kernel has found a case that the fused kernel cannot compute: a
+  // row whose lse is so large that P needs care (deltas.cu), or sums that are not finite (fused_sums.cu), since P of a
+  // dropped pair is 0, but 0 times NaN or Inf is NaN. The kernels of fixed order compute nothing while it is 0.
   uint32_t *non_finite;
   LiveTiles live; // of the fused kernel
   FusedWork fused;

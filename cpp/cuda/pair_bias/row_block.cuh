@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What the forward pass and dq have in common: a block of threads has a tile of rows of `slots` sources side by side, and
-// walks their keys, kPairBiasKeys at a time. K, V, the bias and the bytes of a mask of rows of the next step are copied
+// What the forward pass and dq have in common: a thread block has a row tile of `slots` sources side by side, and walks
+// their keys, kPairBiasKeys at a time. K, V, the bias and the bytes of a row mask of the next step are copied
 // meanwhile. Each warp has rows of one source.
 #pragma once
 
@@ -41,17 +41,17 @@ template <class Config> struct RowBlockShared {
   SlotTable<Config::kWarps, 2 + Config::kRowTensors> slots; // of k, v and the row tensors
 };
 
-// The tile of a block of threads, and its part of the keys.
+// The tile of a thread block, and its part of the keys.
 struct RowBlockTask {
   int plane, group, split;
   int first_row;
-  int begin, end; // blocks of keys
+  int begin, end; // key blocks
 };
 
 template <class Config>
 __device__ __forceinline__ RowBlockTask row_block_task(const typename Config::Work &work, int splits) {
   const fdm_problem &p = work.call.p;
-  // The tiles of rows go fastest: they share K and V. The last, which a causal mask makes the longest, come first.
+  // The row tiles go fastest: they share K and V. The last, which a causal mask makes the longest, come first.
   int number = int(blockIdx.x);
   const int tile = work.tiles - 1 - number % work.tiles;
   number /= work.tiles;
@@ -125,7 +125,7 @@ template <class Config> struct RowBlock {
   }
 
   // The addresses that this thread copies from, counted from the first key, where all tiles are whole and aligned.
-  static constexpr int kAcross = Tile::kRowBytes / 16; // threads that copy a row
+  static constexpr int kThreadsPerRow = Tile::kRowBytes / 16; // threads that copy a row
   const uint16_t *own_keys = nullptr, *own_values = nullptr;
   const char *own_bias = nullptr;
   bool whole = false; // they are known
@@ -133,22 +133,22 @@ template <class Config> struct RowBlock {
   __device__ void find_own_addresses() {
     const fdm_problem &p = problem();
     whole = slots == 1 && work.call.aligned && work.call.bias_chunks && first_row + rows <= int(p.queries) &&
-            kAcross * 8 == int(p.head_dim) && !has_rows(p.mask);
+            kThreadsPerRow * 8 == int(p.head_dim) && !has_rows(p.mask);
     if (!whole) return;
-    const int row = threadIdx.x / kAcross, chunk = threadIdx.x % kAcross;
+    const int row = threadIdx.x / kThreadsPerRow, chunk = threadIdx.x % kThreadsPerRow;
     own_keys = shared.slots.first[0][0] + row * p.k.stride[1] + chunk * 8;
     own_values = shared.slots.first[1][0] + row * p.v.stride[1] + chunk * 8;
     own_bias = Config::Bias::own_chunk(work.call, source(), first_row, float32_bias);
   }
-  __device__ void copy_whole(const uint16_t *own, int64_t stride, uint32_t tile, int block) const {
-    constexpr int kDown = Config::kThreads / kAcross;
-    static_assert(kDown % 8 == 0, "the chunks of a thread lie alike in their rows");
-    const uint16_t *source = own + block * kPairBiasKeys * stride;
-    const uint32_t address = Tile::chunk_address(tile, threadIdx.x / kAcross, threadIdx.x % kAcross);
+  __device__ void copy_whole(const uint16_t *thread_row, int64_t stride, uint32_t tile, int block) const {
+    constexpr int kRowsAtOnce = Config::kThreads / kThreadsPerRow;
+    static_assert(kRowsAtOnce % 8 == 0, "the chunks of a thread lie alike in their rows");
+    const uint16_t *source = thread_row + block * kPairBiasKeys * stride;
+    const uint32_t address = Tile::chunk_address(tile, threadIdx.x / kThreadsPerRow, threadIdx.x % kThreadsPerRow);
 #pragma unroll
-    for (int r = 0; r < kPairBiasKeys; r += kDown) {
+    for (int r = 0; r < kPairBiasKeys; r += kRowsAtOnce) {
       ptx::cp_async_16(address + r * Tile::kRowBytes, source, true);
-      source += kDown * stride;
+      source += kRowsAtOnce * stride;
     }
   }
 
@@ -175,7 +175,7 @@ template <class Config> struct RowBlock {
     return KeptBits<Config::kWarps>::fetch(problem(), slots, kPairBiasKeys / 32, block * kPairBiasKeys, shared.slots);
   }
 
-  // What a warp knows of half a block of keys.
+  // What a warp knows of half a key block.
   struct Half {
     uint32_t word;    // the keys that its source keeps
     int limit;        // row r of the warp sees the keys up to limit + r
@@ -203,8 +203,8 @@ template <class Config> struct RowBlock {
     if (!half.full()) drop_keys(scores, half.word, half.limit);
   }
 
-  // The mainloop over the blocks of keys [begin, end). start() loads the rows, ready() is called when they are there,
-  // and add() for each half of a block; skip() for those that keep no pair.
+  // The mainloop over the key blocks [begin, end). start() loads the rows, ready() is called when they are there, and
+  // add() for each half of a block; skip() for those that keep no pair.
   template <class Start, class Ready, class Add, class Skip>
   __device__ __forceinline__ void run(int begin, int end, const Start &start, const Ready &ready, const Add &add,
                                       const Skip &skip) {

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A tile of a bias with a row for each query in shared memory, kPairBiasKeys keys wide.
+// A tile of a bias per query in shared memory, kPairBiasKeys keys wide.
 //
 // Elements of 16 bits lie as in SmemTile, so that ldmatrix gives each thread those of its accumulators, transposed ones
-// too. Elements of 32 bits have a pitch of kPitch words, which the kernels choose so that their reads meet all banks.
-// A mask of rows comes beside the bias as bytes. fold() then makes -inf of what it drops, once for all that share the
-// tile; intervals are folded in alike.
+// too. Elements of 32 bits have a pitch of kPitch words, which the kernels choose so that their reads meet all banks. A
+// row mask comes beside the bias as bytes. fold() then makes -inf of what it drops, once for all that share the tile;
+// intervals are folded in alike.
 #pragma once
 
 #include "../tile/key_ring.cuh"
@@ -101,8 +101,8 @@ template <class ElementType, int kThreads, int kPitch> struct ScoreTile {
     if (has_mask_rows()) copy_mask(s, source.head, rows, rows_there, keys_there, first_row, first_key);
   }
 
-  // The address that this thread copies chunks from, for the rows from first_row on and counted from the first key; and the
-  // copy of a whole tile from there, whose rows are aligned.
+  // The address that this thread copies chunks from, for the rows from first_row on and counted from the first key; and
+  // the copy of a whole tile from there, whose rows are aligned.
   __device__ static __forceinline__ const char *own_chunk(const PairBiasCall &pair_bias, const Source &source,
                                                           int first_row, bool is_float32) {
     const int size = is_float32 ? 4 : 2, chunks = is_float32 ? kWordChunks : kHalfChunks;
@@ -111,20 +111,20 @@ template <class ElementType, int kThreads, int kPitch> struct ScoreTile {
     return static_cast<const char *>(m.base) + (first_row + int(threadIdx.x) / chunks) * m.row * size +
            int(threadIdx.x) % chunks * 16;
   }
-  template <int kRows> __device__ __forceinline__ void copy_whole(const char *own, int first_key) const {
+  template <int kRows> __device__ __forceinline__ void copy_whole(const char *thread_row, int first_key) const {
     const uint32_t base = ptx::shared_address(memory) + bias;
     const int64_t row = call.p.bias.stride[2];
     if (float32_bias)
-      copy_chunks_whole<kRows, kWordChunks, kPitch * 4>(own + first_key * 4, row * 4,
+      copy_chunks_whole<kRows, kWordChunks, kPitch * 4>(thread_row + first_key * 4, row * 4,
                                                         base + int(threadIdx.x) / kWordChunks * (kPitch * 4) +
                                                             threadIdx.x % kWordChunks * 16);
     else
       copy_chunks_whole<kRows, kHalfChunks, kPairBiasKeys * 2>(
-          own + first_key * 2, row * 2,
+          thread_row + first_key * 2, row * 2,
           Halves::chunk_address(base, threadIdx.x / kHalfChunks, threadIdx.x % kHalfChunks));
   }
 
-  // Makes -inf of the bias of pairs that a mask of rows, or intervals, drop. All threads of the block call it when the
+  // Makes -inf of the bias of pairs that a row mask, or intervals, drop. All threads of the block call it when the
   // copies are there, and wait for each other afterwards.
   __device__ __forceinline__ void fold(const Source &source, int rows, int first_row, int first_key) const {
 #pragma unroll 1
@@ -198,26 +198,26 @@ private:
   template <int kElementBytes, int kChunks, int kRowBytes, class Address>
   __device__ static __forceinline__ void copy_chunks(const void *first, int64_t row_bytes, int rows, int rows_there,
                                                      int keys_there, const Address &address) {
-    constexpr int kDown = kThreads / kChunks;
-    static_assert(kThreads % kChunks == 0 && (kDown % 8 == 0 || kElementBytes == 4));
+    constexpr int kRowsAtOnce = kThreads / kChunks;
+    static_assert(kThreads % kChunks == 0 && (kRowsAtOnce % 8 == 0 || kElementBytes == 4));
     const int c = threadIdx.x % kChunks, row = threadIdx.x / kChunks;
     const int bytes = max(0, min(16, keys_there * kElementBytes - c * 16));
     const char *source = static_cast<const char *>(first) + row * row_bytes + c * 16;
     const uint32_t own_address = address(row, c);
 #pragma unroll 4
-    for (int r = 0; r + row < rows; r += kDown) {
+    for (int r = 0; r + row < rows; r += kRowsAtOnce) {
       ptx::cp_async_up_to_16(own_address + r * kRowBytes, source, r + row < rows_there ? bytes : 0);
-      source += kDown * row_bytes;
+      source += kRowsAtOnce * row_bytes;
     }
   }
 
   template <int kRows, int kChunks, int kRowBytes>
   __device__ static __forceinline__ void copy_chunks_whole(const char *source, int64_t row_bytes, uint32_t address) {
-    constexpr int kDown = kThreads / kChunks;
+    constexpr int kRowsAtOnce = kThreads / kChunks;
 #pragma unroll
-    for (int r = 0; r < kRows; r += kDown) {
+    for (int r = 0; r < kRows; r += kRowsAtOnce) {
       ptx::cp_async_16(address + r * kRowBytes, source, true);
-      source += kDown * row_bytes;
+      source += kRowsAtOnce * row_bytes;
     }
   }
 

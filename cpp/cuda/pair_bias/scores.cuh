@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // The scores of a warp's part of a block: kRowTiles tiles of 16 rows by 32 keys, accumulators of mma.sync.
 //
-// Scores are natural here, not to base 2: fma(q.k, scale, bias), and then exp2(fma(score, log2 e, -maximum log2 e)). So a
-// bias costs one multiply-add, and -inf needs no test. What is rare is found afterwards: a NaN in a key that no row
-// keeps by the NaN of its results, and a row whose scores have few digits left by its large maximum. The block of threads
+// Scores are natural here, not to base 2: fma(q.k, scale, bias), and then exp2(fma(score, log2 e, -maximum log2 e)). So
+// a bias costs one multiply-add, and -inf needs no test. What is rare is found afterwards: a NaN in a key that no row
+// keeps by the NaN of its results, and a row whose scores have few digits left by its large maximum. The thread block
 // then computes its tile again, `exact`, with all tests.
 #pragma once
 
@@ -19,8 +19,8 @@ constexpr float kLowestBias = -2.35e38f;
 
 // Which keys each slot keeps: a bit for each, `per_slot` words of 32. The bytes of the mask are fetched a step ahead.
 template <int kWarps> struct KeptBits {
-  static constexpr int kReads = 2; // of a warp
-  uint32_t word[2][kReads * kWarps];
+  static constexpr int kReadsAtOnce = 2; // of a warp
+  uint32_t word[2][kReadsAtOnce * kWarps];
 
   // Bit n of the result is this thread's key of the n-th word of its warp.
   template <class Table>
@@ -28,7 +28,7 @@ template <int kWarps> struct KeptBits {
                                                    const Table &table) {
     uint32_t kept = 0;
 #pragma unroll
-    for (int n = 0; n < kReads; ++n) {
+    for (int n = 0; n < kReadsAtOnce; ++n) {
       const int number = threadIdx.x / 32 + n * kWarps;
       if (number >= slots * per_slot) break;
       const int slot = slots == 1 ? 0 : number / per_slot;
@@ -42,7 +42,7 @@ template <int kWarps> struct KeptBits {
   }
   __device__ __forceinline__ void store(int buffer, int words, uint32_t kept) {
 #pragma unroll
-    for (int n = 0; n < kReads; ++n) {
+    for (int n = 0; n < kReadsAtOnce; ++n) {
       const int number = threadIdx.x / 32 + n * kWarps;
       if (number >= words) break;
       const uint32_t bits = __ballot_sync(0xffffffffu, kept >> n & 1);

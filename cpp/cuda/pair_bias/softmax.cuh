@@ -63,9 +63,9 @@ template <int kRowTiles, int kSubTileCount> struct PairBiasSoftmax {
   }
 
   // Turns scores into probabilities, relative to the running maximum of their row. That follows only where a row of the
-  // warp falls behind by kSlack, so most blocks need no exchange between threads. Beside a large maximum the product with
-  // log2 e rounds by more than probabilities may differ, so `exact` subtracts first there. All other rows give the same
-  // bits as without it: what a dropped key holds must not show.
+  // warp falls behind by kSlack, so most blocks need no exchange between threads. Beside a large maximum the product
+  // with log2 e rounds by more than probabilities may differ, so `exact` subtracts first there. All other rows give the
+  // same bits as without it: what a dropped key holds must not show.
   template <int kOutTiles> __device__ void apply(Scores &scores, float (&out)[kRowTiles][kOutTiles][4], bool exact) {
     bool behind = false;
 #pragma unroll
@@ -155,14 +155,14 @@ __device__ __forceinline__ void write_partial_row(const PairBiasForward &work, c
 #pragma unroll
   for (int d = 0; d < kOutTiles; ++d) {
     const int column = 8 * d + accumulator_column();
-    float *const own = work.partials.out + row * head_dim + column;
+    float *const to = work.partials.out + row * head_dim + column;
     const float first = out[d][2 * half], second = out[d][2 * half + 1];
     if (even && column < head_dim) {
-      *reinterpret_cast<float2 *>(own) = {first, second};
+      *reinterpret_cast<float2 *>(to) = {first, second};
       continue;
     }
-    if (column < head_dim) own[0] = first;
-    if (column + 1 < head_dim) own[1] = second;
+    if (column < head_dim) to[0] = first;
+    if (column + 1 < head_dim) to[1] = second;
   }
   if (threadIdx.x % 4 != 0) return;
   work.partials.max[row] = sum == 0.0f ? -INFINITY : -shift;

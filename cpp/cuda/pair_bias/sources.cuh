@@ -31,7 +31,7 @@ __device__ __forceinline__ Sequence pair_bias_sequence(const fdm_problem &p, int
 template <int kSlotRoom, int kTensors> struct SlotTable {
   Source source[kSlotRoom];
   const uint16_t *first[kTensors][kSlotRoom];
-  const uint8_t *kept[kSlotRoom]; // the first byte of a mask of keys
+  const uint8_t *kept[kSlotRoom]; // the first byte of a key mask
 
   __device__ __forceinline__ void set(int which, int slot, const fdm_tensor &t, int64_t head) {
     first[which][slot] = static_cast<const uint16_t *>(t.data) + source[slot].batch * t.stride[0] + head * t.stride[2];

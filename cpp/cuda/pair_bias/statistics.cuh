@@ -36,8 +36,8 @@ __device__ __forceinline__ bool is_large(const RowStatistics &statistics) {
   return !statistics.empty() && fabsf(statistics.lse) > kLargeLse;
 }
 
-// Turns scores into exponents to base 2, which are at most 0 but for rounding, and gradients into -delta, to which dO V'
-// is added. A row's shift is -lse to base 2.
+// Turns scores into exponents to base 2, which are at most 0 but for rounding, and gradients into -delta, to which dO
+// V' is added. A row's shift is -lse to base 2.
 template <int kRowTiles, int kKeyTiles>
 __device__ __forceinline__ void
 start_gradients(float (&scores)[kRowTiles][kKeyTiles][4], float (&gradients)[kRowTiles][kKeyTiles][4],
@@ -53,8 +53,8 @@ start_gradients(float (&scores)[kRowTiles][kKeyTiles][4], float (&gradients)[kRo
       }
 }
 
-// Drops pairs with a score of -inf, and those of rows whose shift(row tile, column tile, element) is -inf: their exponents become
-// -inf and their gradients 0. Also cuts off exponents at 0, so that no probability exceeds 1.
+// Drops pairs with a score of -inf, and those of rows whose shift(row tile, column tile, element) is -inf: their
+// exponents become -inf and their gradients 0. Also cuts off exponents at 0, so that no probability exceeds 1.
 template <int kLeftTiles, int kRightTiles, class Shift>
 __device__ __forceinline__ void drop_pairs(float (&exponents)[kLeftTiles][kRightTiles][4],
                                            float (&gradients)[kLeftTiles][kRightTiles][4], const Shift &shift) {

@@ -8,7 +8,7 @@
 
 namespace fdm::cuda {
 
-// The dtype of a bias with a row for each query: that of q, or float32.
+// The dtype of a bias per query: that of q, or float32.
 enum class BiasType { element, float32 };
 constexpr std::integral_constant<BiasType, BiasType::element> kElementType{};
 constexpr std::integral_constant<BiasType, BiasType::float32> kFloat32Type{};
@@ -25,15 +25,15 @@ constexpr int pair_bias_shared_limit(int arch) {
 constexpr int kPairBiasSharedLimit = pair_bias_shared_limit(FDM_TILE_ARCH);
 #endif
 
-// Tiles of 16 rows or keys of a warp, warps, and blocks for which an SM must have registers. There are two stages of copies
-// where shared memory has room for them.
+// Tiles of 16 rows or keys of a warp, warps, and blocks for which an SM must have registers. There are two stages of
+// copies where shared memory has room for them.
 struct PairBiasTileChoice {
   int tiles, warps, blocks;
 };
 
 constexpr PairBiasTileChoice pair_bias_forward_tile(int head_dim) {
-  // With 32 rows a warp, a fragment of K or V is read from shared memory once and serves two products. Larger heads leave
-  // the registers for 16.
+  // With 32 rows a warp, a fragment of K or V is read from shared memory once and serves two products. Larger heads
+  // leave the registers for 16.
   if (head_dim <= 32) return {2, 4, 3};
   return {1, 4, head_dim <= 64 ? 4 : 2};
 }
@@ -56,8 +56,8 @@ constexpr int dbias_warps(int arch, int head_dim) {
   return small_shared ? 2 : 4;
 }
 
-// Bytes of a row of a tile of 16-bit elements, as SmemTile has it, of a float32 bias or one of 16 bits whose rows have `pitch` or
-// kPairBiasKeys elements, and of the booleans of a mask.
+// Bytes of a row of a tile of 16-bit elements, as SmemTile has it, of a float32 bias or one of 16 bits whose rows have
+// `pitch` or kPairBiasKeys elements, and of the booleans of a mask.
 constexpr int pair_bias_row_bytes(int head_dim) { return head_dim <= 32 ? 64 : (head_dim + 63) / 64 * 128; }
 constexpr int pair_bias_bias_bytes(int rows, int pitch, bool float32_bias) {
   return rows * (float32_bias ? pitch * 4 : kPairBiasKeys * 2);
@@ -66,8 +66,8 @@ constexpr int pair_bias_panel_bytes(int rows, int pitch, bool float32_bias, bool
   return pair_bias_bias_bytes(rows, pitch, float32_bias) + (mask ? rows * kPairBiasKeys : 0);
 }
 
-// Shared memory of the kernels of rows: `row_tensors` have rows of the tile, q, and in the backward pass dout. `mask` has a
-// row for each query.
+// Shared memory of the kernels of rows: `row_tensors` have rows of the tile, q, and in the backward pass dout. `mask`
+// has a row for each query.
 struct RowBlockSizes {
   static constexpr int kPitch = kPairBiasKeys + 8; // of a float32 bias: four rows of pairs meet all banks
   int arch, head_dim, row_tensors;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Interval plans: the kept keys of each list, and the columns of each tile.
 //
-// Tiles of long lists look at kept keys only: a window of w keys over K keys in random order keeps about
-// w (1 + ln(K / w)) of them, so the work of a tile hardly grows with K. Where there are fewer keys, looking at all of them
-// takes less time than waiting for the kept ones, so one kernel makes the plan. Problems of few keys have a kernel of their
-// own (short_lists.cu).
+// Tiles of long lists look at kept keys only: a window of w keys over K keys in random order keeps about w (1 + ln(K /
+// w)) of them, so the work of a tile hardly grows with K. Where there are fewer keys, looking at all of them takes less
+// time than waiting for the kept ones, so one kernel makes the plan. Problems of few keys have a kernel of their own
+// (short_lists.cu).
 #include "../host/launch.cuh"
 #include "../tile/block_scan.cuh"
 #include "key_tile_counts.cuh"
@@ -15,15 +15,15 @@
 namespace fdm::cuda {
 namespace {
 
-// Tiles look at all keys of lists of up to so many keys. The kept keys are listed by other blocks of threads meanwhile,
-// each of which has a part of a list, and counts for itself how many keys of it are kept before.
-// Longer lists are compacted chunk by chunk; small chunks keep more SMs at work.
+// Tiles look at all keys of lists of up to so many keys. The kept keys are listed by other thread blocks meanwhile,
+// each of which has a part of a list, and counts for itself how many keys of it are kept before. Longer lists are
+// compacted chunk by chunk; small chunks keep more SMs at work.
 constexpr int kChunkThreads = 1024, kChunkItems = kPlanChunkKeys / kChunkThreads, kChunkKeys = kPlanChunkKeys;
 
-template <int kThreads, int kItems>
-__device__ void read_chunk(const ListRows &reader, int64_t first, int64_t keys, RowInterval (&rows)[kItems]) {
+template <int kThreads, int kItemsPerThread>
+__device__ void read_chunk(const ListRows &reader, int64_t first, int64_t keys, RowInterval (&rows)[kItemsPerThread]) {
 #pragma unroll
-  for (int i = 0; i < kItems; ++i) {
+  for (int i = 0; i < kItemsPerThread; ++i) {
     const int64_t j = first + i * kThreads + threadIdx.x;
     rows[i] = j < keys ? reader(j) : RowInterval{0, 0};
   }
@@ -43,10 +43,10 @@ __global__ void __launch_bounds__(kChunkThreads)
   if (first >= work.s.k_count) return;
   RowInterval rows[kChunkItems];
   read_chunk<kChunkThreads>(ListRows(p, work), first, work.s.k_count, rows);
-  uint32_t own = 0, total;
+  uint32_t thread_keys = 0, total;
 #pragma unroll
-  for (int i = 0; i < kChunkItems; ++i) own += rows[i].any();
-  sums.exclusive(own, &total);
+  for (int i = 0; i < kChunkItems; ++i) thread_keys += rows[i].any();
+  sums.exclusive(thread_keys, &total);
   if (threadIdx.x == 0) chunk_counts(counts, p, work, chunks)[work.part] = static_cast<int32_t>(total);
 }
 
@@ -76,7 +76,7 @@ struct KeptWriter {
     plan.kept_start[n] = rows.start;
     plan.kept_end[n] = rows.end;
   }
-  // A block of threads calls this for the last part, of which so many keys are kept.
+  // A thread block calls this for the last part, of which so many keys are kept.
   __device__ void finish(const fdm_problem &p, int32_t kept, int threads) const {
     if (threadIdx.x == 0) plan.kept_count[work.list * list_sequences(p) + work.sequence_index] = before + kept;
     tile_counts.finish(before + kept, threads);
@@ -144,18 +144,18 @@ __device__ void compact_part(BlockSum<kThreads> &sums, const fdm_problem &p, con
 template <int kThreads>
 __device__ void list_tile(TileColumnsShared<kThreads> &shared, const fdm_problem &p, const Plan &plan,
                           const ListWork &work, const TileKeys &keys) {
-  const int64_t slot = work.list * plan.tiles + tile_number(p, work.s, work.sequence_index, work.part);
+  const int64_t list_tile = work.list * plan.tiles + tile_number(p, work.s, work.sequence_index, work.part);
   const int64_t first_row = work.part * kTileRows, past_row = min64(work.s.q_count, first_row + kTileRows);
   TileCounts counts{0, 0};
   if (first_row < past_row) // else a number without a tile
     counts = list_columns(shared, keys, {static_cast<int32_t>(first_row), static_cast<int32_t>(past_row)},
                           is_causal(p) ? past_row + work.s.causal_off : work.s.k_count,
-                          plan.columns + slot * plan.tile_keys, plan.tile_keys);
-  if (threadIdx.x == 0) plan.counts[slot] = counts;
+                          plan.columns + list_tile * plan.tile_keys, plan.tile_keys);
+  if (threadIdx.x == 0) plan.counts[list_tile] = counts;
 }
 
-// The first blocks of threads have the parts of lists, the others the tiles. Without parts the kept keys are listed already, and
-// tiles look at those.
+// The first thread blocks have the parts of lists, the others the tiles. Without parts the kept keys are listed
+// already, and tiles look at those.
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads, 1024 / kThreads)
     list_keys_and_tiles(const __grid_constant__ fdm_problem p, const __grid_constant__ Plan plan, uint32_t parts) {

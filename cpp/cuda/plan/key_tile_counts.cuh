@@ -30,7 +30,7 @@ struct KeyTileCounts {
     if (row % kTileRows == kTileRows - 1 || row == queries - 1) counts[row / kTileRows].columns = kept;
   }
 
-  // What no key tells: tiles that see no key, or without a causal limit all of them. A block of threads calls this.
+  // What no key tells: tiles that see no key, or without a causal limit all of them. A thread block calls this.
   __device__ void finish(int32_t kept, int threads) const {
     if (!counts) return;
     const int32_t tiles = (queries + kTileRows - 1) / kTileRows;

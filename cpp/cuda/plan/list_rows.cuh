@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The rows that keep each key of a list, and what they are to a tile of rows.
+// The rows that keep each key of a list, and what they are to a row tile.
 #pragma once
 
 #include "list_work.cuh"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// How the work of making a plan is divided over blocks of threads.
+// How the work of making a plan is divided over thread blocks.
 #pragma once
 
 #include "plan.cuh"
@@ -20,7 +20,7 @@ __device__ __forceinline__ ListWork list_work(const fdm_problem &p, const Plan &
   return {sequence(p, sequence_index), list, sequence_index, list / heads, list % heads, part};
 }
 
-// Each list and sequence has a number of parts, and each part a block of threads. They count down: the last of every list,
+// Each list and sequence has a number of parts, and each part a thread block. They count down: the last of every list,
 // which have the most to do with a causal limit, start first.
 __device__ __forceinline__ ListWork part_of_list(const fdm_problem &p, const Plan &plan, int64_t parts,
                                                  uint32_t block) {

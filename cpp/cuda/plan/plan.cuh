@@ -5,19 +5,20 @@
 // the columns (keys) that any row of the tile keeps: first those that all rows keep (full), then the partial ones.
 // Without a mask (range) there is no plan: the columns are consecutive and computed.
 //
-// Interval plans (a mask that is the same for every query, or intervals; the causal limit is part of the intervals)
-// also have, for each list, the keys that any query keeps, in key order, each with its first and past-the-last row. Row
-// plans (a boolean mask with a row for each query) have a word of kTileRows bits for each tile and key instead. The
-// backward pass, which goes by keys, can look up any of them.
+// Interval plans (a mask per key, or intervals; the causal limit is part of the intervals) also have, for each list,
+// the keys that any query keeps, in key order, each with its first and past-the-last row. Row plans (a boolean mask per
+// query) have a word of kTileRows bits for each tile and key instead. The backward pass, which goes by keys, can look
+// up any of them.
 //
 // Memory is linear in the keys, other than in row plans. A tile has room for as many columns as a selection leaves it
 // (fdm_problem.max_kept), or for kTileKeyRoom. A tile that keeps more overflows: its columns are then all kept keys of
 // the list from the tile's first to its last, as partial ones, of which some may be kept by no row. With a key mask the
 // columns of a tile are the first kept keys of the list, and need no memory of their own.
 //
-// A plan of runs (FDM_KEEPS_RUNS, with a causal limit) has no lists at all. The columns of a tile are all keys from the first
-// that a row keeps to the last that one sees, and the full ones a run among them. Where some of these keys are kept by no row,
-// they are columns that are computed for nothing. Blocks of keys of the backward pass have consecutive keys.
+// A plan of runs (FDM_KEEPS_RUNS, with a causal limit) has no lists at all. The columns of a tile are all keys from the
+// first that a row keeps to the last that one sees, and the full ones a run among them. Where some of these keys are
+// kept by no row, they are columns that are computed for nothing. Key blocks of the backward pass have consecutive
+// keys.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +29,7 @@ namespace fdm::cuda {
 
 constexpr int kTileRows = 128;
 constexpr int kMaskBytes = 4;        // booleans of a mask that a thread loads at once where they lie side by side
-constexpr int kPlanChunkKeys = 2048; // that a block of threads counts and compacts
+constexpr int kPlanChunkKeys = 2048; // that a thread block counts and compacts
 constexpr int kThreadKeys = 4;       // keys of a thread in a part of a list of kept keys
 
 // A word of a row plan: bit r % 32 of part r / 32 says whether row r of the tile keeps the key.
@@ -47,12 +48,14 @@ struct TileCounts {
 // Keys of a plan of runs of which it is known together which rows keep them, and how many of these spans are a section.
 constexpr int kSpanKeys = 64, kSectionSpans = 32, kSectionKeys = kSpanKeys * kSectionSpans;
 
-// Which rows keep keys: none before `first`, or from `past` on, keeps any of them; each of [full_from, full_past) keeps all.
+// Which rows keep keys: none before `first`, or from `past` on, keeps any of them; each of [full_from, full_past) keeps
+// all.
 struct alignas(16) KeySpan {
   int32_t first, past, full_from, full_past;
 };
 
-// The columns of a tile in a plan of runs: keys [first, first + count), of which all rows keep [full_first, full_first + full).
+// The columns of a tile in a plan of runs: keys [first, first + count), of which all rows keep [full_first, full_first
+// + full).
 struct alignas(16) TileRun {
   int32_t first, count, full_first, full;
 };
@@ -62,13 +65,13 @@ struct alignas(16) TileRun {
 constexpr int kTileKeyRoom = 4096;
 
 // Pointers into a plan. The host makes this, and kernels get it by value: laying it out takes divisions and 64-bit
-// products, which are no work for each block of threads.
+// products, which are no work for each thread block.
 struct Plan {
   int64_t lists;       // shape[0] * shape[1] of the list tensor
   int64_t list_keys;   // keys of a list: K, for varlen total_k
   int32_t batch_lists; // shape[1] of the list tensor
   int32_t tiles;       // tiles of a list over all sequences
-  int32_t tile_keys;   // slots of a tile
+  int32_t tile_keys;   // entries of the column list of a tile
 
   int32_t *kept_count; // [list][sequence of the batch, or 1]: kept keys of the sequence
   int32_t *kept_index; // [list][list_keys]: those of a sequence from its k_begin on, keys of the own sequence
@@ -124,7 +127,7 @@ inline Plan lay_out_plan(const fdm_problem &p, void *base, int64_t *bytes) {
   plan.list_keys = list_keys(p);
   plan.tiles = int32_t(total_rows(p) / kTileRows + list_sequences(p));
   plan.tile_keys = int32_t(p.keys);
-  const int64_t slots = plan.lists * plan.tiles;
+  const int64_t list_tiles = plan.lists * plan.tiles;
   BufferParts parts{static_cast<char *>(base)};
   if (plans_runs(p)) {
     const auto numbers = [&](int64_t size) {
@@ -134,7 +137,7 @@ inline Plan lay_out_plan(const fdm_problem &p, void *base, int64_t *bytes) {
     plan.list_sections = numbers(kSectionKeys);
     plan.spans = parts.take<KeySpan>(plan.lists * plan.list_spans);
     plan.sections = parts.take<KeySpan>(plan.lists * plan.list_sections);
-    plan.runs = parts.take<TileRun>(slots);
+    plan.runs = parts.take<TileRun>(list_tiles);
     *bytes = parts.used;
     return plan;
   }
@@ -147,9 +150,9 @@ inline Plan lay_out_plan(const fdm_problem &p, void *base, int64_t *bytes) {
     plan.kept_start = parts.take<int32_t>(plan.lists * plan.list_keys);
     plan.kept_end = parts.take<int32_t>(plan.lists * plan.list_keys);
   }
-  plan.counts = parts.take<TileCounts>(slots);
-  if (kind != FDM_MASK_KEYS) plan.columns = parts.take<int32_t>(slots * plan.tile_keys);
-  if (kind == FDM_MASK_ROWS) plan.words = parts.take<RowWord>(slots * plan.tile_keys);
+  plan.counts = parts.take<TileCounts>(list_tiles);
+  if (kind != FDM_MASK_KEYS) plan.columns = parts.take<int32_t>(list_tiles * plan.tile_keys);
+  if (kind == FDM_MASK_ROWS) plan.words = parts.take<RowWord>(list_tiles * plan.tile_keys);
   *bytes = parts.used;
   return plan;
 }
@@ -187,8 +190,8 @@ FDM_INLINE bool group_shares_mask(const fdm_problem &p) {
 }
 
 // Numbers for parts of a packed dimension, `size` each, of all sequences: those of a sequence follow those of the
-// sequences before it. Kernels whose blocks of threads go by them have no more of them than there is work, give or take
-// one for each sequence; with as many for each sequence as the longest has, most would find nothing to do.
+// sequences before it. Kernels whose thread blocks go by them have no more of them than there is work, give or take one
+// for each sequence; with as many for each sequence as the longest has, most would find nothing to do.
 struct NumberedPart {
   int64_t sequence_index, part;
 };

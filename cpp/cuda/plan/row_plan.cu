@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Row plans: a boolean mask with a row for each query, read exactly once.
+// Row plans: a boolean mask per query, read exactly once.
 //
 // A block turns the rows of one tile into columns, kStepKeys keys at a time. A warp reads 32 rows of 128 keys, four
 // keys a thread: a row is one request of 128 bytes, and 32 requests are under way at a time. The bytes of eight rows
@@ -50,7 +50,7 @@ __device__ __forceinline__ uint32_t bits_from(int64_t first) {
 // How a thread loads booleans: four at once, if the key stride is 1 and every row starts at a multiple of four bytes.
 enum class MaskLoads { single, of_four };
 
-template <MaskLoads kLoads>
+template <MaskLoads kLoadsInFlight>
 __global__ void __launch_bounds__(kRowThreads, 2)
     list_row_columns(const __grid_constant__ fdm_problem p, const __grid_constant__ Plan plan, int64_t tiles) {
   __shared__ uint4 words[kParts][kStepKeys / kKeysPerThread];
@@ -64,22 +64,22 @@ __global__ void __launch_bounds__(kRowThreads, 2)
   const int64_t visible = is_causal(p) ? min64(work.s.k_count, first_limit + rows) : work.s.k_count;
   const auto *mask = static_cast<const uint8_t *>(p.mask.data) + work.list_batch * p.mask.stride[0] +
                      work.list_head * p.mask.stride[1] + (work.s.q_begin + first_row) * row;
-  const int64_t slot = work.list * plan.tiles + tile_number(p, work.s, work.sequence_index, work.part);
-  int32_t *columns = plan.columns + slot * plan.tile_keys;
-  RowWord *key_words = plan.words + slot * plan.tile_keys;
+  const int64_t list_tile = work.list * plan.tiles + tile_number(p, work.s, work.sequence_index, work.part);
+  int32_t *columns = plan.columns + list_tile * plan.tile_keys;
+  RowWord *key_words = plan.words + list_tile * plan.tile_keys;
 
   const int part = warp_id() % kParts, group = warp_id() / kParts;
   const int part_rows = max(0, min(32, rows - 32 * part));
   const uint8_t *part_mask = mask + 32 * part * row;
   uint32_t full_count = 0, partial_count = 0;
   for (int64_t step = 0; step < visible; step += kStepKeys) {
-    const int64_t own = step + group * kKeysPerWarp + lane_id() * kKeysPerThread;
-    const int keys = static_cast<int>(max64(0, min64(kKeysPerThread, work.s.k_count - own)));
+    const int64_t lane_key = step + group * kKeysPerWarp + lane_id() * kKeysPerThread;
+    const int keys = static_cast<int>(max64(0, min64(kKeysPerThread, work.s.k_count - lane_key)));
     uint32_t bits[4] = {0, 0, 0, 0};
-    if (kLoads == MaskLoads::of_four && keys == kKeysPerThread) {
-      load_rows<MaskLoad::word>(part_mask + own, row, 1, part_rows, keys, bits);
+    if (kLoadsInFlight == MaskLoads::of_four && keys == kKeysPerThread) {
+      load_rows<MaskLoad::word>(part_mask + lane_key, row, 1, part_rows, keys, bits);
     } else if (keys > 0) {
-      load_rows<MaskLoad::bytes>(part_mask + own * col, row, col, part_rows, keys, bits);
+      load_rows<MaskLoad::bytes>(part_mask + lane_key * col, row, col, part_rows, keys, bits);
     }
     words[part][group * 32 + lane_id()] = words_of_keys(bits);
     __syncthreads();
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(kRowThreads, 2)
        key += kRowThreads)
     key_words[key] = RowWord{};
   if (threadIdx.x == 0)
-    plan.counts[slot] = {static_cast<int32_t>(full_count + partial_count), static_cast<int32_t>(full_count)};
+    plan.counts[list_tile] = {static_cast<int32_t>(full_count + partial_count), static_cast<int32_t>(full_count)};
 }
 
 } // namespace

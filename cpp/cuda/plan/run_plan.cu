@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Plans of runs: which rows keep the keys of each span and section, and the run of keys of each tile of rows.
+// Plans of runs: which rows keep the keys of each span and section, and the run of keys of each row tile.
 //
-// Spans are found from all keys. A warp then finds the first key that a row of its tile keeps, and the last that not all rows
-// keep, by sections, spans and keys: so it looks at few of them, and is right for any intervals.
+// Spans are found from all keys. A warp then finds the first key that a row of its tile keeps, and the last that not
+// all rows keep, by sections, spans and keys: so it looks at few of them, and is right for any intervals.
 #include "../host/launch.cuh"
 #include "../route/helper_work.h"
 #include "../tile/block_scan.cuh"
@@ -26,12 +26,12 @@ __device__ __forceinline__ KeySpan merged(const KeySpan &one, const KeySpan &oth
           min(one.full_past, other.full_past)};
 }
 // Of the keys of all lanes.
-__device__ __forceinline__ KeySpan merged_lanes(const KeySpan &own) {
-  return {__reduce_min_sync(kAllLanes, own.first), __reduce_max_sync(kAllLanes, own.past),
-          __reduce_max_sync(kAllLanes, own.full_from), __reduce_min_sync(kAllLanes, own.full_past)};
+__device__ __forceinline__ KeySpan merged_lanes(const KeySpan &lane_span) {
+  return {__reduce_min_sync(kAllLanes, lane_span.first), __reduce_max_sync(kAllLanes, lane_span.past),
+          __reduce_max_sync(kAllLanes, lane_span.full_from), __reduce_min_sync(kAllLanes, lane_span.full_past)};
 }
 
-// A block of threads finds the spans of a section.
+// A thread block finds the spans of a section.
 __global__ void __launch_bounds__(kSpanThreads)
     find_spans(const __grid_constant__ fdm_problem p, const __grid_constant__ Plan plan) {
   __shared__ KeySpan section;
@@ -48,15 +48,15 @@ __global__ void __launch_bounds__(kSpanThreads)
   const ListRows reader(p, work);
   const auto keys = static_cast<int32_t>(min64(kSectionKeys, work.s.k_count - first));
   const int32_t own_key = warp_id() * kOwnSpans * kSpanKeys + lane_id();
-  KeySpan own[2 * kOwnSpans]; // all are loaded before any are merged
+  KeySpan lane_spans[2 * kOwnSpans]; // all are loaded before any are merged
 #pragma unroll
   for (int n = 0; n < 2 * kOwnSpans; ++n)
-    own[n] = own_key + 32 * n < keys ? span_of(reader(first + own_key + 32 * n)) : span_of_none();
+    lane_spans[n] = own_key + 32 * n < keys ? span_of(reader(first + own_key + 32 * n)) : span_of_none();
   KeySpan *const spans = plan.spans + work.list * plan.list_spans +
                          span_number(p, work.s, work.sequence_index, kSpanKeys) + work.part * kSectionSpans;
 #pragma unroll
   for (int n = 0; n < kOwnSpans; ++n) {
-    const KeySpan span = merged_lanes(merged(own[2 * n], own[2 * n + 1]));
+    const KeySpan span = merged_lanes(merged(lane_spans[2 * n], lane_spans[2 * n + 1]));
     const int number = warp_id() * kOwnSpans + n;
     if (lane_id() > 0 || number * kSpanKeys >= keys) continue;
     spans[number] = span;
@@ -84,8 +84,8 @@ struct RunSearch {
   __device__ int32_t first_kept(int32_t limit) const {
     const int32_t span_count = (limit + kSpanKeys - 1) / kSpanKeys, lane = lane_id();
     for (int32_t base = 0; base * kSectionKeys < limit; base += 32) {
-      const int32_t own = base + lane;
-      uint32_t near = __ballot_sync(kAllLanes, own * kSectionKeys < limit && meets(sections[own]));
+      const int32_t section = base + lane;
+      uint32_t near = __ballot_sync(kAllLanes, section * kSectionKeys < limit && meets(sections[section]));
       for (; near; near &= near - 1) {
         const int32_t first_span = (base + __ffs(near) - 1) * kSectionSpans;
         const bool close = first_span + lane < span_count && meets(spans[first_span + lane]);
@@ -105,9 +105,9 @@ struct RunSearch {
   __device__ int32_t past_last_partial(int32_t limit) const {
     const int32_t lane = lane_id();
     for (int32_t top = (limit - 1) / kSectionKeys; limit > 0 && top >= 0; top -= 32) { // lanes count down
-      const int32_t own = top - lane;
-      uint32_t near =
-          __ballot_sync(kAllLanes, own >= 0 && !((own + 1) * kSectionKeys <= limit && is_full(sections[own])));
+      const int32_t section = top - lane;
+      uint32_t near = __ballot_sync(
+          kAllLanes, section >= 0 && !((section + 1) * kSectionKeys <= limit && is_full(sections[section])));
       for (; near; near &= near - 1) {
         const int32_t last_span = (top - __ffs(near) + 2) * kSectionSpans - 1, span = last_span - lane;
         const bool close = span * kSpanKeys < limit && !((span + 1) * kSpanKeys <= limit && is_full(spans[span]));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Problems of few keys: one launch selects the keys, if they are to be selected, and makes the interval plan. A block of
-// threads has a list in its registers and shared memory; a warp of it writes the columns of a tile. Kernels for each of
+// Problems of few keys: one launch selects the keys, if they are to be selected, and makes the interval plan. A thread
+// block has a list in its registers and shared memory; a warp of it writes the columns of a tile. Kernels for each of
 // these steps would take longer to start than to run. Where there are few lists, several blocks make each, and divide
 // its tiles: the first of them writes all else.
 #include "../host/launch.cuh"
@@ -34,10 +34,10 @@ template <int kKeys> struct KeptIntervals {
   int32_t start[kKeys], end[kKeys];
 };
 
-// How a block of threads finds when its keys leave the window.
-template <int kThreads, int kItems> struct Selecting {
+// How a thread block finds when its keys leave the window.
+template <int kThreads, int kItemsPerThread> struct Selecting {
   // With more keys the steps that each makes for every chunk take longer.
-  static constexpr bool kInChunks = kItems == 2 && kThreads <= 512;
+  static constexpr bool kInChunks = kItemsPerThread == 2 && kThreads <= 512;
   template <int kBits> using Chunks = ChunkExits<std::conditional_t<kBits == 32, uint64_t, uint32_t>, kThreads>;
 
   union ChunksShared {
@@ -51,16 +51,16 @@ template <int kThreads, int kItems> struct Selecting {
         return narrow;
     }
   };
-  using Shared = std::conditional_t<kInChunks, ChunksShared, typename WindowExits<kThreads, kItems>::Shared>;
+  using Shared = std::conditional_t<kInChunks, ChunksShared, typename WindowExits<kThreads, kItemsPerThread>::Shared>;
 };
 
-template <int kThreads, int kItems> struct ShortShared {
-  static constexpr int kKeys = kThreads * kItems;
+template <int kThreads, int kItemsPerThread> struct ShortShared {
+  static constexpr int kKeys = kThreads * kItemsPerThread;
   union {
-    typename Selecting<kThreads, kItems>::Shared selecting;
+    typename Selecting<kThreads, kItemsPerThread>::Shared selecting;
     KeptIntervals<kKeys> kept;
   };
-  BlockRanks<kThreads, kItems> ranks;
+  BlockRanks<kThreads, kItemsPerThread> ranks;
   SeenWord seen[kKeys / 32];
 };
 
@@ -74,58 +74,59 @@ __device__ ListWork selected_list(const fdm_selection &s, uint32_t number) {
 }
 
 // usable[i] becomes whether key i * kThreads + t may be kept at all. The first keys are not ranked.
-template <int kBits, int kThreads, int kItems>
-__device__ const int32_t *find_exits(typename Selecting<kThreads, kItems>::Shared &shared, const fdm_selection &s,
-                                     const SelectionRow &row, int32_t first_ranked, bool (&usable)[kItems]) {
-  Candidates<kBits> source(s, row, 0);
+template <int kBits, int kThreads, int kItemsPerThread>
+__device__ const int32_t *find_exits(typename Selecting<kThreads, kItemsPerThread>::Shared &shared,
+                                     const fdm_selection &s, const SelectionRow &row, int32_t first_ranked,
+                                     bool (&usable)[kItemsPerThread]) {
+  Candidates<kBits> candidates(s, row, 0);
   if (s.keep_last > 0 || s.keep_first > 0) {
 #pragma unroll
-    for (int i = 0; i < kItems; ++i) {
+    for (int i = 0; i < kItemsPerThread; ++i) {
       const int32_t j = i * kThreads + static_cast<int32_t>(threadIdx.x);
-      usable[i] = j < row.k_count && source.value(j) != 0;
+      usable[i] = j < row.k_count && candidates.value(j) != 0;
     }
   }
-  source.first_ranked = first_ranked;
-  const auto value_of = [&](int32_t j) { return j < row.k_count ? source(j) : 0; };
-  if constexpr (Selecting<kThreads, kItems>::kInChunks) {
+  candidates.first_ranked = first_ranked;
+  const auto value_of = [&](int32_t j) { return j < row.k_count ? candidates(j) : 0; };
+  if constexpr (Selecting<kThreads, kItemsPerThread>::kInChunks) {
     auto &exits = shared.template of<kBits>();
-    Selecting<kThreads, kItems>::template Chunks<kBits>::find(exits, s.window, value_of);
+    Selecting<kThreads, kItemsPerThread>::template Chunks<kBits>::find(exits, s.window, value_of);
     return exits.exit;
   } else {
-    uint32_t value[kItems];
+    uint32_t value[kItemsPerThread];
 #pragma unroll
-    for (int i = 0; i < kItems; ++i) value[i] = value_of(i * kThreads + static_cast<int32_t>(threadIdx.x));
-    WindowExits<kThreads, kItems> exits;
+    for (int i = 0; i < kItemsPerThread; ++i) value[i] = value_of(i * kThreads + static_cast<int32_t>(threadIdx.x));
+    WindowExits<kThreads, kItemsPerThread> exits;
     exits.sort(shared.sorting, value, 32 - kBits);
     exits.divide(shared.dividing);
 #pragma unroll
-    for (int i = 0; i < kItems; ++i)
+    for (int i = 0; i < kItemsPerThread; ++i)
       shared.dividing.exit[exits.key[i]] = static_cast<int32_t>(exits.exit_of(shared.dividing, i, s.window));
     return shared.dividing.exit;
   }
 }
 
 // Selects the keys of a list, causally. The first part writes their intervals.
-template <int kThreads, int kItems>
-__device__ void select_rows(ShortShared<kThreads, kItems> &shared, const fdm_selection &s, const ListWork &work,
-                            bool writes, RowInterval (&rows)[kItems]) {
+template <int kThreads, int kItemsPerThread>
+__device__ void select_rows(ShortShared<kThreads, kItemsPerThread> &shared, const fdm_selection &s,
+                            const ListWork &work, bool writes, RowInterval (&rows)[kItemsPerThread]) {
   const SelectionRow row{work.s, work.list_head * (s.heads / s.start.shape[1])};
   SeenKeys seen{nullptr, static_cast<int32_t>(row.k_count)};
   if (counts_seen_keys(s)) {
     const KeyRow<uint8_t> mask(s, s.mask, row, 0);
-    write_seen(shared.seen, ShortShared<kThreads, kItems>::kKeys / 32, shared.ranks, mask, 0, seen.keys, 0);
+    write_seen(shared.seen, ShortShared<kThreads, kItemsPerThread>::kKeys / 32, shared.ranks, mask, 0, seen.keys, 0);
     seen.words = shared.seen;
     __syncthreads();
   }
   const int32_t first_ranked = s.keep_first > 0 ? seen.numbered(static_cast<int32_t>(s.keep_first), 0) : 0;
-  bool usable[kItems];
+  bool usable[kItemsPerThread];
 #pragma unroll
-  for (int i = 0; i < kItems; ++i) usable[i] = true;
+  for (int i = 0; i < kItemsPerThread; ++i) usable[i] = true;
   const int32_t *exits;
   if (s.bias.dtype == FDM_FLOAT32)
-    exits = find_exits<32, kThreads, kItems>(shared.selecting, s, row, first_ranked, usable);
+    exits = find_exits<32, kThreads, kItemsPerThread>(shared.selecting, s, row, first_ranked, usable);
   else
-    exits = find_exits<16, kThreads, kItems>(shared.selecting, s, row, first_ranked, usable);
+    exits = find_exits<16, kThreads, kItemsPerThread>(shared.selecting, s, row, first_ranked, usable);
   __syncthreads();
 
   const int64_t start_stride = s.start.stride[3], end_stride = s.end.stride[3];
@@ -136,12 +137,12 @@ __device__ void select_rows(ShortShared<kThreads, kItems> &shared, const fdm_sel
   };
   int32_t *start = list_of(s.start, start_stride), *end = list_of(s.end, end_stride);
 #pragma unroll
-  for (int i = 0; i < kItems; ++i) {
+  for (int i = 0; i < kItemsPerThread; ++i) {
     const int32_t j = i * kThreads + static_cast<int32_t>(threadIdx.x), exit = exits[j];
     rows[i] = {0, 0};
     if (j >= row.k_count) continue;
     const int64_t first = max64(0, j - row.causal_off);
-    const bool stays = j < first_ranked || exit == ShortShared<kThreads, kItems>::kKeys;
+    const bool stays = j < first_ranked || exit == ShortShared<kThreads, kItemsPerThread>::kKeys;
     // A key that never enters leaves the window with its own arrival.
     const int64_t past = stays ? row.q_count : row_of_arrival(row, seen.later(max(exit, j), s.keep_last));
     if (usable[i] && first < past) rows[i] = {static_cast<int32_t>(first), static_cast<int32_t>(past)};
@@ -153,18 +154,18 @@ __device__ void select_rows(ShortShared<kThreads, kItems> &shared, const fdm_sel
 }
 
 // Returns the number of kept keys.
-template <int kThreads, int kItems>
-__device__ int32_t compact_list(ShortShared<kThreads, kItems> &shared, const fdm_problem &p, const Plan &plan,
-                                const ListWork &work, bool writes, const RowInterval (&rows)[kItems]) {
-  bool kept[kItems];
-  uint32_t rank[kItems];
+template <int kThreads, int kItemsPerThread>
+__device__ int32_t compact_list(ShortShared<kThreads, kItemsPerThread> &shared, const fdm_problem &p, const Plan &plan,
+                                const ListWork &work, bool writes, const RowInterval (&rows)[kItemsPerThread]) {
+  bool kept[kItemsPerThread];
+  uint32_t rank[kItemsPerThread];
 #pragma unroll
-  for (int i = 0; i < kItems; ++i) kept[i] = rows[i].any();
+  for (int i = 0; i < kItemsPerThread; ++i) kept[i] = rows[i].any();
   const auto count = static_cast<int32_t>(shared.ranks.rank(kept, rank));
   const KeyTileCounts tile_counts(p, plan, work);
   const int64_t base = work.list * plan.list_keys + work.s.k_begin;
 #pragma unroll
-  for (int i = 0; i < kItems; ++i) {
+  for (int i = 0; i < kItemsPerThread; ++i) {
     const int32_t j = i * kThreads + static_cast<int32_t>(threadIdx.x);
     if (writes && j < work.s.k_count) tile_counts.pass(j, static_cast<int32_t>(rank[i]) + kept[i]);
     if (!kept[i]) continue;
@@ -184,12 +185,12 @@ __device__ int32_t compact_list(ShortShared<kThreads, kItems> &shared, const fdm
   return count;
 }
 
-// A warp writes the columns of the tile of rows [first, past), which see so many keys.
+// A warp writes the columns of the row tile [first, past), which see so many keys.
 template <int kKeys>
-__device__ void list_columns(const KeptIntervals<kKeys> &kept, int32_t count, const Plan &plan, int64_t slot,
+__device__ void list_columns(const KeptIntervals<kKeys> &kept, int32_t count, const Plan &plan, int64_t list_tile,
                              int32_t first, int32_t past, int64_t visible) {
   const uint32_t below = (1u << lane_id()) - 1;
-  int32_t *columns = plan.columns + slot * plan.tile_keys;
+  int32_t *columns = plan.columns + list_tile * plan.tile_keys;
   int32_t full_count = 0, partial_count = 0, first_found = -1, past_found = 0;
 #pragma unroll 2
   for (int32_t step = 0; step < count && kept.index[step] < visible; step += 32) {
@@ -206,21 +207,21 @@ __device__ void list_columns(const KeptIntervals<kKeys> &kept, int32_t count, co
     if ((key.full || key.partial) && full_count + partial_count <= plan.tile_keys) columns[column] = kept.index[n];
   }
   if (lane_id() == 0)
-    plan.counts[slot] = full_count + partial_count > plan.tile_keys
-                            ? TileCounts{past_found - first_found, ~first_found}
-                            : TileCounts{full_count + partial_count, full_count};
+    plan.counts[list_tile] = full_count + partial_count > plan.tile_keys
+                                 ? TileCounts{past_found - first_found, ~first_found}
+                                 : TileCounts{full_count + partial_count, full_count};
 }
 
-template <int kThreads, int kItems, RowsFrom kFrom>
+template <int kThreads, int kItemsPerThread, RowsFrom kFrom>
 __global__ void __launch_bounds__(kThreads, 1) short_lists(const __grid_constant__ ShortParams params) {
-  __shared__ ShortShared<kThreads, kItems> shared;
+  __shared__ ShortShared<kThreads, kItemsPerThread> shared;
   static_assert(sizeof shared <= 48 * 1024, "more would have to be asked for at the launch");
   ptx::start_dependents();
   const fdm_problem &p = params.p;
   const Plan &plan = params.plan;
   const uint32_t number = blockIdx.x % params.lists;
   const auto part = static_cast<int32_t>(blockIdx.x / params.lists);
-  RowInterval rows[kItems];
+  RowInterval rows[kItemsPerThread];
   if constexpr (kFrom == RowsFrom::selection) {
     select_rows(shared, params.s, selected_list(params.s, number), part == 0, rows);
     if (!params.plans) return;
@@ -230,7 +231,7 @@ __global__ void __launch_bounds__(kThreads, 1) short_lists(const __grid_constant
   if constexpr (kFrom == RowsFrom::mask) {
     const ListRows reader(p, work);
 #pragma unroll
-    for (int i = 0; i < kItems; ++i) {
+    for (int i = 0; i < kItemsPerThread; ++i) {
       const int64_t j = i * kThreads + threadIdx.x;
       rows[i] = j < work.s.k_count ? reader(j) : RowInterval{0, 0};
     }
@@ -239,11 +240,11 @@ __global__ void __launch_bounds__(kThreads, 1) short_lists(const __grid_constant
   if (!plan.columns) return;
   const auto queries = static_cast<int32_t>(work.s.q_count);
   const int32_t tiles = (queries + kTileRows - 1) / kTileRows;
-  const int64_t slot = work.list * plan.tiles + tile_number(p, work.s, work.sequence_index, 0);
+  const int64_t list_tile = work.list * plan.tiles + tile_number(p, work.s, work.sequence_index, 0);
   for (int32_t tile = part + params.parts * warp_id(); tile < tiles; tile += params.parts * (kThreads / 32)) {
     const int32_t past = min(queries, (tile + 1) * kTileRows);
     const int64_t visible = is_causal(p) ? past + work.s.causal_off : work.s.k_count;
-    list_columns(shared.kept, count, plan, slot + tile, tile * kTileRows, past, visible);
+    list_columns(shared.kept, count, plan, list_tile + tile, tile * kTileRows, past, visible);
   }
 }
 

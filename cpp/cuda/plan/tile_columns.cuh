@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A block of threads finds the columns of a tile.
+// A thread block finds the columns of a tile.
 //
-// Its warps have consecutive keys each, 32 in a step, and a lane holds the ballots of one step. So what the warps know of
-// each other is exchanged once for up to 32 keys of each thread, and all keys are read before.
+// Its warps have consecutive keys each, 32 in a step, and a lane holds the ballots of one step. So what the warps know
+// of each other is exchanged once for up to 32 keys of each thread, and all keys are read before.
 #pragma once
 
 #include "../tile/block_scan.cuh"
@@ -15,7 +15,8 @@ template <int kThreads> struct TileColumnsShared {
   int32_t first, past; // positions, of a tile that overflows
 };
 
-// The keys that tiles look at, in key order: all of a list, or those that any query keeps, which have been found before.
+// The keys that tiles look at, in key order: all of a list, or those that any query keeps, which have been found
+// before.
 struct TileKeys {
   const int32_t *start, *end; // of the first
   int64_t start_stride, end_stride;
@@ -53,8 +54,8 @@ struct TileKeys {
 
   __device__ int32_t key(int32_t n) const { return index ? index[n] : n; }
 
-  // The place among the kept keys of a tile's columns, which are at positions from `first` to before `past`, as the counts
-  // of a tile that overflows. All threads of the block call this.
+  // The place among the kept keys of a tile's columns, which are at positions from `first` to before `past`, as the
+  // counts of a tile that overflows. All threads of the block call this.
   template <int kThreads>
   __device__ TileCounts kept_between(BlockSum<kThreads> &sums, int32_t first, int32_t past) const {
     if (index) return {past - first, ~first};
@@ -86,16 +87,16 @@ struct StepBallots {
 // intervals and compare them with the tile's rows, since an instruction more for each key is an eighth of the time.
 __device__ __forceinline__ StepBallots classify(const TileKeys &keys, const TileRows &tile, int32_t first,
                                                 int32_t past) {
-  constexpr int kAhead = 8; // steps whose loads are under way at a time
-  StepBallots own;
+  constexpr int kStepsInFlight = 8; // steps whose loads are under way at a time
+  StepBallots ballots;
   int32_t n = first + lane_id(), seen = keys.seen_from + n * keys.seen_step;
   const int64_t start_step = 32 * keys.start_stride, end_step = 32 * keys.end_stride;
   const int32_t *start = keys.start + n * keys.start_stride, *end = keys.end + n * keys.end_stride;
 #pragma unroll 1
-  for (int32_t step = 0; first + 32 * step < past; step += kAhead) {
-    int32_t starts[kAhead], ends[kAhead];
+  for (int32_t step = 0; first + 32 * step < past; step += kStepsInFlight) {
+    int32_t starts[kStepsInFlight], ends[kStepsInFlight];
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
+    for (int i = 0; i < kStepsInFlight; ++i) {
       starts[i] = 0;
       ends[i] = 0;
       if (n + 32 * i < past) {
@@ -106,20 +107,20 @@ __device__ __forceinline__ StepBallots classify(const TileKeys &keys, const Tile
       end += end_step;
     }
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
+    for (int i = 0; i < kStepsInFlight; ++i) {
       const int32_t from = max(starts[i], seen), to = min(ends[i], tile.past);
       const uint32_t any = __ballot_sync(kAllLanes, max(from, tile.first) < to);
       const uint32_t full = __ballot_sync(kAllLanes, from <= tile.first && to == tile.past);
-      if (lane_id() == step + i) own = {any, full};
+      if (lane_id() == step + i) ballots = {any, full};
       seen += 32 * keys.seen_step;
     }
-    n += 32 * kAhead;
+    n += 32 * kStepsInFlight;
   }
-  return own;
+  return ballots;
 }
 
-// Writes the columns of a tile that sees keys below `visible`, and has room for so many columns. Returns its counts. All
-// threads of the block call this.
+// Writes the columns of a tile that sees keys below `visible`, and has room for so many columns. Returns its counts.
+// All threads of the block call this.
 template <int kThreads>
 __device__ TileCounts list_columns(TileColumnsShared<kThreads> &shared, const TileKeys &keys, const TileRows &tile,
                                    int64_t visible, int32_t *columns, int32_t room) {
@@ -134,15 +135,15 @@ __device__ TileCounts list_columns(TileColumnsShared<kThreads> &shared, const Ti
     const int32_t first = from + 32 * steps * warp_id();
     int32_t past = min(positions, first + 32 * steps);
     if (first < past && keys.key(first) >= visible) past = first;
-    const StepBallots own = classify(keys, tile, first, past);
+    const StepBallots ballots = classify(keys, tile, first, past);
     uint32_t total;
-    const uint32_t before = shared.sums.exclusive(__popc(own.full) | __popc(own.partial()) << 16, &total);
+    const uint32_t before = shared.sums.exclusive(__popc(ballots.full) | __popc(ballots.partial()) << 16, &total);
     const auto full_total = static_cast<int32_t>(total & 0xffffu), partial_total = static_cast<int32_t>(total >> 16);
     if (full_count + full_total + partial_count + partial_total <= room) {
       int32_t *const next_full = columns + full_count, *const next_partial = columns + room - 1 - partial_count;
 #pragma unroll 4
       for (int32_t step = 0; step < steps; ++step) {
-        const StepBallots found{__shfl_sync(kAllLanes, own.any, step), __shfl_sync(kAllLanes, own.full, step)};
+        const StepBallots found{__shfl_sync(kAllLanes, ballots.any, step), __shfl_sync(kAllLanes, ballots.full, step)};
         const uint32_t rank = __shfl_sync(kAllLanes, before, step);
         if ((found.any >> lane & 1) == 0) continue;
         int32_t *const column = found.full >> lane & 1 ? next_full + (rank & 0xffffu) + __popc(found.full & below)
@@ -152,9 +153,9 @@ __device__ TileCounts list_columns(TileColumnsShared<kThreads> &shared, const Ti
     }
     full_count += full_total;
     partial_count += partial_total;
-    if (own.any != 0) {
-      first_found = min(first_found, first + 32 * lane + __ffs(own.any) - 1);
-      past_found = first + 32 * lane + 32 - __clz(own.any);
+    if (ballots.any != 0) {
+      first_found = min(first_found, first + 32 * lane + __ffs(ballots.any) - 1);
+      past_found = first + 32 * lane + 32 - __clz(ballots.any);
     }
   }
   if (full_count + partial_count <= room) return {full_count + partial_count, full_count};

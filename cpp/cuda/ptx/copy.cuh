@@ -21,7 +21,7 @@ __device__ __forceinline__ void cp_async_16(uint32_t smem, const void *gmem, boo
 __device__ __forceinline__ void cp_async_4(uint32_t smem, const void *gmem) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;\n" ::"r"(smem), "l"(gmem) : "memory");
 }
-// Asks for the line of L2 at this address.
+// Prefetches the line at this address to L2.
 __device__ __forceinline__ void prefetch_l2(const void *gmem) {
   asm volatile("prefetch.global.L2 [%0];\n" ::"l"(gmem));
 }

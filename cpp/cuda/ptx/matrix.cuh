@@ -122,7 +122,8 @@ __device__ __forceinline__ float exp2_approximate(float x) {
   return y;
 }
 
-// log2 x, with an absolute error of up to 2^-22 near 1, and elsewhere of one unit in the last place (PTX ISA, lg2.approx).
+// log2 x, with an absolute error of up to 2^-22 near 1, and elsewhere of one unit in the last place (PTX ISA,
+// lg2.approx).
 __device__ __forceinline__ float log2_approximate(float x) {
   float y;
   asm("lg2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Values and reads that the compiler must not move, and values whose origin it must not know: its own choice would take more
-// registers or instructions.
+// Values and reads that the compiler must not move, and values whose origin it must not know: its own choice would take
+// more registers or instructions.
 #pragma once
 
 #include <cstdint>
@@ -21,8 +21,8 @@ template <class T> __device__ __forceinline__ T *opaque(T *pointer) {
   return pointer;
 }
 
-// The same value, of which the compiler knows nothing before this point, each time that it is reached: what follows from
-// the value is not computed ahead, for instance before a loop.
+// The same value, of which the compiler knows nothing before this point, each time that it is reached: what follows
+// from the value is not computed ahead, for instance before a loop.
 __device__ __forceinline__ uint32_t opaque_here(uint32_t value) {
   asm volatile("" : "+r"(value));
   return value;

@@ -14,8 +14,8 @@ __device__ __forceinline__ void stmatrix(uint32_t address, const uint32_t (&m)[4
                : "memory");
 }
 
-// Adds to a number in global memory, in whichever order threads come. atomicAdd would look where the number lies, if the
-// compiler does not know: for a pointer that was in shared memory, with a branch for each number.
+// Adds to a number in global memory, in whichever order threads come. atomicAdd would look where the number lies, if
+// the compiler does not know: for a pointer that was in shared memory, with a branch for each number.
 __device__ __forceinline__ void add_global(float *sum, float x) {
   asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;\n" ::"l"(sum), "f"(x) : "memory");
 }
@@ -27,16 +27,16 @@ __device__ __forceinline__ void add_global(float *sums, const float (&x)[4]) {
                : "memory");
 }
 
-// Adds `bytes` of float32 in shared memory to as many in global memory, both 16-byte aligned. Threads that wrote them must
-// have called fence_async_proxy().
+// Adds `bytes` of float32 in shared memory to as many in global memory, both 16-byte aligned. Threads that wrote them
+// must have called fence_async_proxy().
 __device__ __forceinline__ void add_global_bulk(float *sums, uint32_t shared_sums, uint32_t bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n" ::"l"(sums),
                "r"(shared_sums), "r"(bytes)
                : "memory");
 }
 
-// Waits until all that this thread has started of these has read the shared memory. The sums are there when the kernel has
-// ended.
+// Waits until all that this thread has started of these has read the shared memory. The sums are there when the kernel
+// has ended.
 __device__ __forceinline__ void wait_for_bulk_reads() {
   asm volatile("cp.async.bulk.commit_group;\n"
                "cp.async.bulk.wait_group.read 0;\n" ::

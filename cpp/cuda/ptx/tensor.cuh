@@ -16,8 +16,8 @@ __device__ __forceinline__ void expect_bytes(uint64_t &barrier, uint32_t bytes) 
                : "memory");
 }
 
-// Starts to copy the box at these coordinates, the innermost first, and tells the barrier how many bytes it copied. What
-// lies outside of the tensor becomes zeros.
+// Starts to copy the box at these coordinates, the innermost first, and tells the barrier how many bytes it copied.
+// What lies outside of the tensor becomes zeros.
 __device__ __forceinline__ void copy_box(uint32_t shared, const CUtensorMap &map, int32_t x, int32_t y, int32_t z,
                                          int32_t w, uint64_t &barrier) {
   asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "

@@ -85,8 +85,8 @@ template <int kPending, int kMark = 0> __device__ __forceinline__ void warpgroup
                : FDM_TILES_##COUNT                                                                                     \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), "n"(int(kRight)))
 
-// How a matrix that wgmma reads lies in shared memory: with the elements of the depth side by side, or those of its other dimension
-// (PTX ISA, asynchronous warpgroup level majorness).
+// How a matrix that wgmma reads lies in shared memory: with the elements of the depth side by side, or those of its
+// other dimension (PTX ISA, asynchronous warpgroup level majorness).
 enum class Major { k, mn };
 
 // c = A B', or with `accumulate` c += A B'. A is 64 x 16 and B kN x 16, both given by descriptors.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The backward pass: which kernels compute the gradients, how blocks of keys are divided, and what the workspace holds.
+// The backward pass: which kernels compute the gradients, how key blocks are divided, and what the workspace holds.
 #include <algorithm>
 
 #include "../tile/sm90/tile_sizes.cuh"
@@ -13,24 +13,25 @@
 namespace fdm::cuda {
 namespace {
 
-// Whether the keys of a block are taken from the lists of a plan. Query heads of a group with lists of their own share no keys.
+// Whether the keys of a block are taken from the lists of a plan. Query heads of a group with lists of their own share
+// no keys.
 bool takes_listed_keys(const fdm_problem &p) {
   return is_interval_plan(mask_kind(p)) && group_shares_mask(p) && !plans_runs(p);
 }
 
 bool sums_bias_of_keys(const fdm_problem &p) { return present(p.bias) && !per_query(p.bias); }
 
-// Whether the kernel that computes all gradients knows the form of a bias with a row for each query. A block of keys serves the
-// query heads of a group, and what it writes of the gradient of the bias must be all of it. Heads may have rows of a mask of
-// their own, since it tests each pair, and makes K finite.
+// Whether the kernel that computes all gradients knows the form of a bias per query. A key block serves the query heads
+// of a group, and what it writes of the gradient of the bias must be all of it. Heads may have rows of a mask of their
+// own, since it tests each pair, and makes K finite.
 bool has_usual_row_bias(const fdm_problem &p) {
   const fdm_tensor &bias = p.bias;
   return p.softcap <= 0 && !is_varlen(p) && group_shares_mask(p) && bias.shape[0] == p.batch &&
          bias.shape[3] == p.keys && (bias.shape[1] == p.heads || bias.shape[1] == p.kv_heads);
 }
 
-// Whether one kernel can compute all gradients, if all are wanted. K of a block then serves all query heads of a group, so they
-// must keep the same keys: the contents of a key must not reach a head that drops it.
+// Whether one kernel can compute all gradients, if all are wanted. K of a block then serves all query heads of a group,
+// so they must keep the same keys: the contents of a key must not reach a head that drops it.
 bool can_fuse(const fdm_problem &p, const DeviceFacts &device) {
   const BuiltFor &built = *device.built;
   if (has_rows(p.bias)) return has_usual_row_bias(p) && fuses_row_bias(built.tile_arch, built.all.serving(p.head_dim));
@@ -54,26 +55,27 @@ int64_t segment_count(const fdm_problem &p, int64_t rows) {
   return is_varlen(p) ? total_rows(p) / rows + p.batch : ceil_div(p.queries, rows);
 }
 
-// Blocks of keys of a segment of so many rows, and enough for all keys of a list, should it keep more than it says.
+// Key blocks of a segment of so many rows, and enough for all keys of a list, should it keep more than it says.
 int64_t segment_blocks(const fdm_problem &p, const KeyDivision &keys, int64_t rows) {
   const int64_t room = p.max_kept < p.keys ? std::min(p.keys, p.max_kept + rows - 1) : p.keys;
   const int64_t all = ceil_div(p.keys, keys.block_keys);
   return std::max(ceil_div(room, keys.block_keys), ceil_div(all, ceil_div(p.queries, rows)));
 }
 
-// Sums of keys that several segments keep, of a head: those that rows at the borders of segments keep, or one for each key.
+// Sums of keys that several segments keep, of a head: those that rows at the borders of segments keep, or one for each
+// key.
 int64_t most_segment_sums(const fdm_problem &p, int64_t rows) {
   const int64_t borders = is_varlen(p) ? total_rows(p) / rows : ceil_div(p.queries, rows) - 1;
   return std::min(list_keys(p), std::min(p.max_kept, p.keys) * borders);
 }
 
-// About how many keys the rows of a segment keep together after a selection with random biases: of i rows that see one key
-// more each, max_kept / i begin to keep it.
+// About how many keys the rows of a segment keep together after a selection with random biases: of i rows that see one
+// key more each, max_kept / i begin to keep it.
 int64_t keys_of_segment(const fdm_problem &p, int64_t rows) {
   return p.max_kept + 2 * p.max_kept * rows / std::max<int64_t>(1, p.keys);
 }
 
-// The work of small blocks of keys, as far as it is known before: a half of the steps are beyond a causal limit or dropped.
+// The work of small key blocks, as far as it is known before: a half of the steps are beyond a causal limit or dropped.
 struct SmallBlockWork {
   const RouteTable &table;
   int64_t blocks, steps; // of the block with the most
@@ -88,8 +90,9 @@ struct SmallBlockWork {
     mean_steps = double(is_partial ? steps + group_size(p) : 2 * steps) / 2;
   }
 
-  // How many blocks of threads share the steps of each. The longest block may take longer than all of them keep the SMs busy;
-  // but each block of threads takes as long as some more steps to begin and to end. A step takes longer beside others.
+  // How many thread blocks share the steps of each. The longest block may take longer than all of them keep the SMs
+  // busy; but each thread block takes as long as some more steps to begin and to end. A step takes longer beside
+  // others.
   int32_t shares() const {
     const double step_time = double(table.small_step_time) / 10,
                  crowded_time = double(table.small_crowded_step_time) / 10;
@@ -104,7 +107,8 @@ struct SmallBlockWork {
     return number;
   }
 
-  // Whether each block of threads has so few steps that the other kernel would take longer. That one divides few blocks better.
+  // Whether each thread block has so few steps that the other kernel would take longer. That one divides few blocks
+  // better.
   bool has_few_steps(int32_t number) const {
     return ceil_div(steps, number) <=
            (blocks * number >= table.small_many_blocks ? table.small_steps : table.small_steps / 2);
@@ -126,7 +130,7 @@ struct KeyChoice {
     const FusedTileChoice fused_choice = fused_tile(arch, head_dim);
     keys.block_keys = fused ? fused_choice.keys : tile.keys;
     keys.tile_rows = fused ? fused_choice.rows : tile.rows;
-    keys.slot_dim = head_dim;
+    keys.sum_dim = head_dim;
     keys.shares = 1;
     keys.listed = takes_listed_keys(p);
     keys.heads = int32_t(p.batch * p.kv_heads);
@@ -136,36 +140,36 @@ struct KeyChoice {
     rows_of_segment = segment_rows(keys);
   }
 
-  // The rows of a segment, or 0: blocks of keys are for all rows. With fewer rows fewer pairs are computed that are not
-  // kept, but each block of keys has a prologue, and sums of keys that go on in the next segment to add to: as many rows as
+  // The rows of a segment, or 0: key blocks are for all rows. With fewer rows fewer pairs are computed that are not
+  // kept, but each key block has a prologue, and sums of keys that go on in the next segment to add to: as many rows as
   // a query keeps keys are best. Sums of keys for many short segments would also take memory.
-  int64_t segment_rows(const KeyDivision &own) const {
-    if (!own.listed || mask_kind(p) != FDM_MASK_INTERVALS || p.max_kept <= 0) return 0;
+  int64_t segment_rows(const KeyDivision &division) const {
+    if (!division.listed || mask_kind(p) != FDM_MASK_INTERVALS || p.max_kept <= 0) return 0;
     if (p.queries == 0 || p.heads == 0 || (is_varlen(p) && !packs_equal_lengths(p))) return 0;
     const int64_t window = std::min(p.max_kept, table.segment_window);
-    const int64_t steps = table.segment_steps * own.tile_rows / group_size(p);
+    const int64_t steps = table.segment_steps * division.tile_rows / group_size(p);
     const int64_t wanted = std::max({window, steps, p.queries / table.segments});
     int64_t rows = table.segment_least_rows;
     while (rows < wanted && rows < table.segment_most_rows) rows *= 2;
-    // Fewer blocks of keys than this would leave SMs idle.
-    const int64_t kept = std::min(p.max_kept, p.keys), heads = is_varlen(p) ? p.kv_heads : own.heads;
-    const auto blocks = [&] { return segment_count(p, rows) * (kept / own.block_keys + 2) * heads; };
+    // Fewer key blocks than this would leave SMs idle.
+    const int64_t kept = std::min(p.max_kept, p.keys), heads = is_varlen(p) ? p.kv_heads : division.heads;
+    const auto blocks = [&] { return segment_count(p, rows) * (kept / division.block_keys + 2) * heads; };
     while (rows > table.segment_least_rows && blocks() < table.items) rows /= 2;
-    const int64_t most = segment_blocks(p, own, rows);
-    const bool is_used = !is_varlen(p) || p.batch * most * own.block_keys <= table.segment_room * total_rows(p);
+    const int64_t most = segment_blocks(p, division, rows);
+    const bool is_used = !is_varlen(p) || p.batch * most * division.block_keys <= table.segment_room * total_rows(p);
     return most <= table.segment_blocks && is_used ? rows : 0;
   }
 
-  // Where all blocks of keys go through the rows together, from the last tile on, the sums of dQ that they add to, and their Q
-  // and dO, are those of a few tiles at a time and stay in L2, which holds a fraction of those of all heads. Seen on an H100
-  // without a mask, with 8192 tokens: heads of 256, whose blocks of 64 keys add the most, took 15 % less, heads of 64 1 to 3 %
-  // less, and heads of 128 5 % more. With a mask of keys, which leaves few blocks, heads of 128 took 19 to 38 % less with up to
-  // half of the keys, and with all of them the same where a schedule keeps blocks of the same heads together. The small blocks
-  // have an order of their own.
+  // Where all key blocks go through the rows together, from the last tile on, the sums of dQ that they add to, and
+  // their Q and dO, are those of a few tiles at a time and stay in L2, which holds a fraction of those of all heads.
+  // Seen on an H100 without a mask, with 8192 tokens: heads of 256, whose blocks of 64 keys add the most, took 15 %
+  // less, heads of 64 1 to 3 % less, and heads of 128 5 % more. With a key mask, which leaves few blocks, heads of 128
+  // took 19 to 38 % less with up to half of the keys, and with all of them the same where a schedule keeps blocks of
+  // the same heads together. The small blocks have an order of their own.
   HeadsInside heads_inside() const {
     if (has_rows(p.bias)) return HeadsInside::all; // the gradient of a bias is summed over heads that share it
     if (!device.has_wgmma() || keys.small) return HeadsInside::none;
-    const bool usual = keys.slot_dim > 128 || keys.slot_dim <= table.rows_inside_head_dim;
+    const bool usual = keys.sum_dim > 128 || keys.sum_dim <= table.rows_inside_head_dim;
     if (mask_kind(p) == FDM_MASK_KEYS && keys.listed) {
       const bool scheduled = !is_varlen(p) && p.keys > table.unscheduled_keys;
       return usual || scheduled ? HeadsInside::all : HeadsInside::few;
@@ -173,30 +177,31 @@ struct KeyChoice {
     return usual && mask_kind(p) == FDM_MASK_NONE ? HeadsInside::all : HeadsInside::none;
   }
 
-  // Whether the small blocks of keys take consecutive keys, though a mask has lists of kept ones. A selection of many of
-  // so few keys leaves nearly every block one that is kept to the end. Ordering keys would spare few steps, and take as long.
+  // Whether the small key blocks take consecutive keys, though a mask has lists of kept ones. A selection of many of so
+  // few keys leaves nearly every block one that is kept to the end. Ordering keys would spare few steps, and take as
+  // long.
   bool takes_consecutive_keys() const {
     return mask_kind(p) == FDM_MASK_INTERVALS && p.keys <= table.consecutive_keys &&
            p.max_kept >= ceil_div(p.keys, table.consecutive_share);
   }
 
-  // Whether the blocks of keys of a head sum dq in a chain. That spares sums in global memory, which pays where L2 does not
-  // hold them, and adds in a fixed order. Blocks of a cluster begin together but do not end together: with many of them, or with
-  // query heads that share keys, SMs wait for more than is spared.
+  // Whether the key blocks of a head sum dq in a chain. That spares sums in global memory, which pays where L2 does not
+  // hold them, and adds in a fixed order. Blocks of a cluster begin together but do not end together: with many of
+  // them, or with query heads that share keys, SMs wait for more than is spared.
   bool is_chained(const KeyDivision &small) const {
-    const int64_t sum_bytes = p.batch * p.heads * p.queries * small.slot_dim * int64_t(sizeof(float));
+    const int64_t sum_bytes = p.batch * p.heads * p.queries * small.sum_dim * int64_t(sizeof(float));
     const bool spares_time =
-        small.slot_dim > table.chain_head_dim && 4 * sum_bytes >= table.chain_quarters * table.l2_bytes;
+        small.sum_dim > table.chain_head_dim && 4 * sum_bytes >= table.chain_quarters * table.l2_bytes;
     return !small.listed && group_size(p) == 1 && ceil_div(p.keys, small.block_keys) <= table.chain_blocks &&
            (p.flags & FDM_DETERMINISTIC || spares_time);
   }
 
-  // Chooses the kernel of small blocks where blocks of keys have few steps. It adds to dq three times as often as the other,
-  // which is faster with more steps, and where it has hardly two blocks for a segment, unless one small block does (seen on an
-  // H100 and an H200). It knows no lists but those of segments, which have few steps at any length, no schedule and no
-  // softcap.
+  // Chooses the kernel of small blocks where key blocks have few steps. It adds to dq three times as often as the
+  // other, which is faster with more steps, and where it has hardly two blocks for a segment, unless one small block
+  // does (seen on an H100 and an H200). It knows no lists but those of segments, which have few steps at any length, no
+  // schedule and no softcap.
   void choose_small_blocks() {
-    if (!device.has_wgmma() || keys.slot_dim > kSmallBlock.most_head_dim || is_varlen(p) || p.softcap > 0) return;
+    if (!device.has_wgmma() || keys.sum_dim > kSmallBlock.most_head_dim || is_varlen(p) || p.softcap > 0) return;
     if (has_relative_bias(p)) return;          // its steps all have the same biases
     if (mask_kind(p) == FDM_MASK_ROWS) return; // it tests ranges of rows only
     if (plans_runs(p)) return;                 // its blocks go through all rows
@@ -215,15 +220,16 @@ struct KeyChoice {
     if (work.has_few_steps(small.shares)) keys = small;
   }
 
-  // A schedule is not worth its launch and its sums if most rows see the first keys: their blocks are the longest and come
-  // first, and with nearly two blocks for each SM the short ones keep all SMs busy to the end.
+  // A schedule is not worth its launch and its sums if most rows see the first keys: their blocks are the longest and
+  // come first, and with nearly two blocks for each SM the short ones keep all SMs busy to the end.
   bool is_in_order(int64_t blocks) const {
     return !keys.listed && !plans_runs(p) && is_causal(p) && p.queries >= p.keys &&
-           keys.slot_dim > table.order_head_dim && 3 * blocks >= table.order_thirds * table.items;
+           keys.sum_dim > table.order_head_dim && 3 * blocks >= table.order_thirds * table.items;
   }
 };
 
-// The head dimension of the kernels that compute a backward pass. On sm_90 those with a softcap are instantiations of their own.
+// The head dimension of the kernels that compute a backward pass. On sm_90 those with a softcap are instantiations of
+// their own.
 int backward_head_dim(const fdm_problem &p, const DeviceFacts &device, bool is_general) {
   return device.instantiation(p, is_general || (device.has_wgmma() && p.softcap > 0));
 }
@@ -234,7 +240,7 @@ bool may_fuse(const fdm_problem &p, const DeviceFacts &device) {
                                  KeyChoice(p, device, true, backward_head_dim(p, device, false)).keys.chained);
 }
 
-// Lays out the segments of so many rows, and the blocks of keys of all of them.
+// Lays out the segments of so many rows, and the key blocks of all of them.
 void lay_out_segments(const fdm_problem &p, int64_t rows, WorkspaceParts &parts, BackwardRoute *route) {
   KeyDivision &keys = route->division;
   SegmentWork &segments = route->segments;
@@ -248,10 +254,10 @@ void lay_out_segments(const fdm_problem &p, int64_t rows, WorkspaceParts &parts,
   segments.leading = int32_t(std::min<int64_t>(p.max_kept / size, segments.blocks));
   route->ordered = parts.take<KeyRows>(lists * keys.blocks * size);
   route->segment_order = parts.take<SegmentBlock>(lists * keys.blocks);
-  route->segment_live = parts.take<int32_t>(lists * count);
+  route->segment_kept = parts.take<int32_t>(lists * count);
   segments.most_sums = int32_t(most_segment_sums(p, rows));
   if (is_varlen(p) && segments.most_sums < list_keys(p)) segments.row_sums = int32_t(std::min(p.max_kept, p.keys));
-  route->segment_sums = parts.take<float>(int64_t(keys.heads) * segments.most_sums * 2 * keys.slot_dim);
+  route->segment_sums = parts.take<float>(int64_t(keys.heads) * segments.most_sums * 2 * keys.sum_dim);
   route->segment_bias_sums = parts.take<float>(int64_t(keys.heads) * segments.most_sums);
   route->segment_keys = parts.take<int32_t>(lists * segments.most_sums);
   route->segment_counts = parts.take<int32_t>(lists * list_sequences(p));
@@ -259,7 +265,7 @@ void lay_out_segments(const fdm_problem &p, int64_t rows, WorkspaceParts &parts,
   keys.max_items = int32_t(std::min<int64_t>(INT32_MAX, int64_t(keys.blocks) * keys.heads));
 }
 
-// Divides blocks of keys into parts, by the host or by a schedule of the device.
+// Divides key blocks into parts, by the host or by a schedule of the device.
 void divide_blocks(const fdm_problem &p, const KeyChoice &choice, WorkspaceParts &parts, BackwardRoute *route) {
   const RouteTable &table = choice.table;
   KeyDivision &keys = route->division;
@@ -269,25 +275,25 @@ void divide_blocks(const fdm_problem &p, const KeyChoice &choice, WorkspaceParts
     route->ranges = parts.take<RowRange>(lists * list_sequences(p) * keys.blocks);
   }
   const int64_t blocks = int64_t(keys.blocks) * keys.heads;
-  // No part is shorter than two thirds of the least steps, so few steps need no slots.
+  // No part is shorter than two thirds of the least steps, so with few steps no parts are stored.
   const int64_t steps = group_size(p) * (p.queries / keys.tile_rows + 1);
   const int64_t most_parts = keys.small ? 1 : (2 * steps + table.part_steps) / (2 * table.part_steps);
   if (is_varlen(p) || (p.keys > table.unscheduled_keys && !choice.is_in_order(blocks))) {
-    // The schedule makes do with the slots that there are.
-    keys.slot_count = int32_t(most_parts > 1 ? std::min(table.items, blocks * most_parts) : 0);
+    // The schedule divides blocks into no more parts than can be stored.
+    keys.stored_parts = int32_t(most_parts > 1 ? std::min(table.items, blocks * most_parts) : 0);
     // The last block of a sequence may be a part of one, as may that of a bucket.
     const int64_t partial = p.batch + (keys.listed ? list_keys(p) / kBucketKeys + 1 : 0);
     const int64_t existing = is_varlen(p) ? p.kv_heads * (list_keys(p) / keys.block_keys + partial) : blocks;
-    keys.max_items = int32_t(std::min<int64_t>(INT32_MAX, std::min(existing, blocks) + keys.slot_count));
+    keys.max_items = int32_t(std::min<int64_t>(INT32_MAX, std::min(existing, blocks) + keys.stored_parts));
     route->items = parts.take<KeyItem>(keys.max_items);
     route->item_count = parts.take<int32_t>(1);
   } else {
     keys.parts = int32_t(std::max<int64_t>(1, std::min(most_parts, table.items / std::max<int64_t>(1, blocks))));
     keys.max_items = int32_t(std::min<int64_t>(INT32_MAX, blocks * keys.parts));
-    keys.slot_count = keys.parts > 1 ? keys.max_items : 0;
+    keys.stored_parts = keys.parts > 1 ? keys.max_items : 0;
   }
-  keys.slot_floats = int64_t(keys.block_keys) * (2 * keys.slot_dim + route->bias_heads);
-  route->slots = parts.take<float>(keys.slot_count * keys.slot_floats);
+  keys.part_floats = int64_t(keys.block_keys) * (2 * keys.sum_dim + route->bias_heads);
+  route->part_sums = parts.take<float>(keys.stored_parts * keys.part_floats);
 }
 
 // How many heads of keys are gone through together: enough for all SMs, but else no more than L2 has room for Q, dO and
@@ -295,18 +301,19 @@ void divide_blocks(const fdm_problem &p, const KeyChoice &choice, WorkspaceParts
 int32_t heads_together(const fdm_problem &p, const RouteTable &table, const KeyDivision &keys) {
   if (is_varlen(p)) return keys.heads;
   constexpr int64_t kRowBytes = 2 + 2 + 4, kKeyBytes = 2 + 2;
-  const int64_t bytes = (p.queries * group_size(p) * kRowBytes + p.keys * kKeyBytes) * keys.slot_dim;
+  const int64_t bytes = (p.queries * group_size(p) * kRowBytes + p.keys * kKeyBytes) * keys.sum_dim;
   const int64_t enough = ceil_div(2 * table.items, std::max<int64_t>(1, keys.blocks));
   const int64_t groups = ceil_div(keys.heads, std::max(enough, table.l2_bytes / std::max<int64_t>(1, bytes)));
   return int32_t(ceil_div(keys.heads, std::max<int64_t>(1, groups)));
 }
 
-// Heads of the bias that a key/value head has.
+// Heads of the bias that a KV head has.
 int32_t own_bias_heads(const fdm_problem &p) {
   return sums_bias_of_keys(p) && p.bias.shape[1] == p.heads ? int32_t(group_size(p)) : 1;
 }
 
-// Fills in what depends on the problem, on whether one kernel computes all gradients, and on how many sums for a bias there are.
+// Fills in what depends on the problem, on whether one kernel computes all gradients, and on how many sums for a bias
+// there are.
 void lay_out(const fdm_problem &p, const KeyChoice &choice, int32_t bias_heads, BackwardRoute *route) {
   KeyDivision &keys = route->division;
   keys = choice.keys;
@@ -324,7 +331,7 @@ void lay_out(const fdm_problem &p, const KeyChoice &choice, int32_t bias_heads, 
     QuerySumWork &sums = route->query_sums;
     sums.tile_rows = keys.tile_rows;
     sums.head_rows = query_sum_rows(p, sums.tile_rows);
-    sums.dim = keys.slot_dim;
+    sums.dim = keys.sum_dim;
     route->query_sum_data = parts.take<float>(batches * p.heads * sums.head_rows * sums.dim);
   }
   if (sums_bias_of_keys(p))
@@ -389,8 +396,8 @@ const char *name_of(KeyKernel kernel) {
   }
 }
 
-// Which gradients of keys are computed together. A kernel of both leaves out the products that only one of them needs where that is
-// not wanted.
+// Which gradients of keys are computed together. A kernel of both leaves out the products that only one of them needs
+// where that is not wanted.
 KeyLaunches key_launches(const BackwardRoute &route, int arch, const Wanted &wanted) {
   const bool keys = wanted.dk || route.wants_bias_sums;
   if (route.keys != KeyKernel::general && route.keys != KeyKernel::usual) return KeyLaunches::both;
@@ -414,7 +421,7 @@ void divide_helpers(const fdm_problem &p, const RouteTable &table, const Alignme
     const int64_t of_sums = route->wants_bias_sums ? ceil_div(sums, table.clear_sums * kStatisticsThreads) : 0;
     work.clearing = std::max(of_keys, of_sums);
   }
-  if (keys.slot_count > 0) {
+  if (keys.stored_parts > 0) {
     const bool many = keys.max_items >= table.sum_many_items;
     route->key_sum = {std::min<int64_t>(keys.max_items, table.sum_columns),
                       many ? table.sum_divisions : table.sum_divisions_of_few};
@@ -445,7 +452,7 @@ void list_launches(BackwardRoute *route, const Wanted &wanted) {
     launches.add(name_of(route->keys));
     if (route->key_launches == KeyLaunches::each) launches.add(name_of(route->keys));
     if (route->query_sum_data.exists()) launches.add("round_sums");
-    if (route->division.slot_count > 0) launches.add("sum_parts");
+    if (route->division.stored_parts > 0) launches.add("sum_parts");
     if (route->segments.most_sums > 0) launches.add("round_sums");
     if (route->reduces_bias) launches.add("reduce");
   }
@@ -453,8 +460,9 @@ void list_launches(BackwardRoute *route, const Wanted &wanted) {
   if (wanted.dsink) launches.add("reduce");
 }
 
-// Whether the gradients are computed for the members of groups one after the other. One call for all of them computes dq and the
-// gradients of keys apart, and goes through all rows for each key. A bias that members share would need sums over them.
+// Whether the gradients are computed for the members of groups one after the other. One call for all of them computes
+// dq and the gradients of keys apart, and goes through all rows for each key. A bias that members share would need sums
+// over them.
 bool is_divided_by_members(const fdm_problem &p, const RouteTable &table, int64_t sms, bool wants_dbias) {
   const bool shares_bias = present(p.bias) && p.bias.shape[1] != p.heads;
   if (!has_members(p) || (shares_bias && wants_dbias)) return false;
@@ -467,7 +475,7 @@ BackwardRoute member_route(const fdm_problem &p, const DeviceFacts &device, cons
   const fdm_problem member = member_of(p, 0);
   BackwardRoute route = backward_route(member, device, lies, wanted);
   const PlanRoute plan = plan_route(member, device);
-  const Launches own = route.launches;
+  const Launches member_launches = route.launches;
   WorkspaceParts parts{route.workspace_bytes};
   route.members = int32_t(group_size(p));
   route.member_plan = parts.take_bytes(align_256(plan.plan_bytes));
@@ -478,7 +486,7 @@ BackwardRoute member_route(const fdm_problem &p, const DeviceFacts &device, cons
   route.member_sum_blocks = ceil_div(member_elements(p) / 8, kMemberThreads);
   route.workspace_bytes = parts.bytes;
   route.launches = plan.launches;
-  route.launches.add(own);
+  route.launches.add(member_launches);
   if (wanted.dk || wanted.dv) route.launches.add("sum_members");
   return route;
 }

@@ -42,19 +42,19 @@ public:
         inner.add(name, "[" + std::to_string(part->offset) + ", " + std::to_string(part->bytes) + "]");
     object("workspace", inner);
   }
-  void launches(const Launches &own) {
+  void launches(const Launches &launched) {
     std::string list;
-    for (int n = 0; n < own.count; ++n) list += (n ? ", \"" : "\"") + std::string(own.kernel[n]) + "\"";
+    for (int n = 0; n < launched.count; ++n) list += (n ? ", \"" : "\"") + std::string(launched.kernel[n]) + "\"";
     add("launches", "[" + list + "]");
   }
-  void order(const TileOrder &own) {
-    number("sequences_together", own.sequences);
-    number("heads_together", own.heads);
+  void order(const TileOrder &tile_order) {
+    number("sequences_together", tile_order.sequences);
+    number("heads_together", tile_order.heads);
   }
-  void tiles(const PairBiasTiles &own) {
-    number("slots", own.slots);
-    number("tiles", own.tiles);
-    number("groups", own.groups);
+  void tiles(const PairBiasTiles &division) {
+    number("slots", division.slots);
+    number("tiles", division.tiles);
+    number("groups", division.groups);
   }
   std::string json() const { return "{" + text_ + "}"; }
 
@@ -63,27 +63,27 @@ private:
 };
 
 Object of_fused(const FusedPlan &plan) {
-  Object own;
+  Object fields;
   const FusedDivision &work = plan.work;
-  own.word("kernel", work.windows ? "windows" : work.clusters ? "clusters" : "fused");
-  own.number("splits", work.splits);
-  own.number("batches", work.batches);
-  own.number("planes", work.planes);
-  own.number("sources", work.sources);
-  own.flag("shares_sums", plan.shares);
-  own.flag("sums_in_gradients", plan.in_gradients);
-  own.number("spare_sequences", plan.spare);
-  own.number("bytes", plan.bytes());
+  fields.word("kernel", work.windows ? "windows" : work.clusters ? "clusters" : "fused");
+  fields.number("splits", work.splits);
+  fields.number("batches", work.batches);
+  fields.number("planes", work.planes);
+  fields.number("sources", work.sources);
+  fields.flag("shares_sums", plan.shares);
+  fields.flag("sums_in_gradients", plan.in_gradients);
+  fields.number("spare_sequences", plan.spare);
+  fields.number("bytes", plan.bytes());
   int64_t launches = 0;
   for (int64_t first = 0, batches; first < plan.batch; first += batches, ++launches) plan.launch(first, &batches);
-  own.number("launches", launches);
-  return own;
+  fields.number("launches", launches);
+  return fields;
 }
 
-void add_statistics(Object *own, const StatisticsDivision &rows) {
-  own->number("statistics_lanes", rows.lanes);
-  own->number("statistics_units", rows.units(rows.batches));
-  own->number("statistics_blocks", rows.blocks(rows.batches));
+void add_statistics(Object *fields, const StatisticsDivision &rows) {
+  fields->number("statistics_lanes", rows.lanes);
+  fields->number("statistics_units", rows.units(rows.batches));
+  fields->number("statistics_blocks", rows.blocks(rows.batches));
 }
 
 void add_pair_bias_backward(Object *route, const PairBiasBackwardRoute &pair_bias) {
@@ -91,16 +91,16 @@ void add_pair_bias_backward(Object *route, const PairBiasBackwardRoute &pair_bia
   if (pair_bias.fused) route->object("fused", of_fused(pair_bias.plan));
   route->flag("dq_writes_dbias", pair_bias.writes_dbias);
   if (pair_bias.wants_dbias) {
-    Object own;
-    own.number("slots", pair_bias.dbias.slots);
-    own.number("tile_rows", pair_bias.dbias.tile_rows);
-    own.number("tile_keys", pair_bias.dbias.tile_keys);
-    own.number("stages", pair_bias.dbias.stages);
-    own.number("blocks", pair_bias.dbias.blocks);
-    own.flag("whole_tiles", pair_bias.dbias.whole);
-    own.word("parts", kPartsNames[int(pair_bias.dbias_parts)]);
-    own.number("sum_divisions", pair_bias.dbias_sum.divisions);
-    route->object("dbias", own);
+    Object fields;
+    fields.number("slots", pair_bias.dbias.slots);
+    fields.number("tile_rows", pair_bias.dbias.tile_rows);
+    fields.number("tile_keys", pair_bias.dbias.tile_keys);
+    fields.number("stages", pair_bias.dbias.stages);
+    fields.number("blocks", pair_bias.dbias.blocks);
+    fields.flag("whole_tiles", pair_bias.dbias.whole);
+    fields.word("parts", kPartsNames[int(pair_bias.dbias_parts)]);
+    fields.number("sum_divisions", pair_bias.dbias_sum.divisions);
+    route->object("dbias", fields);
   }
   Object dq, dkdv;
   if (pair_bias.wants_dq) dq.tiles(pair_bias.dq);
@@ -113,49 +113,49 @@ void add_pair_bias_backward(Object *route, const PairBiasBackwardRoute &pair_bia
                 {"rest", &pair_bias.rest}});
 }
 
-void add_relative(Object *own, const RelativeParts &relative) {
-  own->number("reference_blocks", relative.reference_blocks);
-  own->number("conversion_blocks", relative.conversion_blocks);
+void add_relative(Object *fields, const RelativeParts &relative) {
+  fields->number("reference_blocks", relative.reference_blocks);
+  fields->number("conversion_blocks", relative.conversion_blocks);
 }
 
 Object of_helpers(const BackwardRoute &route) {
-  Object own;
-  own.number("order_blocks", route.preparation.order);
-  own.number("clear_blocks", route.preparation.clearing);
-  add_statistics(&own, route.statistics_division);
-  own.number("sum_columns", route.key_sum.columns);
-  own.number("sum_divisions", route.key_sum.divisions);
-  own.number("query_sum_blocks", route.query_sum_blocks);
-  own.number("segment_sum_blocks", route.segment_sum_blocks);
-  own.number("reduce_blocks", route.bias_reduction.blocks);
-  own.number("row_bias_blocks", route.row_bias_blocks);
-  add_relative(&own, route.relative);
-  return own;
+  Object fields;
+  fields.number("order_blocks", route.preparation.order);
+  fields.number("clear_blocks", route.preparation.clearing);
+  add_statistics(&fields, route.statistics_division);
+  fields.number("sum_columns", route.key_sum.columns);
+  fields.number("sum_divisions", route.key_sum.divisions);
+  fields.number("query_sum_blocks", route.query_sum_blocks);
+  fields.number("segment_sum_blocks", route.segment_sum_blocks);
+  fields.number("reduce_blocks", route.bias_reduction.blocks);
+  fields.number("row_bias_blocks", route.row_bias_blocks);
+  add_relative(&fields, route.relative);
+  return fields;
 }
 
 Object of_keys(const BackwardRoute &route) {
-  Object own;
+  Object fields;
   const KeyDivision &keys = route.division;
-  own.number("block_keys", keys.block_keys);
-  own.number("tile_rows", keys.tile_rows);
-  own.number("blocks", keys.blocks);
-  own.number("heads", keys.heads);
-  own.number("together", keys.together);
-  own.flag("listed", keys.listed);
-  own.word("heads_inside", kInsideNames[int(keys.heads_inside)]);
-  own.number("shares", keys.shares);
-  own.number("parts", keys.parts);
-  own.number("items", keys.max_items);
-  own.number("slots", keys.slot_count);
-  own.number("schedule_sms", keys.sms);
+  fields.number("block_keys", keys.block_keys);
+  fields.number("tile_rows", keys.tile_rows);
+  fields.number("blocks", keys.blocks);
+  fields.number("heads", keys.heads);
+  fields.number("together", keys.together);
+  fields.flag("listed", keys.listed);
+  fields.word("heads_inside", kInsideNames[int(keys.heads_inside)]);
+  fields.number("shares", keys.shares);
+  fields.number("parts", keys.parts);
+  fields.number("items", keys.max_items);
+  fields.number("slots", keys.stored_parts);
+  fields.number("schedule_sms", keys.sms);
   const SegmentWork &segments = route.segments;
-  own.number("segment_rows", segments.rows);
-  own.number("segments", segments.count);
-  own.number("segment_blocks", segments.blocks);
-  own.number("segment_leading", segments.leading);
-  own.number("segment_sums", segments.most_sums);
-  own.number("segment_row_sums", segments.row_sums);
-  return own;
+  fields.number("segment_rows", segments.rows);
+  fields.number("segments", segments.count);
+  fields.number("segment_blocks", segments.blocks);
+  fields.number("segment_leading", segments.leading);
+  fields.number("segment_sums", segments.most_sums);
+  fields.number("segment_row_sums", segments.row_sums);
+  return fields;
 }
 
 // A number of bits, and words for those that are set.
@@ -183,127 +183,127 @@ int bits_of(std::initializer_list<bool> flags) {
 } // namespace
 
 std::string describe(const PlanRoute &route) {
-  Object own;
-  own.word("kernel", kPlanNames[int(route.kernel)]);
-  own.number("threads", route.threads);
-  own.number("parts", route.parts);
-  own.flag("aligned", route.aligned);
-  own.number("chunk_blocks", route.chunk_blocks);
-  own.number("blocks", route.blocks);
-  own.number("plan_bytes", route.plan_bytes);
-  own.parts({{"counts", &route.counts}});
-  own.number("workspace_bytes", route.workspace_bytes);
-  own.launches(route.launches);
-  return own.json();
+  Object fields;
+  fields.word("kernel", kPlanNames[int(route.kernel)]);
+  fields.number("threads", route.threads);
+  fields.number("parts", route.parts);
+  fields.flag("aligned", route.aligned);
+  fields.number("chunk_blocks", route.chunk_blocks);
+  fields.number("blocks", route.blocks);
+  fields.number("plan_bytes", route.plan_bytes);
+  fields.parts({{"counts", &route.counts}});
+  fields.number("workspace_bytes", route.workspace_bytes);
+  fields.launches(route.launches);
+  return fields.json();
 }
 
 std::string describe(const SelectionRoute &route) {
-  Object own;
-  own.word("kernel", kSelectionNames[int(route.kernel)]);
-  own.number("threads", route.threads);
-  own.number("keys_of_thread", route.keys_of_thread);
-  own.number("parts", route.parts);
-  own.number("chunk_keys", route.chunks.keys);
-  own.number("chunks", route.chunks.count);
-  own.number("part_keys", route.keep.keys);
-  own.number("row_parts", route.keep.count);
-  own.number("listed", route.keep.listed);
-  own.number("blocks", route.blocks);
-  own.parts({{"states", &route.states},
-             {"digits", &route.digits},
-             {"part_digits", &route.part_digits},
-             {"seen", &route.seen},
-             {"lists", &route.lists}});
-  own.number("workspace_bytes", route.workspace_bytes);
-  own.launches(route.launches);
-  return own.json();
+  Object fields;
+  fields.word("kernel", kSelectionNames[int(route.kernel)]);
+  fields.number("threads", route.threads);
+  fields.number("keys_of_thread", route.keys_of_thread);
+  fields.number("parts", route.parts);
+  fields.number("chunk_keys", route.chunks.keys);
+  fields.number("chunks", route.chunks.count);
+  fields.number("part_keys", route.keep.keys);
+  fields.number("row_parts", route.keep.count);
+  fields.number("listed", route.keep.listed);
+  fields.number("blocks", route.blocks);
+  fields.parts({{"states", &route.states},
+                {"digits", &route.digits},
+                {"part_digits", &route.part_digits},
+                {"seen", &route.seen},
+                {"lists", &route.lists}});
+  fields.number("workspace_bytes", route.workspace_bytes);
+  fields.launches(route.launches);
+  return fields.json();
 }
 
 std::string describe(const ForwardRoute &route) {
-  Object own;
-  own.word("kernel", kForwardNames[int(route.kernel)]);
-  own.number("head_dim", route.head_dim);
-  own.number("tile_rows", route.tile_rows);
-  own.number("tile_columns", route.tile_columns);
-  own.number("heads_per_tile", route.heads_per_tile);
-  own.number("tiles", route.tiles);
-  own.number("splits", route.splits);
-  own.flag("merges_in_cluster", route.merges_in_cluster);
-  own.flag("finds_keys", route.finds_keys);
-  own.number("blocks", route.blocks);
-  own.order(route.order);
+  Object fields;
+  fields.word("kernel", kForwardNames[int(route.kernel)]);
+  fields.number("head_dim", route.head_dim);
+  fields.number("tile_rows", route.tile_rows);
+  fields.number("tile_columns", route.tile_columns);
+  fields.number("heads_per_tile", route.heads_per_tile);
+  fields.number("tiles", route.tiles);
+  fields.number("splits", route.splits);
+  fields.flag("merges_in_cluster", route.merges_in_cluster);
+  fields.flag("finds_keys", route.finds_keys);
+  fields.number("blocks", route.blocks);
+  fields.order(route.order);
   if (route.kernel == ForwardKernel::direct) {
-    own.number("heads_of_block", route.direct.rows);
-    own.number("most_splits", route.direct.most_splits);
-    own.number("warps", route.direct.most_warps);
+    fields.number("heads_of_block", route.direct.rows);
+    fields.number("most_splits", route.direct.most_splits);
+    fields.number("warps", route.direct.most_warps);
   }
   if (route.is_pair_bias()) {
-    own.number("slots", route.pair_bias.slots);
-    own.number("groups", route.pair_bias.groups);
-    own.number("steps", route.pair_bias.steps);
-    own.flag("pairs", route.pair_bias.pairs);
-    own.flag("halves", route.pair_bias.halves);
+    fields.number("slots", route.pair_bias.slots);
+    fields.number("groups", route.pair_bias.groups);
+    fields.number("steps", route.pair_bias.steps);
+    fields.flag("pairs", route.pair_bias.pairs);
+    fields.flag("halves", route.pair_bias.halves);
   }
-  own.number("combine_splits", route.combine.splits);
-  own.number("combine_blocks", route.combine.blocks);
-  own.number("fill_blocks", route.unused_rows.blocks);
-  add_relative(&own, route.relative);
-  own.parts({{"partials", &route.partials},
-             {"tickets", &route.tickets},
-             {"live", &route.live},
-             {"relative_biases", &route.relative.biases},
-             {"relative_lse", &route.relative.lse}});
-  own.number("workspace_bytes", route.workspace_bytes);
-  own.launches(route.launches);
-  return own.json();
+  fields.number("combine_splits", route.combine.splits);
+  fields.number("combine_blocks", route.combine.blocks);
+  fields.number("fill_blocks", route.unused_rows.blocks);
+  add_relative(&fields, route.relative);
+  fields.parts({{"partials", &route.partials},
+                {"tickets", &route.tickets},
+                {"live", &route.live},
+                {"relative_biases", &route.relative.biases},
+                {"relative_lse", &route.relative.lse}});
+  fields.number("workspace_bytes", route.workspace_bytes);
+  fields.launches(route.launches);
+  return fields.json();
 }
 
 std::string describe(const BackwardRoute &route) {
-  Object own;
-  own.flag("nothing", route.nothing);
-  own.flag("pair_bias", route.is_pair_bias);
-  own.flag("too_large", route.too_large);
-  own.number("head_dim", route.head_dim);
+  Object fields;
+  fields.flag("nothing", route.nothing);
+  fields.flag("pair_bias", route.is_pair_bias);
+  fields.flag("too_large", route.too_large);
+  fields.number("head_dim", route.head_dim);
   if (route.is_pair_bias) {
-    add_pair_bias_backward(&own, route.pair_bias);
+    add_pair_bias_backward(&fields, route.pair_bias);
   } else if (!route.nothing) {
-    own.word("dq", kQueryNames[int(route.dq)]);
-    own.word("keys", kKeyNames[int(route.keys)]);
-    own.flag("row_bias", route.row_bias_blocks > 0);
-    own.flag("scheduled", route.scheduled);
-    own.flag("reduces_bias", route.reduces_bias);
-    own.number("members", route.members);
-    own.number("bias_heads", route.bias_heads);
-    own.number("blocks", route.blocks);
-    own.order(route.order);
-    own.object("division", of_keys(route));
-    own.object("helpers", of_helpers(route));
-    own.parts({{"statistics", &route.statistics},
-               {"sink_shares", &route.sink_shares},
-               {"query_sums", &route.query_sum_data},
-               {"bias_sums", &route.bias_sums},
-               {"ordered", &route.ordered},
-               {"ranges", &route.ranges},
-               {"items", &route.items},
-               {"item_count", &route.item_count},
-               {"slots", &route.slots},
-               {"segment_order", &route.segment_order},
-               {"segment_live", &route.segment_live},
-               {"segment_sums", &route.segment_sums},
-               {"segment_bias_sums", &route.segment_bias_sums},
-               {"segment_keys", &route.segment_keys},
-               {"segment_counts", &route.segment_counts},
-               {"member_plan", &route.member_plan},
-               {"member_plan_work", &route.member_plan_work},
-               {"member_keys", &route.member_keys},
-               {"member_values", &route.member_values},
-               {"relative_biases", &route.relative.biases},
-               {"relative_lse", &route.relative.lse},
-               {"relative_dlse", &route.relative.dlse}});
+    fields.word("dq", kQueryNames[int(route.dq)]);
+    fields.word("keys", kKeyNames[int(route.keys)]);
+    fields.flag("row_bias", route.row_bias_blocks > 0);
+    fields.flag("scheduled", route.scheduled);
+    fields.flag("reduces_bias", route.reduces_bias);
+    fields.number("members", route.members);
+    fields.number("bias_heads", route.bias_heads);
+    fields.number("blocks", route.blocks);
+    fields.order(route.order);
+    fields.object("division", of_keys(route));
+    fields.object("helpers", of_helpers(route));
+    fields.parts({{"statistics", &route.statistics},
+                  {"sink_shares", &route.sink_shares},
+                  {"query_sums", &route.query_sum_data},
+                  {"bias_sums", &route.bias_sums},
+                  {"ordered", &route.ordered},
+                  {"ranges", &route.ranges},
+                  {"items", &route.items},
+                  {"item_count", &route.item_count},
+                  {"slots", &route.part_sums},
+                  {"segment_order", &route.segment_order},
+                  {"segment_live", &route.segment_kept},
+                  {"segment_sums", &route.segment_sums},
+                  {"segment_bias_sums", &route.segment_bias_sums},
+                  {"segment_keys", &route.segment_keys},
+                  {"segment_counts", &route.segment_counts},
+                  {"member_plan", &route.member_plan},
+                  {"member_plan_work", &route.member_plan_work},
+                  {"member_keys", &route.member_keys},
+                  {"member_values", &route.member_values},
+                  {"relative_biases", &route.relative.biases},
+                  {"relative_lse", &route.relative.lse},
+                  {"relative_dlse", &route.relative.dlse}});
   }
-  own.number("workspace_bytes", route.workspace_bytes);
-  own.launches(route.launches);
-  return own.json();
+  fields.number("workspace_bytes", route.workspace_bytes);
+  fields.launches(route.launches);
+  return fields.json();
 }
 
 int forward_way(const ForwardRoute &route, const fdm_problem &p) {

@@ -22,8 +22,8 @@ struct HeadDimList {
   }
 };
 
-// What a pack was built for. Rare calls (`rare`) have fewer instantiations. Pair biases have kernels with mma.sync, and others
-// (`pair_bias_sm90`) for sm_90.
+// What a pack was built for. Rare calls (`rare`) have fewer instantiations. Pair biases have kernels with mma.sync, and
+// others (`pair_bias_sm90`) for sm_90.
 struct BuiltFor {
   int tile_arch;
   HeadDimList all, rare, pair_bias, pair_bias_sm90, direct;
@@ -69,7 +69,7 @@ struct Alignment {
   bool row_places;  // rows of Q, K and V lie as tile/row_places.cuh needs it
   bool row_maps;    // the driver describes boxes of Q, K and V; it is asked where a route would use them
   bool narrow;      // 32 bits hold all strides of a forward pass of one query
-  // Rows of a bias or mask with a row for each query can be copied 16 bytes at a time.
+  // Rows of a bias or mask per query can be copied 16 bytes at a time.
   bool bias_chunks, mask_chunks;
   bool
       hold_sums; // the wanted gradients may hold float32 sums until they are written: their sequences fill memory without a gap

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The forward pass over gathered columns, and decoding: which rows share a block of threads, which kernel computes them, and over how
-// many blocks the columns are divided.
+// The forward pass over gathered columns, and decoding: which rows share a thread block, which kernel computes them,
+// and over how many blocks the columns are divided.
 #include <algorithm>
 #include <initializer_list>
 
@@ -46,7 +46,7 @@ struct ForwardChoice {
         tile(forward_tile(facts.built->tile_arch, facts.instantiation(problem, false))) {
     const int64_t group = group_size(p), group_rows = p.queries * group;
     const bool share = heads_share_columns(p), shared_decode = share && group_rows <= kDecodeRows;
-    // The general kernel takes a bias with a row for each query for rows of one head.
+    // The general kernel takes a bias per query for rows of one head.
     const bool shared_forward = share && !has_rows(p.bias) && tile.rows % group == 0 && group_rows <= tile.rows;
     decode = shared_decode || (!shared_forward && p.queries <= kDecodeRows);
     heads_per_tile = shared_decode || (!decode && shared_forward) ? int(group) : 1;
@@ -57,8 +57,8 @@ struct ForwardChoice {
     const bool undivided = may_use_wgmma() && p.head_dim % 8 == 0;
     least_splits = undivided ? table.least_wgmma_splits : table.least_splits;
     if (undivided && has_few_columns()) most_splits = 1;
-    // Twice as many blocks as run at a time end closer together where their work is unequal, as a causal mask makes it. Merging
-    // their results costs little where a block has as much work as a bias for each query makes.
+    // Twice as many blocks as run at a time end closer together where their work is unequal, as a causal mask makes it.
+    // Merging their results costs little where a block has as much work as a bias for each query makes.
     const bool has_much_work = has_rows(p.bias) && p.head_dim <= table.row_bias_most_head_dim;
     wanted_blocks = has_much_work ? table.row_bias_blocks_of_sm : table.blocks_of_sm;
     if (decode) wanted_blocks = p.head_dim <= 64 ? table.decode_blocks_64 : table.decode_blocks_256;
@@ -78,8 +78,8 @@ struct ForwardChoice {
     return p.keys <= table.short_keys_of_many && !present(p.bias) && blocks >= table.short_many_tiles;
   }
 
-  // Few rows (decode) leave most of the chip idle, unless the columns are divided. Only the device knows how many columns a mask
-  // keeps; splits that find none end at once.
+  // Few rows (decode) leave most of the chip idle, unless the columns are divided. Only the device knows how many
+  // columns a mask keeps; splits that find none end at once.
   int64_t splits_for(int64_t sms) const {
     if (blocks == 0) return 1;
     const int64_t splits = std::min(wanted_blocks * sms / blocks, most_splits);
@@ -88,9 +88,9 @@ struct ForwardChoice {
   // How many splits there is room for on every device.
   int64_t room_for_splits() const { return splits_for(kSmLimit); }
 
-  // Splits of a decoding call that are a cluster, which merges their results without another kernel; 1 if none is. Blocks of
-  // clusters, which have to run at the same time, share SMs badly: with twice as many blocks as SMs they took twice as long as
-  // others (seen on an H200).
+  // Splits of a decoding call that are a cluster, which merges their results without another kernel; 1 if none is.
+  // Blocks of clusters, which have to run at the same time, share SMs badly: with twice as many blocks as SMs they took
+  // twice as long as others (seen on an H200).
   int64_t cluster_splits() const {
     const int64_t most_keys = mask_kind(p) == FDM_MASK_NONE ? table.cluster_keys : table.cluster_masked_keys;
     if (table.cluster_split_keys == 0 || !decode || blocks == 0 || p.keys > most_keys) return 1;
@@ -98,12 +98,13 @@ struct ForwardChoice {
                                table.cluster_splits);
   }
 
-  // Whether the blocks of threads of a persistent kernel get tiles in the order in which they ask for them. With a fixed order
-  // some blocks are done much earlier than others, where tiles are long or of different lengths. The counter that this takes
-  // must be cleared first, so a block must have several tiles, of many columns.
+  // Whether the thread blocks of a persistent kernel get tiles in the order in which they ask for them. With a fixed
+  // order some blocks are done much earlier than others, where tiles are long or of different lengths. The counter that
+  // this takes must be cleared first, so a block must have several tiles, of many columns.
   //
-  // The counter lies in the workspace, which belongs to this call alone, and a memset clears it on the stream before the
-  // kernel. So calls that share a plan may run at the same time, and a CUDA graph clears it each time that it is launched.
+  // The counter lies in the workspace, which belongs to this call alone, and a memset clears it on the stream before
+  // the kernel. So calls that share a plan may run at the same time, and a CUDA graph clears it each time that it is
+  // launched.
   bool gives_out_tiles() const {
     return may_use_wgmma() && room_for_splits() == 1 && most_columns(p) >= table.ticket_columns &&
            blocks >= table.ticket_tiles * table.usual_sms && !has_short_columns();
@@ -128,8 +129,8 @@ struct ForwardChoice {
     return std::clamp<int64_t>(std::min(idle, p.keys / (table.direct_part_turns * turn)), 1, room_for_splits());
   }
 
-  // Whether one query reads keys directly. Without a mask the other kernel reads all keys, too, and where there are enough blocks
-  // of threads it is never faster (seen on an H100).
+  // Whether one query reads keys directly. Without a mask the other kernel reads all keys, too, and where there are
+  // enough thread blocks it is never faster (seen on an H100).
   bool decodes_directly(const Alignment &lies, int64_t splits) const {
     if (p.queries != 1 || p.keys > INT32_MAX / 2 || splits > 0 || p.head_dim > device.built->direct.most())
       return false;
@@ -178,7 +179,7 @@ struct ForwardChoice {
   }
 };
 
-// Rows and columns of a tile of a kernel, and its blocks of threads.
+// Rows and columns of a tile of a kernel, and its thread blocks.
 void size_tiles(ForwardRoute *route, const ForwardChoice &choice) {
   const fdm_problem &p = choice.p;
   const int arch = choice.device.built->tile_arch, head_dim = route->head_dim;

@@ -7,7 +7,7 @@
 
 namespace fdm::cuda {
 
-// A block of threads sums a chunk of the gates of a row, so that a few long rows fill a GPU.
+// A thread block sums a chunk of the gates of a row, so that a few long rows fill a GPU.
 constexpr int kGateThreads = 256, kThreadGates = 4, kGateChunk = kGateThreads * kThreadGates;
 
 struct GateRoute {

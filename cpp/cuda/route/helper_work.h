@@ -16,7 +16,7 @@ struct FillWork {
   int64_t blocks;
 };
 constexpr int kFillThreads = 256;
-// Blocks of threads that write each element of a tensor once: zeros, whose rows may be written 16 bytes at a time.
+// Thread blocks that write each element of a tensor once: zeros, whose rows may be written 16 bytes at a time.
 FillWork fill_work(const fdm_tensor &t, bool aligned);
 inline FillWork fill_work(const fdm_tensor &t) { return fill_work(t, rows_are_aligned(t, t.shape[3])); }
 
@@ -36,14 +36,14 @@ struct CombineWork {
 constexpr int kCombineThreads = 128;
 CombineWork combine_work(const fdm_problem &p, const RouteTable &table, const Alignment &lies, int64_t splits);
 
-// make_statistics.cuh: units of rows of all heads, through which blocks of threads go.
+// make_statistics.cuh: units of rows of all heads, through which thread blocks go.
 struct StatisticsDivision {
   int32_t lanes;               // threads of a row
   bool aligned;                // rows of O and dO are read 16 bytes at a time
   int64_t batches, batch_rows; // elements of the batch, and the rows of each
   int64_t wanted_blocks, most_units;
 
-  int64_t rows_together() const; // whose first parts a block of threads loads at a time
+  int64_t rows_together() const; // whose first parts a thread block loads at a time
   int64_t units(int64_t batches) const;
   int64_t blocks(int64_t batches) const;
 };
@@ -52,7 +52,7 @@ constexpr int kStatisticsThreads = 512;
 constexpr int statistics_rows(bool aligned) { return aligned ? 2 : 1; }
 StatisticsDivision statistics_division(const fdm_problem &p, const RouteTable &table, const Alignment &lies);
 
-// prepare.cu: blocks of threads for each work beside the statistics.
+// prepare.cu: thread blocks for each work beside the statistics.
 struct PreparationWork {
   int64_t order, clearing;
   bool vectors; // rows of dk and dv are cleared eight elements at a time
@@ -62,7 +62,7 @@ constexpr int kMemberThreads = 256;
 // Keys of a head, one for each lane, whose gradients are cleared if no row keeps them.
 constexpr int kUnitKeys = 32;
 
-// sum_parts.cuh: columns of the grid, which go through items, and blocks of threads that share the numbers of each.
+// sum_parts.cuh: columns of the grid, which go through items, and thread blocks that share the numbers of each.
 struct PartSumGrid {
   int64_t columns, divisions;
 };
@@ -71,7 +71,7 @@ struct PartSumGrid {
 constexpr int kRoundingThreads = 256, kBandRows = 16;
 inline int64_t rounding_blocks(int64_t bands) { return ceil_div(bands, kRoundingThreads / 32); }
 
-// reduce.cu: an element is summed by one thread, or by a block of threads.
+// reduce.cu: an element is summed by one thread, or by a thread block.
 struct ReductionWork {
   bool by_block;
   int64_t blocks;
@@ -92,7 +92,7 @@ FDM_INLINE bool counts_seen_keys(const fdm_selection &s) {
   return present(s.mask) && (s.keep_last > 0 || s.keep_first > 0);
 }
 
-// keep_parts.cu: a row of booleans is cut into parts, each of a block of threads.
+// keep_parts.cu: a row of booleans is cut into parts, each of a thread block.
 struct KeepParts {
   int64_t rows;  // of each head and sequence
   int64_t keys;  // of a part
@@ -105,8 +105,8 @@ constexpr int kWarpKeys = 512; // of a warp, or a multiple
 // Launches that count keys by digit: 11 bits each, and what is left in the last one.
 FDM_INLINE constexpr int keep_passes(int bias_bits) { return bias_bits == 32 ? 3 : 2; }
 FDM_INLINE constexpr int keep_last_digits(int bias_bits) { return bias_bits == 32 ? 1 << 10 : 1 << 5; }
-// The rank in a sample of a row of `keys` keys that selected ones all but surely do not reach: the number of those that are
-// sampled has a standard deviation of at most its root.
+// The rank in a sample of a row of `keys` keys that selected ones all but surely do not reach: the number of those that
+// are sampled has a standard deviation of at most its root.
 FDM_INLINE float sampled_rank(const fdm_selection &s, int64_t keys) {
   const float selected = float(min64(s.window, keys) + s.keep_last + s.keep_first);
   const float expected = selected * kSampledKeys / float(keys);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What the backward pass has in its workspace for each row, key and block of keys.
+// What the backward pass has in its workspace for each row, key and key block.
 #pragma once
 
 #include <cmath>
@@ -26,17 +26,17 @@ struct alignas(16) KeyRows {
   int32_t sum; // the row of KeySegments::sums to which its gradients are added; -1: they are written
 };
 
-// A block of keys of a segment: the rows that keep any of them, which of the segment's blocks in `ordered` it is, and its
+// A key block of a segment: the rows that keep any of them, which of the segment's blocks in `ordered` it is, and its
 // keys. There is none where past < first.
 struct alignas(16) SegmentBlock {
   int32_t first, past, position, keys;
 };
 
-// A block of keys of one key/value head, or one of the parts into which its rows and query heads are divided.
+// A key block of one KV head, or one of the parts into which its rows and query heads are divided.
 struct KeyItem {
   int32_t block; // see KeyDivision::blocks
   int32_t part, parts;
-  int32_t slot; // the slot of the first part's partial sums; only if parts > 1
+  int32_t stored_part; // the number of the first part among those stored; only if parts > 1
 };
 
 // The rows that a head has sums of dq for. No two packed sequences share a tile: the next one of n rows begins at least

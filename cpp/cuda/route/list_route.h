@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The route of a call whose queries list their keys: how many heads of a group share a tile, and what is left in the workspace.
+// The route of a call whose queries list their keys: how many heads of a group share a tile, and what is left in the
+// workspace.
 #pragma once
 
 #include "route.h"
@@ -9,8 +10,9 @@ namespace fdm::cuda {
 // The heads of a tile: few, whose warps have keys of their own, or many, whose warps have rows of their own.
 enum class ListHeads : uint8_t { few, many };
 
-// A block of threads computes some query heads of one query, which share a KV head and a list, as the rows of its tile: row tiles
-// of 16 rows for each warp, warps with other rows, warps with other columns, and the columns of a step, each a listed key.
+// A thread block computes some query heads of one query, which share a KV head and a list, as the rows of its tile: row
+// tiles of 16 rows for each warp, warps with other rows, warps with other columns, and the columns of a step, each a
+// listed key.
 struct ListTileChoice {
   int row_tiles, row_warps, key_warps, columns;
 
@@ -21,8 +23,8 @@ struct ListTileChoice {
 constexpr ListTileChoice list_forward_tile(int head_dim, ListHeads heads) {
   // Each warp has 16 columns of a step. Two stages of more columns would not fit 99 KB of shared memory.
   if (heads == ListHeads::few) return head_dim <= 128 ? ListTileChoice{1, 1, 4, 64} : ListTileChoice{1, 1, 2, 32};
-  // With 32 rows a warp, a fragment of K or V is read from shared memory once and serves two products. The accumulators of 32 rows
-  // of more than 128 columns do not fit the registers.
+  // With 32 rows a warp, a fragment of K or V is read from shared memory once and serves two products. The accumulators
+  // of 32 rows of more than 128 columns do not fit the registers.
   return head_dim <= 128 ? ListTileChoice{2, 4, 1, 64} : ListTileChoice{1, 4, 1, 32};
 }
 
@@ -32,14 +34,15 @@ constexpr ListTileChoice list_backward_tile(int head_dim, ListHeads heads) {
   return {1, 4, 1, 32};
 }
 
-// The head dimensions of kernels with wgmma. Wider heads leave too few registers to the lookup warps of the forward pass; in the backward
-// pass, shared memory has room for Q, dO, P, dS, two stages of 64 columns, and what is added to the sums of keys.
+// The head dimensions of kernels with wgmma. Wider heads leave too few registers to the lookup warps of the forward
+// pass; in the backward pass, shared memory has room for Q, dO, P, dS, two stages of 64 columns, and what is added to
+// the sums of keys.
 constexpr bool has_list_forward_sm90(int head_dim) { return head_dim <= 192; }
 constexpr bool has_list_backward_sm90(int head_dim) { return head_dim == 64 || head_dim == 128; }
 constexpr int kListColumnsSm90 = 64;
 
-// The most heads of a group for which few rows are a tile. Two tiles gather their keys twice, which 32 heads of a tile for 64 to 128
-// do not make up for: half of its warps, or more, would have no rows.
+// The most heads of a group for which few rows are a tile. Two tiles gather their keys twice, which 32 heads of a tile
+// for 64 to 128 do not make up for: half of its warps, or more, would have no rows.
 constexpr int64_t kListFewHeads = 32;
 
 // What divides the heads of a KV head into tiles.
@@ -53,8 +56,8 @@ enum class ListKernel : uint8_t {
   wgmma // lists/sm90
 };
 
-// The fewest heads of a group for kernels with wgmma, most of whose rows are then none: gathered rows and additions to sums take longer
-// than products. With so many, mma.sync has a full tile, too.
+// The fewest heads of a group for kernels with wgmma, most of whose rows are then none: gathered rows and additions to
+// sums take longer than products. With so many, mma.sync has a full tile, too.
 constexpr int64_t kListWgmmaHeads = 16;
 
 struct ListRoute {
@@ -66,8 +69,8 @@ struct ListRoute {
   int64_t rows;   // of all sequences, those of none included
   int64_t count;  // of tiles
   int64_t blocks; // of threads
-  // Backward: float32 sums, which begin as zeros. Those of dk and dv are [batch, or 1 for varlen][key][KV head][D of the
-  // instantiation], those of biases have their shapes, and that of the sink its.
+  // Backward: float32 sums, which begin as zeros. Those of dk and dv are [batch, or 1 for varlen][key][KV head][D of
+  // the instantiation], those of biases have their shapes, and that of the sink its.
   Part key_sums, value_sums, bias_sums, index_sums, sink_sums;
   int64_t key_rounding_blocks, bias_rounding_blocks;
   int64_t workspace_bytes;

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A call whose query heads of a group keep keys, or have a bias, of their own, as calls of one query head for each key/value head:
-// the member n of each group. Kernels that compute all gradients at once serve these, and list their keys.
+// A call whose query heads of a group keep keys, or have a bias, of their own, as calls of one query head for each KV
+// head: the member n of each group. Kernels that compute all gradients at once serve these, and list their keys.
 #pragma once
 
 #include "facts.h"
 
 namespace fdm::cuda {
 
-// Whether the heads of a group differ in what is the same for every query. Intervals that a call selects have no data when room for a
-// workspace is asked for.
+// Whether the heads of a group differ in what is the same for every query. Intervals that a call selects have no data
+// when room for a workspace is asked for.
 inline bool has_members(const fdm_problem &p) {
   const auto has_heads = [&](const fdm_tensor &t) { return t.shape[1] == p.heads; };
   if (group_size(p) == 1 || has_rows(p.bias) || mask_kind(p) == FDM_MASK_ROWS) return false;
@@ -19,34 +19,34 @@ inline bool has_members(const fdm_problem &p) {
 inline fdm_tensor of_member(const fdm_problem &p, const fdm_tensor &t, int axis, int64_t member) {
   if (t.shape[axis] != p.heads) return t;
   const int64_t bytes = dtype_size(t.dtype);
-  fdm_tensor own = t;
-  if (present(t)) own.data = static_cast<char *>(t.data) + member * t.stride[axis] * bytes;
-  own.shape[axis] = p.kv_heads;
-  own.stride[axis] *= group_size(p);
-  return own;
+  fdm_tensor view = t;
+  if (present(t)) view.data = static_cast<char *>(t.data) + member * t.stride[axis] * bytes;
+  view.shape[axis] = p.kv_heads;
+  view.stride[axis] *= group_size(p);
+  return view;
 }
 
 inline fdm_problem member_of(const fdm_problem &p, int64_t member) {
-  fdm_problem own = p;
-  own.heads = p.kv_heads;
-  own.q = of_member(p, p.q, 2, member);
-  own.sink = of_member(p, p.sink, 0, member);
+  fdm_problem member_problem = p;
+  member_problem.heads = p.kv_heads;
+  member_problem.q = of_member(p, p.q, 2, member);
+  member_problem.sink = of_member(p, p.sink, 0, member);
   for (fdm_tensor fdm_problem::*t : {&fdm_problem::mask, &fdm_problem::start, &fdm_problem::end, &fdm_problem::bias})
-    own.*t = of_member(p, p.*t, 1, member);
-  return own;
+    member_problem.*t = of_member(p, p.*t, 1, member);
+  return member_problem;
 }
 
 // Without dk and dv, of which each member has its own.
 inline fdm_backward_args member_of(const fdm_problem &p, const fdm_backward_args &args, int64_t member) {
-  fdm_backward_args own = args;
+  fdm_backward_args member_args = args;
   for (fdm_tensor fdm_backward_args::*t :
        {&fdm_backward_args::out, &fdm_backward_args::dout, &fdm_backward_args::dq, &fdm_backward_args::out_rest})
-    own.*t = of_member(p, args.*t, 2, member);
+    member_args.*t = of_member(p, args.*t, 2, member);
   for (fdm_tensor fdm_backward_args::*t :
        {&fdm_backward_args::lse, &fdm_backward_args::dlse, &fdm_backward_args::dbias})
-    own.*t = of_member(p, args.*t, 1, member);
-  own.dsink = of_member(p, args.dsink, 0, member);
-  return own;
+    member_args.*t = of_member(p, args.*t, 1, member);
+  member_args.dsink = of_member(p, args.dsink, 0, member);
+  return member_args;
 }
 
 // Elements of a row of a member's dk or dv, which is read 16 bytes at a time.

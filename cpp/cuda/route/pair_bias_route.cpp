@@ -60,8 +60,8 @@ struct PairBiasChoice {
 
   bool has_sm90_tiles() const { return facts.aligned && has_sm90_sizes(p, device); }
 
-  // Whether the kernels of few rows and keys (windows) serve a problem. They do not where most of their tiles, or most SMs, would
-  // be idle.
+  // Whether the kernels of few rows and keys (windows) serve a problem. They do not where most of their tiles, or most
+  // SMs, would be idle.
   bool has_windows() const {
     if (!device.has_wgmma() || p.softcap > 0 || !facts.aligned) return false;
     if (p.head_dim > kWindowHeadDim || sm90_head_dim != kWindowHeadDim) return false;
@@ -99,8 +99,8 @@ struct PairBiasChoice {
     return align_256(planes_of(p) * ceil_div(p.queries, kPairBiasTileSm90) * row_words * int64_t(sizeof(uint32_t)));
   }
 
-  // Tiles with as many slots as keep the rows or keys of a tile busy and find room in shared memory, and no more than there are
-  // sources. `length` rows or keys are to be divided.
+  // Tiles with as many slots as keep the rows or keys of a tile busy and find room in shared memory, and no more than
+  // there are sources. `length` rows or keys are to be divided.
   template <class Sizes>
   PairBiasTiles divide(const Sizes &sizes, const PairBiasTileChoice &tile, int64_t length, int64_t side_by_side,
                        int64_t all) const {
@@ -123,9 +123,9 @@ struct PairBiasChoice {
                   shares_sequences(p) ? p.batch : 1, p.batch);
   }
 
-  // Few rows leave most of the chip idle, unless the keys are divided. Blocks of threads that an SM holds beside each other
-  // take little longer than one, since they mostly wait. On one H200 a block of 64 keys took 3.6 us where a mask was folded,
-  // and 1024 rows of partial results took about as long to be merged; without a mask, a block takes less.
+  // Few rows leave most of the chip idle, unless the keys are divided. Thread blocks that an SM holds beside each other
+  // take little longer than one, since they mostly wait. On one H200 a block of 64 keys took 3.6 us where a mask was
+  // folded, and 1024 rows of partial results took about as long to be merged; without a mask, a block takes less.
   int64_t splits_for(const PairBiasForwardWork &work, int64_t sms) const {
     const bool mask = has_rows(p.mask);
     const int bytes = row_sizes(1).shared_bytes(work.slots, has_float32_bias(p), mask);
@@ -150,8 +150,8 @@ struct PairBiasChoice {
     return work;
   }
 
-  // Parts on any device. Without a mask of rows, what is large enough for the kernel for sm_90 on all of them needs no room for
-  // partial results.
+  // Parts on any device. Without a row mask, what is large enough for the kernel for sm_90 on all of them needs no room
+  // for partial results.
   int64_t room_for_splits() const {
     PairBiasForwardWork work = forward_work();
     const int64_t splits = splits_for(work, kSmLimit);
@@ -167,11 +167,11 @@ struct PairBiasChoice {
     work->blocks = int32_t(std::min<int64_t>(planes_of(p) * work->groups * work->tiles, sms));
   }
 
-  // Chooses how the forward kernel for sm_90 divides its work, by the time that it takes. Its unit is that of a step: of a
-  // tile of scores of 128 x 128, or of what a task takes beside those.
+  // Chooses how the forward kernel for sm_90 divides its work, by the time that it takes. Its unit is that of a step:
+  // of a tile of scores of 128 x 128, or of what a task takes beside those.
   //
-  // Whole tiles of rows are gone through forth and back, the longest first, so the first or the last block of threads
-  // has most to do. Equal shares take no longer than they must, but then there are partial results, and a launch that merges
+  // Whole row tiles are gone through forth and back, the longest first, so the first or the last thread block has most
+  // to do. Equal shares take no longer than they must, but then there are partial results, and a launch that merges
   // them. Returns the time.
   int64_t choose_shares(PairBiasForwardWork *work, int64_t sms) const {
     const int rows = sm90_rows(*work);
@@ -187,7 +187,7 @@ struct PairBiasChoice {
       of_first += turn % 2 ? far : near;
       of_last += turn % 2 ? near : far;
     }
-    // A tile of rows has its parts in blocks of threads that follow each other.
+    // A row tile has its parts in thread blocks that follow each other.
     const int64_t longest = steps_of(0) - 1;
     const int64_t least_steps = std::max(table.share_steps, ceil_div(longest, table.pair_bias_splits - 1));
     const int64_t shares = std::clamp<int64_t>(all / least_steps, 1, sms);
@@ -203,8 +203,8 @@ struct PairBiasChoice {
     return shares_time;
   }
 
-  // Whether tasks of half as many rows, whose keys the consumer warpgroups divide, take less than `time` steps. All of them need
-  // SMs at the same time.
+  // Whether tasks of half as many rows, whose keys the consumer warpgroups divide, take less than `time` steps. All of
+  // them need SMs at the same time.
   bool takes_halves(int64_t time, int64_t sms) const {
     const int64_t tiles = ceil_div(p.queries, kPairBiasTileSm90 / 2),
                   blocks = visible_key_tiles(p, tiles - 1, kPairBiasTileSm90 / 2);
@@ -220,9 +220,10 @@ struct PairBiasChoice {
     use_whole_tiles(work, sms);
   }
 
-  // The forward kernel for sm_90 copies the bias in chunks. Sources share the bias of a block as long as there are blocks for
-  // all SMs. Where they are pairs of heads, or there is a mask of rows, keys may be divided too. Room for partial results is
-  // asked for without `may_take_halves`: another device may have too few SMs for halves, and divide the keys.
+  // The forward kernel for sm_90 copies the bias in chunks. Sources share the bias of a block as long as there are
+  // blocks for all SMs. Where they are pairs of heads, or there is a row mask, keys may be divided too. Room for
+  // partial results is asked for without `may_take_halves`: another device may have too few SMs for halves, and divide
+  // the keys.
   bool divide_sm90(PairBiasForwardWork *work, int64_t sms, bool may_take_halves) const {
     if (!has_sm90_tiles() || !facts.bias_chunks || present(p.start)) return false;
     if (has_rows(p.mask) && (!facts.mask_chunks || !facts.shares_mask || !has_mask_room())) return false;
@@ -293,8 +294,8 @@ struct PairBiasChoice {
     return p.batch > 0 && (has_sm90_tiles() || has_windows()) && !(p.flags & FDM_DETERMINISTIC) && facts.shares_mask;
   }
 
-  // Where dk is large, it holds the parts until it is written, so that they take no memory of their own. They have none either
-  // where the fused kernel would do all, if the tensors lie as it needs them.
+  // Where dk is large, it holds the parts until it is written, so that they take no memory of their own. They have none
+  // either where the fused kernel would do all, if the tensors lie as it needs them.
   bool lends_dk() const {
     return may_fuse() || p.batch * p.keys * p.kv_heads * p.head_dim * 2 >= divide_dbias(kSmLimit).parts_bytes();
   }
@@ -312,7 +313,8 @@ struct PairBiasChoice {
     return plan;
   }
 
-  // The plan with windows (FusedEpilogue): a task for each SM, with as many of the sources of a head of the bias as another.
+  // The plan with windows (FusedEpilogue): a task for each SM, with as many of the sources of a head of the bias as
+  // another.
   FusedPlan plan_windows(int64_t sms) const {
     FusedPlan plan = new_plan(sms);
     FusedDivision &work = plan.work;
@@ -326,8 +328,9 @@ struct PairBiasChoice {
     return plan;
   }
 
-  // The plan of clusters (FusedEpilogue::exchange), which have the deltas in dq until that is written. Only a bias that the
-  // batch shares is worth sums of dbias. How many clusters run at the same time is known where they are launched, which then chooses `splits`.
+  // The plan of clusters (FusedEpilogue::exchange), which have the deltas in dq until that is written. Only a bias that
+  // the batch shares is worth sums of dbias. How many clusters run at the same time is known where they are launched,
+  // which then chooses `splits`.
   FusedPlan plan_clusters(int64_t sms) const {
     FusedPlan plan = new_plan(sms);
     FusedDivision &work = plan.work;
@@ -343,9 +346,9 @@ struct PairBiasChoice {
     return plan;
   }
 
-  // Returns the most sequences of a launch. What the workspace has for their deltas, and for the second halves of sums that
-  // find no gradient to come, takes less than half of the memory of lse, unless a quarter of the batch and one spare sequence
-  // take more.
+  // Returns the most sequences of a launch. What the workspace has for their deltas, and for the second halves of sums
+  // that find no gradient to come, takes less than half of the memory of lse, unless a quarter of the batch and one
+  // spare sequence take more.
   int64_t plan_in_gradients(FusedPlan *plan, int64_t most) const {
     const int64_t sequence = plan->sequence_bytes(), deltas = plan->delta_bytes, batch = p.batch;
     const int64_t room = std::max(batch * deltas * 9 / 20, sequence + std::min(most, ceil_div(batch, 4)) * deltas);
@@ -361,9 +364,9 @@ struct PairBiasChoice {
     work.row_tiles = int32_t(ceil_div(p.queries, kPairBiasTileSm90));
     work.key_tiles = int32_t(ceil_div(p.keys, kPairBiasTileSm90));
     work.planes = int32_t(p.bias.shape[1]);
-    // Sums of a large dbias would take more memory than all else. Its tiles are so many that blocks need not share them; and
-    // all of the batch is in one launch where its sums take less than those of dbias. Else launches have as many sequences as
-    // take no more than dbias.
+    // Sums of a large dbias would take more memory than all else. Its tiles are so many that blocks need not share
+    // them; and all of the batch is in one launch where its sums take less than those of dbias. Else launches have as
+    // many sequences as take no more than dbias.
     const int64_t dbias_bytes = work.dbias_bytes(), half_row = plan.dim * int64_t(sizeof(float)) / 2;
     plan.query_bytes = p.heads * work.row_tiles * kPairBiasTileSm90 * half_row;
     plan.key_bytes = p.kv_heads * work.key_tiles * kPairBiasTileSm90 * half_row;
@@ -384,7 +387,7 @@ struct PairBiasChoice {
       batches = plan_in_gradients(&plan, std::clamp<int64_t>(most, 1, ceil_div(p.batch, 2)));
     }
     plan.set_batches(&work, batches, plan.sums_dbias);
-    // One block of threads for each tile writes it itself.
+    // One thread block for each tile writes it itself.
     const bool adds_dbias = work.splits != 1 || (plan.shares && work.batches < p.batch);
     plan.dbias_bytes = adds_dbias ? work.dbias_bytes() : 0;
     return plan;
@@ -405,8 +408,8 @@ int32_t choose_splits(const FusedDivision &work, const FusedPlan &plan, bool may
   int32_t best = 1;
   for (int32_t splits = 2; may_split && splits <= std::min(sources, sms); ++splits)
     if (time_of(splits) < time_of(best)) best = splits;
-  // A block's equal share begins and ends within a tile. With a causal mask, some of the shares would have tiles that no
-  // row sees. A block counts steps in 32 bits.
+  // A block's equal share begins and ends within a tile. With a causal mask, some of the shares would have tiles that
+  // no row sees. A block counts steps in 32 bits.
   const int64_t steps = tiles * sources, share = ceil_div(steps, sms), parts = ceil_div(share, sources) + 1;
   return may_split && !plan.causal && steps < INT32_MAX && share + parts * plan.task_steps < time_of(best) ? 0 : best;
 }
@@ -469,8 +472,8 @@ bool is_pair_bias(const fdm_problem &p, const DeviceFacts &device) {
   if (!one_source && fuses && p.keys <= table.pair_bias_few_rows_keys && partial_rows(p) <= table.pair_bias_few_rows)
     return true;
   // Where the kernels for sm_90 will not serve a problem, since its tensors do not lie as they need it, slower ones do:
-  // what is decided here must be the same for all calls of a plan, so it must not depend on how tensors lie.
-  // Without a mask of rows, they need many rows (divide_sm90).
+  // what is decided here must be the same for all calls of a plan, so it must not depend on how tensors lie. Without a
+  // row mask, they need many rows (divide_sm90).
   const bool even = p.keys % 16 == 0 && p.head_dim % 8 == 0;
   if (!even || !has_sm90_sizes(p, device) || p.flags & FDM_DETERMINISTIC || present(p.start)) return false;
   if (!has_rows(p.mask)) return partial_rows(p) > table.pair_bias_few_rows;
@@ -540,8 +543,8 @@ void choose_pair_bias_backward(BackwardRoute *route, const fdm_problem &p, const
     pair_bias.plan.may_split = !wanted.dbias || pair_bias.plan.dbias_bytes > 0;
     if (pair_bias.fused && !wanted.dbias) pair_bias.plan.dbias_bytes = 0;
   }
-  // Deltas, `non_finite`, live tiles, and then parts or sums. Where the fused kernel does not keep its deltas, those for the others
-  // come last.
+  // Deltas, `non_finite`, live tiles, and then parts or sums. Where the fused kernel does not keep its deltas, those
+  // for the others come last.
   const bool keeps_deltas = !pair_bias.fused || pair_bias.plan.keeps_deltas();
   WorkspaceParts parts;
   if (keeps_deltas) pair_bias.deltas = parts.take_bytes(choice.deltas_bytes());
@@ -598,7 +601,7 @@ int64_t pair_bias_backward_workspace(const fdm_problem &p, const DeviceFacts &de
     const bool none = choice.sources() == 1 || choice.lends_dk();
     return first + deltas + (none ? 0 : choice.divide_dbias(kSmLimit).parts_bytes());
   }
-  // The number of SMs decides whether blocks of threads share a tile of dbias.
+  // The number of SMs decides whether thread blocks share a tile of dbias.
   FusedPlan plan = choice.plan(kSmLimit);
   if (choice.sources() > 1 && plan.sums_dbias) plan.dbias_bytes = plan.work.dbias_bytes();
   return first + (plan.keeps_deltas() ? deltas + plan.bytes() : std::max(deltas, plan.bytes()));

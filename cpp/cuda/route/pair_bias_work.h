@@ -38,21 +38,21 @@ struct PairBiasFacts {
 // A plane is a head of the bias, and an element of its batch.
 inline int64_t planes_of(const fdm_problem &p) { return p.bias.shape[0] * p.bias.shape[1]; }
 
-// Tiles of rows or keys, and groups of `slots` sources that a block of threads works on side by side.
+// Row tiles or keys, and groups of `slots` sources that a thread block works on side by side.
 struct PairBiasTiles {
   int32_t slots, tiles, groups;
 };
 
 struct PairBiasForwardWork : PairBiasTiles {
   int32_t splits;
-  // The rest is for the kernel of sm_90. With splits, `blocks` of threads have equal shares of the `steps` of all groups,
-  // without splits whole tiles of rows. `pairs`: a task has half a tile of rows of two query heads that share K and V.
+  // The rest is for the kernel of sm_90. With splits, `blocks` of threads have equal shares of the `steps` of all
+  // groups, without splits whole row tiles. `pairs`: a task has half a row tile of two query heads that share K and V.
   bool pairs;
-  bool halves;           // a task has half a tile of rows, and each consumer warpgroup half of the keys of a block
+  bool halves;           // a task has half a row tile, and each consumer warpgroup half of the keys of a block
   int32_t blocks, steps; // steps: of a group
 };
 
-// How the tiles of the bias gradient and their steps are divided over blocks of threads. A step is the work of a tile on
+// How the tiles of the bias gradient and their steps are divided over thread blocks. A step is the work of a tile on
 // one group of sources.
 struct DbiasDivision {
   int32_t slots, tile_rows, tile_keys, row_tiles, key_tiles;
@@ -77,14 +77,14 @@ FDM_INLINE int64_t live_key_tiles(const fdm_problem &p, const DbiasDivision &wor
   return ceil_div(visible, work.tile_keys);
 }
 
-// Sources of a block of threads in their forward pass, where a bias has so many: as the registers of their sums allow.
+// Sources of a thread block in their forward pass, where a bias has so many: as the registers of their sums allow.
 constexpr int sm90_sources(int head_dim) { return head_dim <= 64 ? 2 : 1; }
 // Whether shared memory has room for the mask's rows of one source. It has none beside 128 columns and a float32 bias.
 constexpr bool has_room_for_mask(int head_dim, bool float32_bias) { return head_dim <= 64 || !float32_bias; }
 
-// How sm90/fused.cuh divides its work: a launch has the sources of some of the batch, and `splits` tasks for each tile of
-// kPairBiasTileSm90 rows and keys. Where `splits` is 0, each block of threads has as many steps as any other, which follow each
-// other; a step is the work of a tile on a source.
+// How sm90/fused.cuh divides its work: a launch has the sources of some of the batch, and `splits` tasks for each tile
+// of kPairBiasTileSm90 rows and keys. Where `splits` is 0, each thread block has as many steps as any other, which
+// follow each other; a step is the work of a tile on a source.
 constexpr int kTileQuadsSm90 = kPairBiasTileSm90 * kPairBiasTileSm90 / 4;
 
 struct FusedDivision {
@@ -94,8 +94,8 @@ struct FusedDivision {
   int32_t first_batch, batches;
   int32_t first_plane, planes;
   int64_t first_source, sources; // of each plane
-  // Another launch follows: what it adds to is cleared once sums are rounded. In the gradients, its sums lie before those of
-  // sequence `past_cleared`, counted from the first of this launch; else `past_cleared` is 0.
+  // Another launch follows: what it adds to is cleared once sums are rounded. In the gradients, its sums lie before
+  // those of sequence `past_cleared`, counted from the first of this launch; else `past_cleared` is 0.
   bool clears;
   int32_t past_cleared;
   int32_t blocks; // of threads; 0: as many clusters as the driver says run at the same time
@@ -110,9 +110,9 @@ struct FusedDivision {
 struct FusedPlan {
   FusedDivision work; // of the first launch
   bool shares;        // the batch shares the bias, so all launches add to the same sums of dbias
-  bool sums_dbias;    // there may be such sums: blocks of threads may share a tile
-  // The second halves of sums lie in the gradients of sequences to come, or in the memory of so many that are spare. Else
-  // the workspace has both halves of the sums of a launch.
+  bool sums_dbias;    // there may be such sums: thread blocks may share a tile
+  // The second halves of sums lie in the gradients of sequences to come, or in the memory of so many that are spare.
+  // Else the workspace has both halves of the sums of a launch.
   bool in_gradients;
   int64_t spare;
   int64_t query_bytes, key_bytes; // of a half, for a sequence

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The route of a call: which kernels compute it, in which order, how each divides its work, and what they leave in the workspace. It
-// follows from the problem, from how its tensors lie, and from facts of their device. Everything here is plain C++ without CUDA: the
-// sizes of a workspace, plans and launches all read the same route, and so do tests without a GPU.
+// The route of a call: which kernels compute it, in which order, how each divides its work, and what they leave in the
+// workspace. It follows from the problem, from how its tensors lie, and from facts of their device. Everything here is
+// plain C++ without CUDA: the sizes of a workspace, plans and launches all read the same route, and so do tests without
+// a GPU.
 #pragma once
 
 #include <cstdint>
@@ -25,8 +26,8 @@ struct Launches {
   }
 };
 
-// The order in which kernels go through the tiles of rows of a batch: so many sequences and heads of queries, those of whole groups,
-// are gone through together, so that tiles which are under way at a time read keys that L2 has room for.
+// The order in which kernels go through the row tiles of a batch: so many sequences and heads of queries, those of
+// whole groups, are gone through together, so that tiles which are under way at a time read keys that L2 has room for.
 struct TileOrder {
   int32_t sequences, heads;
 };
@@ -36,8 +37,8 @@ constexpr int kDecodeRows = 16;
 // The direct decode kernel: heads of a block at most, keys of a warp at a time, and warps of a block at most.
 constexpr int kDirectRows = 8, kDirectKeys = 32, kDirectWarps = 8;
 
-// What a float64 bias takes (host/relative_bias.h): a RelativeBias for each sequence, head and tile, and numbers of each row that are
-// relative to it.
+// What a float64 bias takes (host/relative_bias.h): a RelativeBias for each sequence, head and tile, and numbers of
+// each row that are relative to it.
 struct RelativeParts {
   Part biases, lse, dlse;
   int64_t reference_blocks, conversion_blocks; // of threads: one for each RelativeBias; and for numbers of rows
@@ -45,9 +46,9 @@ struct RelativeParts {
 
 enum class ForwardKernel : uint8_t {
   none,             // there are no rows
-  general,          // forward.cuh with the rare cases: rows that are not aligned, a bias with a row for each query
+  general,          // forward.cuh with the rare cases: rows that are not aligned, a bias per query
   usual,            // forward.cuh
-  crowded,          // forward.cuh with three blocks of threads on an SM
+  crowded,          // forward.cuh with three thread blocks on an SM
   decode,           // decode.cuh
   direct,           // direct_decode.cuh
   persistent,       // sm90/forward.cuh
@@ -88,7 +89,7 @@ struct ForwardRoute {
   FillWork unused_rows; // of `out`, that no packed sequence has
   CombineWork combine;
   Part partials; // results of splits or parts
-  Part tickets;  // a counter of tiles, from which blocks of threads take them
+  Part tickets;  // a counter of tiles, from which thread blocks take them
   Part live;     // tiles that a mask leaves
   RelativeParts relative;
   int64_t workspace_bytes;
@@ -103,15 +104,16 @@ ForwardRoute forward_route(const fdm_problem &p, const DeviceFacts &device, cons
 // Room for any route of the problem on any device of so many SMs or fewer.
 int64_t forward_workspace(const fdm_problem &p, const DeviceFacts &device);
 
-// Whether a forward pass whose plan nothing else would use needs none. Its blocks of threads then read the mask.
+// Whether a forward pass whose plan nothing else would use needs none. Its thread blocks then read the mask.
 bool needs_no_plan(const fdm_problem &p, const DeviceFacts &device);
 
-// Which blocks of keys go through the tiles of rows from the last one on, and through the heads of a group for each; the others
-// go through heads, and the tiles of rows from the first one on for each: `few`, those of lists that keep at most half of the
-// keys.
+// Which key blocks go through the row tiles from the last one on, and through the heads of a group for each; the others
+// go through heads, and the row tiles from the first one on for each: `few`, those of lists that keep at most half of
+// the keys.
 enum class HeadsInside : uint8_t { none, few, all };
 
-// Blocks of threads of a cluster that share the steps of a small block of keys: step_shares.cuh has room for the sums of so many.
+// Thread blocks of a cluster that share the steps of a small key block: step_shares.cuh has room for the sums of so
+// many.
 constexpr int kShareRoom = 4;
 constexpr int kBucketKeys = 2048;
 
@@ -119,7 +121,7 @@ constexpr int kBucketKeys = 2048;
 struct SegmentWork {
   int32_t rows;   // of a segment; 0: there are no segments
   int32_t count;  // segments of a list, over all packed sequences: numbers for them, as NumberedPart tells
-  int32_t blocks; // blocks of keys of a segment
+  int32_t blocks; // key blocks of a segment
   // So many blocks of each segment come first, segment by segment, so that Q and dO of a segment are in the L2 cache
   // while its blocks are computed; then the others, the longest first.
   int32_t leading;
@@ -135,23 +137,22 @@ struct KeyDivision {
   bool chained; // the blocks of a head are a cluster, in which dq is summed as sm90/query_chain.cuh tells
   HeadsInside heads_inside;
   int32_t block_keys, tile_rows;
-  int32_t
-      shares; // small: blocks of threads of a cluster that share the steps of a block, as sm90/step_shares.cuh tells
-  // `blocks` counts the blocks of one key/value head. A block of all heads has the number block * heads + head, where
-  // heads are counted over sequences too (not over packed ones with segments, which count them), and are those of a group of
+  int32_t shares; // small: thread blocks of a cluster that share the steps of a block, as sm90/step_shares.cuh tells
+  // `blocks` counts the blocks of one KV head. A block of all heads has the number block * heads + head, where heads
+  // are counted over sequences too (not over packed ones with segments, which count them), and are those of a group of
   // so many that are gone through together: see HeadsTogether.
   int32_t blocks, heads, together;
   int32_t buckets; // listed: buckets of kBucketKeys kept keys of a list and sequence
   // Above 0: every block has so many parts, and there is no schedule.
   int32_t parts;
   int32_t max_items;
-  int32_t sms; // that have a block of threads each, if the schedule is to know them; else 0
-  int32_t slot_count;
-  int64_t slot_floats;
-  int32_t slot_dim;
+  int32_t sms; // that have a thread block each, if the schedule is to know them; else 0
+  int32_t stored_parts;
+  int64_t part_floats;
+  int32_t sum_dim;
 };
 
-// The float32 sums of dq to which blocks of keys add. See query_sums.cuh.
+// The float32 sums of dq to which key blocks add. See query_sums.cuh.
 struct QuerySumWork {
   int64_t head_rows; // rows of a head, those that no sequence has included
   int32_t tile_rows; // a sequence begins at a multiple of these
@@ -174,13 +175,13 @@ enum class KeyKernel : uint8_t {
   fused,    // sm90/fused.cuh
   row_bias, // the same with a bias that has a row for each query
   row_mask, // the same with a mask that has a row for each query
-  shared,   // sm90/small_blocks.cuh: blocks of threads of a cluster share the steps of a block of keys
-  chained,  // sm90/small_blocks.cuh: the blocks of keys of a head sum dq in a chain
+  shared,   // sm90/small_blocks.cuh: thread blocks of a cluster share the steps of a key block
+  chained,  // sm90/small_blocks.cuh: the key blocks of a head sum dq in a chain
   mass      // sm90/key_mass.cuh, of the pass that sums the probabilities of keys
 };
 
-// Which gradients of keys a launch of KeyKernel computes, where kernels may have some of them alone: dk with the sums of the bias
-// gradient, dv, both at once, or one after the other.
+// Which gradients of keys a launch of KeyKernel computes, where kernels may have some of them alone: dk with the sums
+// of the bias gradient, dv, both at once, or one after the other.
 enum class KeyLaunches : uint8_t { both, keys, values, each };
 
 // The gradients that a call wants.
@@ -207,10 +208,10 @@ struct BackwardRoute {
   bool clears_keys;             // some rows of dk and dv are written by no kernel that computes them
   bool wants_dkdv;              // gradients of keys or values
   bool wants_keys;              // or of a bias of keys
-  bool scheduled;               // the device divides the blocks of keys into parts
+  bool scheduled;               // the device divides the key blocks into parts
   bool general;                 // rows are not aligned, or a bias has a row for each query
   bool inputs_aligned, dout_aligned;
-  int32_t bias_heads; // bias heads of a key/value head: 1, or the query heads of a group
+  int32_t bias_heads; // bias heads of a KV head: 1, or the query heads of a group
   int64_t blocks;     // of threads of the kernel of dq
   KeyDivision division;
   SegmentWork segments;
@@ -224,11 +225,12 @@ struct BackwardRoute {
   // [batch, or 1 for varlen][head][row] of statistics, and of what each row adds to the gradient of its sink
   Part statistics, sink_shares;
   Part query_sum_data, bias_sums;
-  Part ordered, ranges, items, item_count, slots;
-  Part segment_order, segment_live, segment_sums, segment_bias_sums, segment_keys, segment_counts;
+  Part ordered, ranges, items, item_count, part_sums;
+  Part segment_order, segment_kept, segment_sums, segment_bias_sums, segment_keys, segment_counts;
   RelativeParts relative;
   PairBiasBackwardRoute pair_bias;
-  // Above 0: the rest is of one of so many calls, as members.h makes them, whose dk and dv are summed. Each has a plan of its own.
+  // Above 0: the rest is of one of so many calls, as members.h makes them, whose dk and dv are summed. Each has a plan
+  // of its own.
   int32_t members;
   Part member_plan, member_plan_work, member_keys, member_values;
   int64_t member_sum_blocks; // of threads for each of dk and dv
@@ -240,8 +242,8 @@ BackwardRoute backward_route(const fdm_problem &p, const DeviceFacts &device, co
                              const Wanted &wanted);
 int64_t backward_workspace(const fdm_problem &p, const DeviceFacts &device);
 
-// The pass that sums the probabilities of each key, as a backward pass that computes nothing but the gradient of a bias of each
-// key and head. Not for a bias with a row for each query.
+// The pass that sums the probabilities of each key, as a backward pass that computes nothing but the gradient of a bias
+// of each key and head. Not for a bias per query.
 BackwardRoute key_mass_route(const fdm_problem &p, const DeviceFacts &device, const Alignment &lies);
 int64_t key_mass_workspace(const fdm_problem &p, const DeviceFacts &device);
 
@@ -252,8 +254,8 @@ bool is_pair_bias(const fdm_problem &p, const DeviceFacts &device);
 enum class PlanKernel : uint8_t {
   none,
   rows,   // row_plan.cu
-  list,   // short_lists.cu: a block of threads, or a few, for each list
-  tiles,  // interval_plan.cu: a block of threads for each tile and each part of the keys
+  list,   // short_lists.cu: a thread block, or a few, for each list
+  tiles,  // interval_plan.cu: a thread block for each tile and each part of the keys
   chunks, // interval_plan.cu: three launches
   runs    // run_plan.cu: two launches
 };
@@ -261,7 +263,7 @@ struct PlanRoute {
   PlanKernel kernel;
   int32_t threads;              // of a block
   int32_t keys_of_thread;       // list
-  int32_t parts;                // blocks of threads. rows, list: for each list; tiles: for the kept keys of each
+  int32_t parts;                // thread blocks. rows, list: for each list; tiles: for the kept keys of each
   bool aligned;                 // rows: the booleans of several keys are loaded at once
   int64_t blocks;               // of the last launch
   int64_t chunks, chunk_blocks; // chunks: of each list, and of all lists; runs: sections in their place
@@ -274,7 +276,7 @@ PlanRoute plan_route(const fdm_problem &p, const DeviceFacts &device);
 // How keys are selected.
 enum class SelectionKernel : uint8_t {
   none,      // there are no keys, and no plan to make
-  keep,      // keep.cu: a row of booleans for each row of the bias, by a block of threads each
+  keep,      // keep.cu: a row of booleans for each row of the bias, by a thread block each
   parts,     // keep_parts.cu: the same, several blocks for each
   intervals, // intervals.cu
   list       // short_lists.cu, which makes the plan as well if one is wanted
@@ -289,8 +291,8 @@ struct SelectionRoute {
   int64_t workspace_bytes; // parts
   Launches launches;
 };
-// `p` is the problem whose plan is made in the same launch, or null. A selection without results, which callers have only once
-// they know the workspace, is one of booleans.
+// `p` is the problem whose plan is made in the same launch, or null. A selection without results, which callers have
+// only once they know the workspace, is one of booleans.
 SelectionRoute selection_route(const fdm_selection &s, const fdm_problem *p, const DeviceFacts &device);
 
 } // namespace fdm::cuda

@@ -9,7 +9,7 @@ namespace {
 // The plan of the problem has columns for each tile of its own.
 bool lists_tiles(const fdm_problem &p) { return mask_kind(p) != FDM_MASK_KEYS; }
 
-// One block of threads makes a list, or several where there are few lists, of which each lists some of the tiles.
+// One thread block makes a list, or several where there are few lists, of which each lists some of the tiles.
 int32_t list_parts(const RouteTable &table, int64_t lists, int64_t tiles) {
   return int32_t(clamp64(table.list_blocks / max64(1, lists), 1, max64(1, tiles / table.list_part_tiles)));
 }

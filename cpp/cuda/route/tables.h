@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The tuned constants of the routes, one table for each architecture whose tiles a pack uses. `[name]` after a reason is the table of
-// measurements of that name in benchmarks/profiles/README.md.
+// The tuned constants of the routes, one table for each architecture whose tiles a pack uses. `[name]` after a reason
+// is the table of measurements of that name in benchmarks/profiles/README.md.
 //
-// tests/test_routes.py reads the fields and their reasons: for each field that a table uses, tests/routes has problems whose routes
-// change if it is less, and if it is more.
+// tests/test_routes.py reads the fields and their reasons: for each field that a table uses, tests/routes has problems
+// whose routes change if it is less, and if it is more.
 #pragma once
 
 #include <cstdint>
@@ -14,12 +14,13 @@ namespace fdm::cuda {
 struct RouteTable {
   // What all passes go by.
 
-  // Bytes that the tiles under way at a time may read: an H100 has 50 MB of L2, and keeps what all SMs read in both halves
-  // [head-groups]
+  // Bytes that the tiles under way at a time may read: an H100 has 50 MB of L2, and keeps what all SMs read in both
+  // halves [head-groups]
   int64_t l2_bytes = 20 << 20;
   // SMs of an H100 or H200, for choices that must not depend on the device
   int64_t usual_sms = 0;
-  // Least tiles of a group of heads: several for each SM, so that short ones even out what long ones leave [head-groups]
+  // Least tiles of a group of heads: several for each SM, so that short ones even out what long ones leave
+  // [head-groups]
   int64_t group_least_tiles = 1024;
 
   // Forward: how columns are divided, and among which kernels.
@@ -30,14 +31,14 @@ struct RouteTable {
   int64_t most_splits = 32;
   // Splits whose results a thread of combine.cu loads at a time
   int64_t few_splits = 8;
-  // Blocks of threads that fill rows of no packed sequence: two for each SM of an H100. Most batches have none, and a block
+  // Thread blocks that fill rows of no packed sequence: two for each SM of an H100. Most batches have none, and a block
   // reads two bounds
   int64_t fill_blocks = 264;
   // Least splits of a kernel with mma.sync
   int64_t least_splits = 2;
   // The same beside a kernel with wgmma, which has no splits: it computes a tile sooner than four parts [few-parts]
   int64_t least_wgmma_splits = 0;
-  // Blocks of threads that share an SM
+  // Thread blocks that share an SM
   int64_t blocks_of_sm = 2;
   // The same with a bias for each query: twice as many parts end closer together
   int64_t row_bias_blocks_of_sm = 4;
@@ -57,9 +58,9 @@ struct RouteTable {
   int64_t short_keys_of_many = 0;
   // Least tiles that are many: with 128 tiles of 1024 keys small boxes take 18 % more [small-boxes]
   int64_t short_many_tiles = 0;
-  // Least columns of a tile for tickets: with a fixed order long tiles leave some blocks of threads idle
+  // Least columns of a tile for tickets: with a fixed order long tiles leave some thread blocks idle
   int64_t ticket_columns = 0;
-  // Least tiles of each block of threads, for tickets to be worth the memset of their counter
+  // Least tiles of each thread block, for tickets to be worth the memset of their counter
   int64_t ticket_tiles = 0;
 
   // Decode: splits that are a cluster, and the kernel of one query that reads keys directly.
@@ -89,9 +90,9 @@ struct RouteTable {
   // Most keys of a mask: with more the list of kept ones is faster [decode-shared-keys]
   int64_t direct_shared_masked_keys = 0;
 
-  // Backward: the parts of blocks of keys.
+  // Backward: the parts of key blocks.
 
-  // Parts of all blocks of keys: a few for each SM of the largest GPUs, which end together
+  // Parts of all key blocks: a few for each SM of the largest GPUs, which end together
   int64_t items = 352;
   // Least steps of a part, to be worth its partial sums
   int64_t part_steps = 16;
@@ -99,40 +100,41 @@ struct RouteTable {
   int64_t unscheduled_keys = 4096;
   // Largest heads with a schedule: larger ones took 2 to 3 % less without, others 4 % more [backward-order]
   int64_t order_head_dim = 64;
-  // Thirds of `items` blocks, with which short blocks even out what long ones leave, and no schedule is needed [backward-order]
+  // Thirds of `items` blocks, with which short blocks even out what long ones leave, and no schedule is needed
+  // [backward-order]
   int64_t order_thirds = 2;
-  // Heads of at most so many columns, or of more than 128, go inside of tiles of rows [rows-together]
+  // Heads of at most so many columns, or of more than 128, go inside of row tiles [rows-together]
   int64_t rows_inside_head_dim = 0;
 
   // Backward: what is done before and behind the mainloops.
 
-  // Blocks of threads that make the statistics of rows: a few for each SM
+  // Thread blocks that make the statistics of rows: a few for each SM
   int64_t statistics_blocks = 768;
   // Units of rows that each of them goes through before there are more blocks
   int64_t statistics_units = 8;
   // Sums of the bias gradient that a thread clears
   int64_t clear_sums = 4;
-  // Most columns of the grid that adds the parts of blocks of keys
+  // Most columns of the grid that adds the parts of key blocks
   int64_t sum_columns = 256;
   // Least items that are many: few of them are divided
   int64_t sum_many_items = 1024;
-  // Blocks of threads that share each of many items
+  // Thread blocks that share each of many items
   int64_t sum_divisions = 16;
-  // The same of few items, most of which are divided: with 8, 2 heads and 32,768 tokens took 0.27 ms in place of 0.23 (seen on
-  // an H100)
+  // The same of few items, most of which are divided: with 8, 2 heads and 32,768 tokens took 0.27 ms in place of 0.23
+  // (seen on an H100)
   int64_t sum_divisions_of_few = 32;
-  // Blocks of threads for each divided tile of a bias gradient
+  // Thread blocks for each divided tile of a bias gradient
   int64_t dbias_sum_divisions = 8;
 
   // Backward: segments of rows.
 
-  // Least rows of a segment: with fewer, blocks of keys have too few steps for their prologue [segment-rows]
+  // Least rows of a segment: with fewer, key blocks have too few steps for their prologue [segment-rows]
   int64_t segment_least_rows = 256;
   // Most rows of a segment: key_segments.cuh has classes for so many
   int64_t segment_most_rows = 4096;
   // Rows of a segment at most wanted: as many as a query keeps keys are best, up to this [segment-rows]
   int64_t segment_window = 1024;
-  // Steps of a block of keys of a segment that are wanted [segment-rows]
+  // Steps of a key block of a segment that are wanted [segment-rows]
   int64_t segment_steps = 32;
   // Segments of a sequence: with more, their sums of keys take memory [long-segments]
   int64_t segments = 32;
@@ -143,27 +145,27 @@ struct RouteTable {
 
   // Backward: members of groups.
 
-  // Least pairs of rows and keys for each SM, of all sequences and key/value heads, for a call for each member: with fewer, kernels
-  // of so few heads take as long to start as to run [members]
+  // Least pairs of rows and keys for each SM, of all sequences and KV heads, for a call for each member: with fewer,
+  // kernels of so few heads take as long to start as to run [members]
   int64_t member_pairs = 1 << 20;
 
-  // Backward: small blocks of keys.
+  // Backward: small key blocks.
 
   // Most keys of small blocks: with more, blocks of 192 are faster, which add to dQ a third as often [small-blocks]
   int64_t small_keys = 0;
-  // Most steps of a block of threads: the other kernel takes less time with more [small-blocks]
+  // Most steps of a thread block: the other kernel takes less time with more [small-blocks]
   int64_t small_steps = 0;
-  // Blocks of threads below which half of those steps are the most: the other kernel divides few better [small-blocks-few]
+  // Thread blocks below which half of those steps are the most: the other kernel divides few better [small-blocks-few]
   int64_t small_many_blocks = 0;
   // Tenths of the time that twice the shares may take at most [shared-steps]
   int64_t small_share_gain = 0;
-  // Blocks of threads that share the SMs of an H100 at a time
+  // Thread blocks that share the SMs of an H100 at a time
   int64_t small_slots = 0;
   // Tenths of a microsecond that a step takes on an SM of its own [shared-steps]
   int64_t small_step_time = 0;
   // The same beside two other blocks on the SM [shared-steps]
   int64_t small_crowded_step_time = 0;
-  // Steps in whose time a block of threads begins and ends [shared-steps]
+  // Steps in whose time a thread block begins and ends [shared-steps]
   int64_t small_other_steps = 0;
   // Most keys of a selection whose small blocks are not ordered: ordering would take as long as it spares
   int64_t consecutive_keys = 0;
@@ -178,7 +180,7 @@ struct RouteTable {
 
   // Pair bias kernels: a bias for each query.
 
-  // Most keys with one source or a mask of rows: with more, gathering columns is faster
+  // Most keys with one source or a row mask: with more, gathering columns is faster
   int64_t pair_bias_keys = 2048;
   // The same with several sources and few rows, where latency decides: other kernels took 1.1 ms
   int64_t pair_bias_few_rows_keys = 0;
@@ -186,13 +188,13 @@ struct RouteTable {
   int64_t pair_bias_few_rows = 0;
   // Most splits: combine.cu has a lane for each
   int64_t pair_bias_splits = 32;
-  // Blocks of keys in whose time parts are merged, and as many for each 1024 rows
+  // Key blocks in whose time parts are merged, and as many for each 1024 rows
   int64_t pair_bias_mask_merge = 1;
-  // The same without a mask, where a block of keys takes less time
+  // The same without a mask, where a key block takes less time
   int64_t pair_bias_merge = 2;
   // Least sources of 64 rows and keys: with fewer most SMs would be idle [triangle-kernels]
   int64_t window_sources = 0;
-  // Least steps of a block of threads that has an equal share of all steps
+  // Least steps of a thread block that has an equal share of all steps
   int64_t share_steps = 0;
   // Steps in whose time partial results are merged
   int64_t share_merge_steps = 0;
@@ -200,9 +202,9 @@ struct RouteTable {
   int64_t share_step_bytes = 0;
   // Most steps of a tile of half as many rows: with more, kernels that divide keys are faster
   int64_t half_steps = 0;
-  // Tenths of a step that a task of half as many rows takes beside its blocks of keys
+  // Tenths of a step that a task of half as many rows takes beside its key blocks
   int64_t half_task_tenths = 0;
-  // Tenths of a step that such a block of keys takes, with heads of at most 64
+  // Tenths of a step that such a key block takes, with heads of at most 64
   int64_t half_block_tenths_64 = 0;
   // The same with heads of 128
   int64_t half_block_tenths_128 = 0;
@@ -210,18 +212,18 @@ struct RouteTable {
   int64_t live_tiles = 0;
   // Bytes of sums of a launch: about what L2 holds [sums-tried]
   int64_t fused_bytes = 0;
-  // Steps in whose time a block of threads begins and ends a task
+  // Steps in whose time a thread block begins and ends a task
   int64_t fused_task_steps = 0;
 
   // Selections and plans.
 
-  // Most keys that one block of threads selects: it has four in each thread's registers
+  // Most keys that one thread block selects: it has four in each thread's registers
   int64_t list_keys = 4096;
   // Most rows of such a list: with more, the warps of one block have too many tiles each [plans-tried]
   int64_t list_rows = 16384;
   // Most keys of its plan: plans of more are made sooner by blocks for each tile [plans-tried]
   int64_t list_plan_keys = 1024;
-  // Blocks of threads wanted for all lists, each of which several may make
+  // Thread blocks wanted for all lists, each of which several may make
   int64_t list_blocks = 128;
   // Least tiles of each of those blocks
   int64_t list_part_tiles = 4;
@@ -229,11 +231,11 @@ struct RouteTable {
   int64_t select_chunks = 64;
   // Least keys of a chunk: with fewer, more time goes into finding windows than into their changes
   int64_t select_chunk_keys = 256;
-  // Least keys of a row of booleans that several blocks of threads select: with fewer, one has done before so many launches
+  // Least keys of a row of booleans that several thread blocks select: with fewer, one has done before so many launches
   int64_t keep_keys = 16384;
   // Most such rows: with more, one block for each is enough for a GPU, and their counts take much memory
   int64_t keep_rows = 512;
-  // Blocks of threads wanted for all of them: two turns of those that an H100 has room for
+  // Thread blocks wanted for all of them: two turns of those that an H100 has room for
   int64_t keep_blocks = 528;
   // Most keys of a plan that one launch makes: it reads the keys before each part again [plans]
   int64_t plan_keys = 16384;

@@ -37,8 +37,9 @@ template <class T> struct KeyRow {
   __device__ T load(int32_t j) const { return __ldg(base + j * stride); }
 };
 
-// Biases of so many bits become unsigned integers of the same order, and 0 where they are never selected: NaN and -inf. With 16
-// bits the lower half is 0, which saves the selection a pass. float16 and bfloat16 differ in what their infinity is.
+// Biases of so many bits become unsigned integers of the same order, and 0 where they are never selected: NaN and -inf.
+// With 16 bits the lower half is 0, which saves the selection a pass. float16 and bfloat16 differ in what their
+// infinity is.
 template <int kBits> __device__ __forceinline__ uint32_t ordered_bias(uint32_t bits, uint32_t infinity) {
   constexpr uint32_t kSign = 1u << (kBits - 1);
   const uint32_t magnitude = bits & (kSign - 1);
@@ -50,8 +51,8 @@ template <int kBits> __device__ __forceinline__ uint32_t ordered_bias(uint32_t b
 
 // Values of neighbouring keys, as many as have 16 bytes of biases.
 template <int kBits> struct NeighbourValues {
-  static constexpr int kCount = 128 / kBits;
-  uint32_t value[kCount];
+  static constexpr int kNeighbours = 128 / kBits;
+  uint32_t value[kNeighbours];
 };
 
 template <int kBiasBits> struct Candidates {
@@ -76,21 +77,21 @@ template <int kBiasBits> struct Candidates {
     if (masked && !mask.load(j)) return 0;
     return ordered_bias<kBits>(bits, infinity);
   }
-  // The biases of neighbouring keys from a multiple of their number on, and bytes that are not 0 for those that the mask keeps
-  // and that come before `past`.
+  // The biases of neighbouring keys from a multiple of their number on, and bytes that are not 0 for those that the
+  // mask keeps and that come before `past`.
   using Values = NeighbourValues<kBits>;
   struct Loaded {
     uint4 bias;
-    uint32_t kept[Values::kCount / 4];
+    uint32_t kept[Values::kNeighbours / 4];
   };
   __device__ Loaded load_neighbours(int32_t j, int32_t past) const {
-    constexpr int kCount = Values::kCount;
+    constexpr int kNeighbours = Values::kNeighbours;
     Loaded loaded{};
-    const int count = min(kCount, past - j);
+    const int count = min(kNeighbours, past - j);
     if (count <= 0) return loaded;
     const bool words = mask.stride == 1 && reinterpret_cast<uintptr_t>(mask.base) % 4 == 0;
 #pragma unroll
-    for (int w = 0; w < kCount / 4; ++w) {
+    for (int w = 0; w < kNeighbours / 4; ++w) {
       const int left = count - 4 * w;
       if (left <= 0) continue;
       const uint8_t *first = mask.base + (j + 4 * w) * mask.stride;
@@ -101,13 +102,13 @@ template <int kBiasBits> struct Candidates {
       else
         loaded.kept[w] = load_mask<MaskLoad::bytes>(first, mask.stride, left);
     }
-    if (count == kCount && bias.stride == 1 && reinterpret_cast<uintptr_t>(bias.base) % sizeof(uint4) == 0) {
+    if (count == kNeighbours && bias.stride == 1 && reinterpret_cast<uintptr_t>(bias.base) % sizeof(uint4) == 0) {
       loaded.bias = __ldg(reinterpret_cast<const uint4 *>(bias.base + j));
       return loaded;
     }
     uint32_t words_of_bias[4] = {};
 #pragma unroll
-    for (int i = 0; i < kCount; ++i)
+    for (int i = 0; i < kNeighbours; ++i)
       if (i < count) words_of_bias[i * kBits / 32] |= uint32_t{bias.load(j + i)} << i * kBits % 32;
     loaded.bias = {words_of_bias[0], words_of_bias[1], words_of_bias[2], words_of_bias[3]};
     return loaded;
@@ -116,7 +117,7 @@ template <int kBiasBits> struct Candidates {
     const uint32_t words[4] = {loaded.bias.x, loaded.bias.y, loaded.bias.z, loaded.bias.w};
     Values found;
 #pragma unroll
-    for (int i = 0; i < Values::kCount; ++i) {
+    for (int i = 0; i < Values::kNeighbours; ++i) {
       const uint32_t bits = kBits == 32 ? words[i * kBits / 32] : words[i * kBits / 32] >> i * kBits % 32 & 0xffff;
       found.value[i] = (loaded.kept[i / 4] >> i % 4 * 8 & 0xff) != 0 ? ordered_bias<kBits>(bits, infinity) : 0;
     }

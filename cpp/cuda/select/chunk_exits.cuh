@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Which keys leave a causal window, and with whose arrival, for a row of few keys that a block of threads holds: the same as
-// window_exits.cuh, in fewer steps where there are few chunks.
+// Which keys leave a causal window, and with whose arrival, for a row of few keys that a thread block holds: the same
+// as window_exits.cuh, in fewer steps where there are few chunks.
 //
-// Each warp has a chunk of 64 keys and sorts it by itself. A key leaves when the window-th key better than it arrives. How
-// many keys of each chunk are better than it, it looks up in the sorted chunks; so it knows the chunk of the one that it
-// looks for, and how many of that chunk come before. They are the first of the sorted chunk, and a word of 64 bits for each
-// number of them tells where they lie.
+// Each warp has a chunk of 64 keys and sorts it by itself. A key leaves when the window-th key better than it arrives.
+// How many keys of each chunk are better than it, it looks up in the sorted chunks; so it knows the chunk of the one
+// that it looks for, and how many of that chunk come before. They are the first of the sorted chunk, and a word of 64
+// bits for each number of them tells where they lie.
 #pragma once
 
 #include "../tile/block_scan.cuh"
@@ -26,9 +26,9 @@ template <class Order, int kThreads> struct ChunkExits {
     int32_t exit[kKeys];                           // of each key
   };
 
-  // value(j) is that of key j: the larger the better, ties to the lower key; 0 is never selected, and with 32 bits of Order
-  // the lower 16 are 0. exit[j] becomes the key with whose arrival key j leaves a window of `size`; kKeys if it stays; no more
-  // than j if it never enters. The block must be synchronized before exits are read.
+  // value(j) is that of key j: the larger the better, ties to the lower key; 0 is never selected, and with 32 bits of
+  // Order the lower 16 are 0. exit[j] becomes the key with whose arrival key j leaves a window of `size`; kKeys if it
+  // stays; no more than j if it never enters. The block must be synchronized before exits are read.
   template <class Value> __device__ static void find(Shared &shared, int64_t size, const Value &value) {
     Order order[2];
 #pragma unroll
@@ -106,8 +106,8 @@ private:
     static_assert(kBuckets == 8 && kBucketKeys == 8);
     const Eight last = *reinterpret_cast<const Eight *>(shared.last[chunk]);
     const int bucket = larger(last.keys, order);
-    const Eight own = *reinterpret_cast<const Eight *>(&shared.sorted[chunk][bucket * kBucketKeys]);
-    return bucket * kBucketKeys + larger(own.keys, order) + (own.keys[7] > order);
+    const Eight eight = *reinterpret_cast<const Eight *>(&shared.sorted[chunk][bucket * kBucketKeys]);
+    return bucket * kBucketKeys + larger(eight.keys, order) + (eight.keys[7] > order);
   }
 
   __device__ static int32_t exit_of(const Shared &shared, Order order, int own_place, int64_t size) {

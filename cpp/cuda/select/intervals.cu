@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Selection for a bias that is the same for every query, into one interval of rows for each key.
+// Selection for a bias per key, into one interval of rows for each key.
 //
 // With a causal limit the keys arrive in order, and each arrival may drive one key out of the window of the best: a
 // heap does that one key at a time. Here the row of keys is cut into chunks that know nothing of each other:
@@ -25,7 +25,8 @@ namespace {
 constexpr int kThreads = 512;
 constexpr int kChunkItems = kChunkRoom / kThreads;
 
-// What the first kernel leaves to the second for each chunk: the window after it, and its seen keys, if they are counted.
+// What the first kernel leaves to the second for each chunk: the window after it, and its seen keys, if they are
+// counted.
 struct ChunkResults {
   Window *windows;
   SeenWord *seen; // null: they are not
@@ -100,16 +101,16 @@ __global__ void __launch_bounds__(kThreads, 2)
   ptx::start_dependents();
   const IntervalWork work(s, chunks, results);
   if (work.absent()) return;
-  Candidates<kBits> source(s, work.row, 0);
+  Candidates<kBits> candidates(s, work.row, 0);
   if (work.chunk_seen) {
-    const uint32_t before = Select::count_seen(shared, source.mask, work.begin);
-    write_seen(work.chunk_seen, static_cast<int32_t>(chunks.keys / 32), ranks, source.mask, work.begin, work.end,
+    const uint32_t before = Select::count_seen(shared, candidates.mask, work.begin);
+    write_seen(work.chunk_seen, static_cast<int32_t>(chunks.keys / 32), ranks, candidates.mask, work.begin, work.end,
                before);
-    source.first_ranked = Select::last_seen(shared, source.mask, work.end, s.keep_first) + 1;
+    candidates.first_ranked = Select::last_seen(shared, candidates.mask, work.end, s.keep_first) + 1;
   } else {
-    source.first_ranked = static_cast<int32_t>(s.keep_first);
+    candidates.first_ranked = static_cast<int32_t>(s.keep_first);
   }
-  const Window window = Select::select(shared, source, work.end, s.window);
+  const Window window = Select::select(shared, candidates, work.end, s.window);
   if (threadIdx.x == 0) work.windows[work.chunk] = window;
 }
 
@@ -131,7 +132,7 @@ struct ChunkChanges {
 // Puts the keys of the chunk that the window before does not exclude into changes.arrivals, and returns their number.
 // Writes the intervals of keys that never arrive or never leave. `values` are those of the keys of own_key().
 template <int kBits>
-__device__ int find_arrivals(ChunkChanges &changes, const IntervalWork &work, const Candidates<kBits> &source,
+__device__ int find_arrivals(ChunkChanges &changes, const IntervalWork &work, const Candidates<kBits> &candidates,
                              const uint32_t (&values)[kChunkItems], const Window &before, const Window &last) {
   uint64_t order[kChunkItems];
   bool arrives[kChunkItems];
@@ -141,7 +142,7 @@ __device__ int find_arrivals(ChunkChanges &changes, const IntervalWork &work, co
     const int32_t j = work.own_key(i);
     arrives[i] = false;
     if (j >= work.end) continue;
-    const bool ranks = source.ranks(j);
+    const bool ranks = candidates.ranks(j);
     arrives[i] = ranks && before.holds(values[i], j);
     order[i] = order_of(values[i], j);
     if (values[i] == 0)
@@ -161,15 +162,16 @@ __device__ int find_arrivals(ChunkChanges &changes, const IntervalWork &work, co
 // Finds the keys before the chunk that the window before holds and the window after does not. They are no more than the
 // arrivals, unless the bounds of sequences are wrong: then some windows may never have been found.
 template <int kBits>
-__device__ void find_leavers(ChunkChanges &changes, const IntervalWork &work, const Candidates<kBits> &source,
+__device__ void find_leavers(ChunkChanges &changes, const IntervalWork &work, const Candidates<kBits> &candidates,
                              const Window &before, const Window &after) {
-  constexpr int kBatch = 8;
-  for (int32_t first = threadIdx.x; first < work.begin; first += kBatch * kThreads) {
-    uint32_t value[kBatch];
+  constexpr int kLoadsInFlight = 8;
+  for (int32_t first = threadIdx.x; first < work.begin; first += kLoadsInFlight * kThreads) {
+    uint32_t value[kLoadsInFlight];
 #pragma unroll
-    for (int n = 0; n < kBatch; ++n) value[n] = first + n * kThreads < work.begin ? source(first + n * kThreads) : 0;
+    for (int n = 0; n < kLoadsInFlight; ++n)
+      value[n] = first + n * kThreads < work.begin ? candidates(first + n * kThreads) : 0;
 #pragma unroll
-    for (int n = 0; n < kBatch; ++n) {
+    for (int n = 0; n < kLoadsInFlight; ++n) {
       const int32_t j = first + n * kThreads;
       if (!before.holds(value[n], j) || after.holds(value[n], j)) continue;
       const int place = atomicAdd(&changes.leaver_count, 1);
@@ -181,16 +183,16 @@ __device__ void find_leavers(ChunkChanges &changes, const IntervalWork &work, co
 // The key with whose arrival x leaves: the n-th arrival before x in the order. It is x itself where x cannot enter,
 // since the window before was full of better keys.
 __device__ int32_t driven_out_by(const ChunkChanges &changes, int leavers, int arrivals, int64_t room, uint64_t x) {
-  constexpr int kBatch = 8; // loads that are under way together
+  constexpr int kLoadsInFlight = 8; // loads that are under way together
   int64_t missing = room;
-#pragma unroll kBatch
+#pragma unroll kLoadsInFlight
   for (int n = 0; n < leavers; ++n) missing += changes.leavers[n] <= x;
   if (missing == 0) return key_of(x);
   int n = 0;
-  for (; n + kBatch <= arrivals; n += kBatch) {
+  for (; n + kLoadsInFlight <= arrivals; n += kLoadsInFlight) {
     int better = 0;
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) better += changes.arrivals[n + i] > x;
+    for (int i = 0; i < kLoadsInFlight; ++i) better += changes.arrivals[n + i] > x;
     if (better >= missing) break;
     missing -= better;
   }
@@ -207,23 +209,23 @@ __global__ void __launch_bounds__(kThreads, 2)
                     ChunkResults results) {
   __shared__ ChunkChanges changes;
   const IntervalWork work(s, chunks, results);
-  Candidates<kBits> source(s, work.row, 0);
+  Candidates<kBits> candidates(s, work.row, 0);
   const bool absent = work.absent();
   const int64_t last_chunk = ceil_div(work.row.k_count, chunks.keys) - 1;
   uint32_t values[kChunkItems];
 #pragma unroll
   for (int i = 0; i < kChunkItems; ++i)
-    values[i] = !absent && work.own_key(i) < work.end ? source.value(work.own_key(i)) : 0;
+    values[i] = !absent && work.own_key(i) < work.end ? candidates.value(work.own_key(i)) : 0;
   if (threadIdx.x == 0) changes.leaver_count = 0;
   ptx::wait_for_kernel_ahead(); // the results are there from here on
   if (absent) return;
-  if (s.keep_first > 0) source.first_ranked = work.seen.numbered(static_cast<int32_t>(s.keep_first), 0);
+  if (s.keep_first > 0) candidates.first_ranked = work.seen.numbered(static_cast<int32_t>(s.keep_first), 0);
   const Window before =
       work.chunk > 0 ? work.windows[work.chunk - 1] : (s.window > 0 ? open_window(0) : closed_window());
   const Window after = work.windows[work.chunk], last = work.windows[last_chunk];
-  const int arrivals = find_arrivals(changes, work, source, values, before, last);
+  const int arrivals = find_arrivals(changes, work, candidates, values, before, last);
   if (before.size + arrivals == after.size) return; // nothing leaves
-  find_leavers(changes, work, source, before, after);
+  find_leavers(changes, work, candidates, before, after);
   __syncthreads();
 
   const int64_t room = s.window - before.size;

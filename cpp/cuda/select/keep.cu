@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Selection row by row into booleans: one block of threads for each row of the result.
+// Selection row by row into booleans: one thread block for each row of the result.
 #include "../host/launch.cuh"
 #include "keep_row.cuh"
 #include "radix_select.cuh"
@@ -17,23 +17,23 @@ __global__ void __launch_bounds__(kThreads, 2)
   const KeepRow row(s, rows, blockIdx.x);
   if (row.absent) return;
   const int32_t visible = row.visible;
-  Candidates<kBits> source(s, row, row.query);
+  Candidates<kBits> candidates(s, row, row.query);
   if (s.keep_last > 0 || s.keep_first > 0) {
-    const bool masked = source.masked;
-    const int64_t seen = masked ? RadixSelect<kThreads>::count_seen(shared, source.mask, visible) : visible;
+    const bool masked = candidates.masked;
+    const int64_t seen = masked ? RadixSelect<kThreads>::count_seen(shared, candidates.mask, visible) : visible;
     const auto past_seen = [&](int64_t count) {
-      if (masked) return RadixSelect<kThreads>::last_seen(shared, source.mask, visible, count) + 1;
+      if (masked) return RadixSelect<kThreads>::last_seen(shared, candidates.mask, visible, count) + 1;
       return static_cast<int32_t>(clamp64(count, 0, visible));
     };
-    source.first_ranked = past_seen(s.keep_first);
+    candidates.first_ranked = past_seen(s.keep_first);
     const int32_t past = s.keep_last > 0 ? past_seen(seen - s.keep_last) : visible;
-    source.ranked_count = static_cast<uint32_t>(max(0, past - source.first_ranked));
+    candidates.ranked_count = static_cast<uint32_t>(max(0, past - candidates.first_ranked));
   }
-  const Window window = RadixSelect<kThreads>::select(shared, source, visible, s.window);
+  const Window window = RadixSelect<kThreads>::select(shared, candidates, visible, s.window);
 
   for (int32_t j = threadIdx.x; j < row.columns; j += kThreads) {
-    const uint32_t value = j < visible ? source.value(j) : 0;
-    row.keep[j * row.stride] = value != 0 && (!source.ranks(j) || window.holds(value, j));
+    const uint32_t value = j < visible ? candidates.value(j) : 0;
+    row.keep[j * row.stride] = value != 0 && (!candidates.ranks(j) || window.holds(value, j));
   }
 }
 

@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Selection of few long rows into booleans: many blocks of threads share a row.
+// Selection of few long rows into booleans: many thread blocks share a row.
 //
-// A row is cut into parts, and radix selection takes a launch for each digit, in which each block counts the keys of its part;
-// the next launch finds the digit of the last selected key in the sums. Of equal keys the lower ones are selected, so parts
-// also count the last digit by themselves.
+// A row is cut into parts, and radix selection takes a launch for each digit, in which each block counts the keys of
+// its part; the next launch finds the digit of the last selected key in the sums. Of equal keys the lower ones are
+// selected, so parts also count the last digit by themselves.
 //
-// Reading the biases is most of the work, so later launches read few of them again. A sample of the row gives a threshold which
-// about a window and some more keys reach. The first launch that counts has only those counted, has each warp list its own,
-// and writes that all others are dropped. Where no list is too short, the first block of the next launch selects the row among
-// what is listed, and other launches have nothing to do; else a warp whose list is too short goes through all of its keys in each.
-// Should fewer keys than the window reach the threshold, which the sample makes all but impossible, one block selects the row.
+// Reading the biases is most of the work, so later launches read few of them again. A sample of the row gives a
+// threshold which about a window and some more keys reach. The first launch that counts has only those counted, has
+// each warp list its own, and writes that all others are dropped. Where no list is too short, the first block of the
+// next launch selects the row among what is listed, and other launches have nothing to do; else a warp whose list is
+// too short goes through all of its keys in each. Should fewer keys than the window reach the threshold, which the
+// sample makes all but impossible, one block selects the row.
 #include "../host/launch.cuh"
 #include "keep_row.cuh"
 #include "ptx/copy.cuh"
@@ -25,8 +26,8 @@ constexpr int kThreads = kKeepThreads, kWarps = kThreads / 32;
 using Select = RadixSelect<kThreads>;
 static_assert(Select::kDigits == kKeepDigits);
 
-// What is known of the last selected key: its bits from some bit on, and how many of the keys that have the same are selected.
-// If settled, the window is final; if listed, what is listed has been selected from.
+// What is known of the last selected key: its bits from some bit on, and how many of the keys that have the same are
+// selected. If settled, the window is final; if listed, what is listed has been selected from.
 struct Step {
   uint32_t decided, remaining;
   Window window;
@@ -54,7 +55,7 @@ struct KeepWork {
 
 // The digits of a value: the upper bits first, and none of those that are 0 in all values.
 template <int kBits> struct Digits {
-  static constexpr int kPasses = keep_passes(kBits), kLast = kPasses - 1;
+  static constexpr int kPasses = keep_passes(kBits), kLastPass = kPasses - 1;
   FDM_MEMBER static constexpr int above(int pass) { return 32 - pass * Select::kDigitBits; }
   FDM_MEMBER static constexpr int shift(int pass) {
     return above(pass) - Select::kDigitBits < 32 - kBits ? 32 - kBits : above(pass) - Select::kDigitBits;
@@ -76,11 +77,11 @@ struct PartPlace {
   __device__ PartPlace(Shared &shared, int32_t parts, int64_t wanted, const CountOf &count_of)
       : part(parts), before(0), total(0) {
     for (int32_t first = 0; first < parts; first += kThreads) {
-      const int32_t own = first + static_cast<int32_t>(threadIdx.x);
-      uint32_t sum, count = own < parts ? count_of(own) : 0;
+      const int32_t candidate = first + static_cast<int32_t>(threadIdx.x);
+      uint32_t sum, count = candidate < parts ? count_of(candidate) : 0;
       const int64_t own_before = total + shared.select.sum.exclusive(count, &sum);
       if (own_before < wanted && own_before + count >= wanted) {
-        shared.part = own;
+        shared.part = candidate;
         shared.before = static_cast<uint32_t>(own_before);
       }
       total += sum;
@@ -96,9 +97,9 @@ struct PartPlace {
 template <int kBits> struct RowPart {
   using RowDigits = Digits<kBits>;
   using Values = NeighbourValues<kBits>;
-  static constexpr int kCount = Values::kCount;
-  static constexpr int kTurn = 32 * kCount;        // keys that the lanes load at once
-  static constexpr int kLoads = kWarpKeys / kTurn; // under way together
+  static constexpr int kNeighbours = Values::kNeighbours;
+  static constexpr int kTurn = 32 * kNeighbours;           // keys that the lanes load at once
+  static constexpr int kLoadsInFlight = kWarpKeys / kTurn; // under way together
   static_assert(kWarpKeys % kTurn == 0);
 
   const KeepWork &work;
@@ -106,14 +107,14 @@ template <int kBits> struct RowPart {
   int32_t part;        // of the row
   int32_t begin, past; // this warp's keys
   KeepRow row;
-  Candidates<kBits> source;
+  Candidates<kBits> candidates;
   uint32_t threshold = 1;
   int32_t listed = -1; // keys of this warp's list; -1: it has none, or one that lacks some
 
   __device__ explicit RowPart(const KeepWork &w)
       : work(w), number(blockIdx.x / static_cast<uint32_t>(w.parts.count)),
         part(static_cast<int32_t>(blockIdx.x % static_cast<uint32_t>(w.parts.count))),
-        row(w.s, static_cast<uint32_t>(w.parts.rows), number), source(w.s, row, row.query) {
+        row(w.s, static_cast<uint32_t>(w.parts.rows), number), candidates(w.s, row, row.query) {
     const int64_t keys = w.parts.keys / kWarps, first = part * w.parts.keys + warp_id() * keys;
     begin = static_cast<int32_t>(min64(first, row.columns));
     past = static_cast<int32_t>(min64(first + keys, row.columns));
@@ -139,55 +140,58 @@ template <int kBits> struct RowPart {
   __device__ void read_state() {
     const RowState &known = state();
     threshold = known.threshold;
-    source.first_ranked = known.first_ranked;
-    source.ranked_count = known.ranked_count;
+    candidates.first_ranked = known.first_ranked;
+    candidates.ranked_count = known.ranked_count;
     if (work.parts.listed == 0) return;
     const int32_t count = list()[0];
     if (count <= work.parts.listed) listed = count;
   }
 
-  __device__ bool counts(uint32_t value, int32_t key) const { return value >= threshold && source.ranks(key); }
+  __device__ bool counts(uint32_t value, int32_t key) const { return value >= threshold && candidates.ranks(key); }
 
-  // Calls visit(key, values) for the keys of this warp that come before `end`, in their order, or for all that it listed. Each
-  // lane has those of neighbours, or of one listed key and zeros. Values of keys that the row does not see are 0.
+  // Calls visit(key, values) for the keys of this warp that come before `end`, in their order, or for all that it
+  // listed. Each lane has those of neighbours, or of one listed key and zeros. Values of keys that the row does not see
+  // are 0.
   template <class Visit> __device__ void visit_keys(int32_t end, const Visit &visit) const {
     if (listed >= 0) {
       for (int32_t first = 0; first < listed; first += 32) {
         const bool exists = first + lane_id() < listed;
         const int32_t key = exists ? list()[1 + first + lane_id()] : 0;
-        visit(key, Values{{exists ? source.value(key) : 0}});
+        visit(key, Values{{exists ? candidates.value(key) : 0}});
       }
       return;
     }
-    for (int32_t first = begin; first < min(end, past); first += kLoads * kTurn) {
-      typename Candidates<kBits>::Loaded loaded[kLoads];
+    for (int32_t first = begin; first < min(end, past); first += kLoadsInFlight * kTurn) {
+      typename Candidates<kBits>::Loaded loaded[kLoadsInFlight];
 #pragma unroll
-      for (int n = 0; n < kLoads; ++n)
-        loaded[n] = source.load_neighbours(first + n * kTurn + kCount * lane_id(), row.visible);
+      for (int n = 0; n < kLoadsInFlight; ++n)
+        loaded[n] = candidates.load_neighbours(first + n * kTurn + kNeighbours * lane_id(), row.visible);
 #pragma unroll
-      for (int n = 0; n < kLoads; ++n) visit(first + n * kTurn + kCount * lane_id(), source.values(loaded[n]));
+      for (int n = 0; n < kLoadsInFlight; ++n)
+        visit(first + n * kTurn + kNeighbours * lane_id(), candidates.values(loaded[n]));
     }
   }
 
   // Writes the booleans of neighbours, of which each has a bit.
   __device__ void write(int32_t key, uint32_t kept) const {
-    if (row.stride == 1 && key + kCount <= row.columns && reinterpret_cast<uintptr_t>(row.keep) % kCount == 0) {
-      if constexpr (kCount == 8)
+    if (row.stride == 1 && key + kNeighbours <= row.columns &&
+        reinterpret_cast<uintptr_t>(row.keep) % kNeighbours == 0) {
+      if constexpr (kNeighbours == 8)
         *reinterpret_cast<uint2 *>(row.keep + key) = {bytes_of(kept), bytes_of(kept >> 4)};
       else
         *reinterpret_cast<uint32_t *>(row.keep + key) = bytes_of(kept);
       return;
     }
 #pragma unroll
-    for (int i = 0; i < kCount; ++i)
+    for (int i = 0; i < kNeighbours; ++i)
       if (key + i < row.columns) row.keep[(key + i) * row.stride] = static_cast<uint8_t>(kept >> i & 1);
   }
 
-  // Asks L2 for the first of this warp's biases, while the launch ahead samples rows.
+  // Prefetches the first of this warp's biases to L2, while the launch ahead samples rows.
   __device__ void prefetch() const {
     const int32_t key = begin + lane_id() * (128 * 8 / kBits); // the first of a line
-    if (!row.absent && source.bias.stride == 1 && key < min(past, row.visible))
-      ptx::prefetch_l2(source.bias.base + key);
+    if (!row.absent && candidates.bias.stride == 1 && key < min(past, row.visible))
+      ptx::prefetch_l2(candidates.bias.base + key);
   }
 
   // Seen keys of this part.
@@ -202,11 +206,11 @@ template <int kBits> struct RowPart {
     if (work.seen) seen = place_of_seen(shared, 0).total;
     const int32_t first = past_seen(shared, s.keep_first, seen);
     const int32_t last = s.keep_last > 0 ? past_seen(shared, seen - s.keep_last, seen) : row.visible;
-    source.first_ranked = first;
-    source.ranked_count = static_cast<uint32_t>(max(0, last - first));
+    candidates.first_ranked = first;
+    candidates.ranked_count = static_cast<uint32_t>(max(0, last - first));
     if (!is_first_thread()) return;
-    state().first_ranked = source.first_ranked;
-    state().ranked_count = source.ranked_count;
+    state().first_ranked = candidates.first_ranked;
+    state().ranked_count = candidates.ranked_count;
   }
 
 private:
@@ -218,7 +222,7 @@ private:
     return static_cast<int32_t>(clamp64(row.visible - other * work.parts.keys, 0, work.parts.keys));
   }
   __device__ KeyRow<uint8_t> mask_of(int32_t other) const {
-    KeyRow<uint8_t> mask = source.mask;
+    KeyRow<uint8_t> mask = candidates.mask;
     mask.base += other * work.parts.keys * mask.stride;
     return mask;
   }
@@ -258,16 +262,16 @@ template <int kBits> __global__ void __launch_bounds__(kThreads, 2) sample_keys(
   __shared__ Shared shared;
   __shared__ uint32_t values[kSampledKeys];
   ptx::start_dependents();
-  const RowPart<kBits> own(work);
-  if (own.row.absent) return;
+  const RowPart<kBits> row_part(work);
+  if (row_part.row.absent) return;
   if (work.seen) {
-    const uint32_t seen = own.count_seen(shared);
-    if (threadIdx.x == 0) work.seen[own.part_number(own.part)] = seen;
+    const uint32_t seen = row_part.count_seen(shared);
+    if (threadIdx.x == 0) work.seen[row_part.part_number(row_part.part)] = seen;
   }
-  if (own.part != 0) return;
-  for (int d = threadIdx.x; d < Digits<kBits>::kPasses * Select::kDigits; d += kThreads) own.digits(0)[d] = 0;
+  if (row_part.part != 0) return;
+  for (int d = threadIdx.x; d < Digits<kBits>::kPasses * Select::kDigits; d += kThreads) row_part.digits(0)[d] = 0;
   const fdm_selection &s = work.s;
-  const int32_t keys = own.row.visible;
+  const int32_t keys = row_part.row.visible;
   // Values are at least 1 where a key may be selected.
   uint32_t threshold = s.window > 0 ? 1 : ~0u;
   const float rank = keys == 0 ? 0 : sampled_rank(s, keys);
@@ -275,15 +279,15 @@ template <int kBits> __global__ void __launch_bounds__(kThreads, 2) sample_keys(
 #pragma unroll
     for (int n = 0; n < kSampledKeys / kThreads; ++n) {
       const int sample = n * kThreads + static_cast<int>(threadIdx.x);
-      values[sample] = own.source.value(sampled_key(sample, keys));
+      values[sample] = row_part.candidates.value(sampled_key(sample, keys));
     }
     const SampledValues<kBits> sampled{values};
     const Window window = Select::select(shared.select, sampled, kSampledKeys, static_cast<int64_t>(rank));
     threshold = max(1u, window.value);
   }
   if (threadIdx.x != 0) return;
-  own.state().threshold = threshold;
-  own.state().too_short = 0;
+  row_part.state().threshold = threshold;
+  row_part.state().too_short = 0;
 }
 
 __device__ void load_digits(Shared &shared, const uint32_t *digits) {
@@ -309,34 +313,34 @@ template <int kBits> __device__ Step next_step(Shared &shared, const Step &befor
 constexpr int kListedRoom = 4096;
 
 // The step before a launch that counts the digits of a pass.
-template <int kBits> __device__ Step step_before(Shared &shared, const RowPart<kBits> &own, int pass) {
+template <int kBits> __device__ Step step_before(Shared &shared, const RowPart<kBits> &row_part, int pass) {
   if (pass > 1) {
-    const Step &step = own.state().steps[pass - 2];
+    const Step &step = row_part.state().steps[pass - 2];
     if (step.settled) return step;
-    load_digits(shared, own.digits(pass - 1));
+    load_digits(shared, row_part.digits(pass - 1));
     return next_step<kBits>(shared, step, pass - 1);
   }
-  load_digits(shared, own.digits(0));
-  const int64_t count = own.work.s.window;
+  load_digits(shared, row_part.digits(0));
+  const int64_t count = row_part.work.s.window;
   const uint32_t total = Select::total(shared.select);
   const auto size = static_cast<int32_t>(min64(count, total));
   Step step{0, 0, open_window(size), true, false, false};
-  step.listed = own.work.parts.listed > 0 && !own.state().too_short && total >= count && total <= kListedRoom;
+  step.listed = row_part.work.parts.listed > 0 && !row_part.state().too_short && total >= count && total <= kListedRoom;
   if (step.listed) return step;
   if (total > count)
     return next_step<kBits>(shared, {0, static_cast<uint32_t>(count), open_window(size), false, false, false}, 0);
-  if (total == count || own.threshold == 1) return step;
+  if (total == count || row_part.threshold == 1) return step;
   step.ignores_threshold = true;
-  if (own.part == 0) step.window = Select::select(shared.select, own.source, own.row.visible, count);
+  if (row_part.part == 0) step.window = Select::select(shared.select, row_part.candidates, row_part.row.visible, count);
   return step;
 }
 
 // Keeps the selected ones of all keys that the warps of a row have listed. Lists, and keys in them, are in key order.
-template <int kBits> __device__ void keep_listed(Shared &shared, const RowPart<kBits> &own) {
+template <int kBits> __device__ void keep_listed(Shared &shared, const RowPart<kBits> &row_part) {
   __shared__ int32_t keys[kListedRoom];
   __shared__ uint32_t values[kListedRoom];
-  const KeepParts &parts = own.work.parts;
-  const int32_t *const first_list = own.work.lists + own.part_number(0) * kWarps * (parts.listed + 1);
+  const KeepParts &parts = row_part.work.parts;
+  const int32_t *const first_list = row_part.work.lists + row_part.part_number(0) * kWarps * (parts.listed + 1);
   const auto lists = static_cast<int32_t>(parts.count * kWarps);
   int32_t total = 0;
   for (int32_t first = 0; first < lists; first += kThreads) {
@@ -350,11 +354,11 @@ template <int kBits> __device__ void keep_listed(Shared &shared, const RowPart<k
     total += static_cast<int32_t>(sum);
   }
   __syncthreads();
-  for (int32_t n = threadIdx.x; n < total; n += kThreads) values[n] = own.source.value(keys[n]);
+  for (int32_t n = threadIdx.x; n < total; n += kThreads) values[n] = row_part.candidates.value(keys[n]);
   const SampledValues<kBits> listed{values};
-  const Window window = Select::select(shared.select, listed, total, own.work.s.window);
+  const Window window = Select::select(shared.select, listed, total, row_part.work.s.window);
   for (int32_t n = threadIdx.x; n < total; n += kThreads)
-    if (window.holds(values[n], n)) own.row.keep[keys[n] * own.row.stride] = 1;
+    if (window.holds(values[n], n)) row_part.row.keep[keys[n] * row_part.row.stride] = 1;
 }
 
 // Counts the keys of each part by the digit of a pass. In the first one warps list those that reach the threshold.
@@ -363,20 +367,20 @@ __global__ void __launch_bounds__(kThreads, 2) count_keys(const __grid_constant_
   using RowDigits = Digits<kBits>;
   __shared__ Shared shared;
   ptx::start_dependents();
-  RowPart<kBits> own(work);
-  if constexpr (kPass == 0) own.prefetch();
+  RowPart<kBits> row_part(work);
+  if constexpr (kPass == 0) row_part.prefetch();
   ptx::wait_for_kernel_ahead();
-  if (own.row.absent) return;
+  if (row_part.row.absent) return;
   uint32_t decided = 0;
   if constexpr (kPass == 0) {
-    own.find_ranked(shared);
-    own.threshold = own.state().threshold;
+    row_part.find_ranked(shared);
+    row_part.threshold = row_part.state().threshold;
   } else {
-    own.read_state();
-    const Step step = step_before(shared, own, kPass);
-    if (own.is_first_thread()) own.state().steps[kPass - 1] = step;
+    row_part.read_state();
+    const Step step = step_before(shared, row_part, kPass);
+    if (row_part.is_first_thread()) row_part.state().steps[kPass - 1] = step;
     if constexpr (kPass == 1)
-      if (step.listed && own.part == 0) keep_listed(shared, own);
+      if (step.listed && row_part.part == 0) keep_listed(shared, row_part);
     if (step.settled) return;
     decided = step.decided;
   }
@@ -390,25 +394,25 @@ __global__ void __launch_bounds__(kThreads, 2) count_keys(const __grid_constant_
     if ((value & kDecided) == decided) atomicAdd(&digits[Select::kDigits - 1 - (value >> kShift & kDigit)], 1u);
   };
   if (kPass == 0 && work.parts.listed > 0) {
-    int32_t *list = own.list() + 1, found = 0;
-    own.visit_keys(own.past, [&](int32_t key, const auto &values) {
+    int32_t *list = row_part.list() + 1, found = 0;
+    row_part.visit_keys(row_part.past, [&](int32_t key, const auto &values) {
       uint32_t counted = 0, kept = 0;
 #pragma unroll
-      for (int i = 0; i < own.kCount; ++i) {
+      for (int i = 0; i < row_part.kNeighbours; ++i) {
         const uint32_t value = values.value[i];
-        if (own.counts(value, key + i)) {
+        if (row_part.counts(value, key + i)) {
           counted |= 1u << i;
           count(value);
-        } else if (value != 0 && !own.source.ranks(key + i)) {
+        } else if (value != 0 && !row_part.candidates.ranks(key + i)) {
           kept |= 1u << i;
         }
       }
-      own.write(key, kept);
+      row_part.write(key, kept);
       if (!__any_sync(kAllLanes, counted != 0)) return;
       const uint32_t up_to_own = warp_inclusive_sum(__popc(counted));
       int32_t place = found + static_cast<int32_t>(up_to_own) - __popc(counted);
 #pragma unroll
-      for (int i = 0; i < own.kCount; ++i) {
+      for (int i = 0; i < row_part.kNeighbours; ++i) {
         if (!(counted >> i & 1)) continue;
         if (place < work.parts.listed) list[place] = key + i;
         ++place;
@@ -416,51 +420,53 @@ __global__ void __launch_bounds__(kThreads, 2) count_keys(const __grid_constant_
       found += static_cast<int32_t>(__shfl_sync(kAllLanes, up_to_own, 31));
     });
     if (lane_id() == 0) {
-      own.list()[0] = found;
-      if (found > work.parts.listed) own.state().too_short = 1;
+      row_part.list()[0] = found;
+      if (found > work.parts.listed) row_part.state().too_short = 1;
     }
   } else {
-    own.visit_keys(own.row.visible, [&](int32_t key, const auto &values) {
+    row_part.visit_keys(row_part.row.visible, [&](int32_t key, const auto &values) {
 #pragma unroll
-      for (int i = 0; i < own.kCount; ++i)
-        if (own.counts(values.value[i], key + i)) count(values.value[i]);
+      for (int i = 0; i < row_part.kNeighbours; ++i)
+        if (row_part.counts(values.value[i], key + i)) count(values.value[i]);
     });
   }
   __syncthreads();
   for (int d = threadIdx.x; d < Select::kDigits; d += kThreads)
-    if (digits[d] != 0) atomicAdd(&own.digits(kPass)[d], digits[d]);
-  if (kPass == RowDigits::kLast)
+    if (digits[d] != 0) atomicAdd(&row_part.digits(kPass)[d], digits[d]);
+  if (kPass == RowDigits::kLastPass)
     for (int d = threadIdx.x; d < keep_last_digits(kBits); d += kThreads)
-      own.part_digits(own.part)[d] = digits[Select::kDigits - 1 - d];
+      row_part.part_digits(row_part.part)[d] = digits[Select::kDigits - 1 - d];
 }
 
-// The last of the selected keys of one value, as far as it matters to this part: none, or any, is so where another part has it.
-template <int kBits> __device__ int32_t last_equal(Shared &shared, const RowPart<kBits> &own, const Step &step) {
-  const uint32_t digit = step.decided >> Digits<kBits>::shift(Digits<kBits>::kLast) & (keep_last_digits(kBits) - 1);
-  const PartPlace place(shared, static_cast<int32_t>(own.work.parts.count), step.remaining,
-                        [&](int32_t other) { return own.part_digits(other)[digit]; });
-  if (own.part != place.part) return own.part < place.part ? INT32_MAX : -1;
+// The last of the selected keys of one value, as far as it matters to this part: none, or any, is so where another part
+// has it.
+template <int kBits> __device__ int32_t last_equal(Shared &shared, const RowPart<kBits> &row_part, const Step &step) {
+  const uint32_t digit = step.decided >> Digits<kBits>::shift(Digits<kBits>::kLastPass) & (keep_last_digits(kBits) - 1);
+  const PartPlace place(shared, static_cast<int32_t>(row_part.work.parts.count), step.remaining,
+                        [&](int32_t other) { return row_part.part_digits(other)[digit]; });
+  if (row_part.part != place.part) return row_part.part < place.part ? INT32_MAX : -1;
   const uint32_t wanted = step.remaining - place.before;
   const auto equal_of = [&](int32_t key, const auto &values) {
     uint32_t equal = 0;
 #pragma unroll
-    for (int i = 0; i < own.kCount; ++i)
-      equal |= uint32_t{values.value[i] == step.decided && own.counts(values.value[i], key + i)} << i;
+    for (int i = 0; i < row_part.kNeighbours; ++i)
+      equal |= uint32_t{values.value[i] == step.decided && row_part.counts(values.value[i], key + i)} << i;
     return equal;
   };
   uint32_t own_equal = 0;
-  own.visit_keys(own.row.visible, [&](int32_t key, const auto &values) { own_equal += __popc(equal_of(key, values)); });
+  row_part.visit_keys(row_part.row.visible,
+                      [&](int32_t key, const auto &values) { own_equal += __popc(equal_of(key, values)); });
   own_equal = __reduce_add_sync(kAllLanes, own_equal);
   if (lane_id() == 0) shared.select.warp_equal[warp_id()] = own_equal;
   __syncthreads();
   uint32_t before = 0;
   for (int w = 0; w < warp_id(); ++w) before += shared.select.warp_equal[w];
   if (before < wanted && before + own_equal >= wanted)
-    own.visit_keys(own.row.visible, [&](int32_t key, const auto &values) {
+    row_part.visit_keys(row_part.row.visible, [&](int32_t key, const auto &values) {
       const uint32_t equal = equal_of(key, values), up_to_own = warp_inclusive_sum(__popc(equal));
       uint32_t place_of_own = before + up_to_own - __popc(equal);
 #pragma unroll
-      for (int i = 0; i < own.kCount; ++i)
+      for (int i = 0; i < row_part.kNeighbours; ++i)
         if (equal >> i & 1 && ++place_of_own == wanted) shared.select.last = key + i;
       before += __shfl_sync(kAllLanes, up_to_own, 31);
     });
@@ -470,35 +476,36 @@ template <int kBits> __device__ int32_t last_equal(Shared &shared, const RowPart
 
 template <int kBits>
 __global__ void __launch_bounds__(kThreads, 2) write_kept_keys(const __grid_constant__ KeepWork work) {
-  constexpr int kLast = Digits<kBits>::kLast;
+  constexpr int kLastPass = Digits<kBits>::kLastPass;
   __shared__ Shared shared;
-  RowPart<kBits> own(work);
+  RowPart<kBits> row_part(work);
   ptx::wait_for_kernel_ahead();
-  if (own.row.absent) return;
-  own.read_state();
-  Step step = own.state().steps[kLast - 1];
+  if (row_part.row.absent) return;
+  row_part.read_state();
+  Step step = row_part.state().steps[kLastPass - 1];
   if (step.listed) return;
   if (step.ignores_threshold) {
-    own.threshold = 1;
-    own.listed = -1;
+    row_part.threshold = 1;
+    row_part.listed = -1;
   }
   if (!step.settled) {
-    load_digits(shared, own.digits(kLast));
-    step = next_step<kBits>(shared, step, kLast);
-    if (!step.settled) step.window.last = last_equal(shared, own, step);
+    load_digits(shared, row_part.digits(kLastPass));
+    step = next_step<kBits>(shared, step, kLastPass);
+    if (!step.settled) step.window.last = last_equal(shared, row_part, step);
   }
-  own.visit_keys(own.past, [&](int32_t key, const auto &values) {
+  row_part.visit_keys(row_part.past, [&](int32_t key, const auto &values) {
     uint32_t kept = 0;
 #pragma unroll
-    for (int i = 0; i < own.kCount; ++i) {
+    for (int i = 0; i < row_part.kNeighbours; ++i) {
       const uint32_t value = values.value[i];
-      const bool holds = own.counts(value, key + i) ? step.window.holds(value, key + i) : !own.source.ranks(key + i);
+      const bool holds =
+          row_part.counts(value, key + i) ? step.window.holds(value, key + i) : !row_part.candidates.ranks(key + i);
       kept |= uint32_t{value != 0 && holds} << i;
     }
-    if (own.listed < 0)
-      own.write(key, kept);
+    if (row_part.listed < 0)
+      row_part.write(key, kept);
     else if (kept != 0)
-      own.row.keep[key * own.row.stride] = 1;
+      row_part.row.keep[key * row_part.row.stride] = 1;
   });
 }
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The keys that a mask keeps are seen; without a mask all are. The last and the first keys of a row are counted in them.
+// The keys that a mask keeps are seen; without a mask all are. The last and the first keys of a row are counted in
+// them.
 #pragma once
 
 #include "../tile/block_scan.cuh"
@@ -30,8 +31,8 @@ struct SeenKeys {
     return numbered(number(key) + static_cast<int32_t>(count), static_cast<int32_t>(least));
   }
 
-  // The seen key of a number, which is not below `least`; or all keys, if there are not so many. Few keys are not seen, or
-  // those that are not lie together, so the words next to the first are looked at first.
+  // The seen key of a number, which is not below `least`; or all keys, if there are not so many. Few keys are not seen,
+  // or those that are not lie together, so the words next to the first are looked at first.
   __device__ int32_t numbered(int32_t number, int32_t least) const {
     if (words == nullptr) return min(number, keys);
     const int32_t past = (keys + 31) / 32;
@@ -52,21 +53,21 @@ struct SeenKeys {
   }
 };
 
-// Writes `count` words of the keys from `first` to before `past`, before which so many are seen. Returns how many of these
-// are. All threads of the block call this.
-template <int kThreads, int kItems>
-__device__ uint32_t write_seen(SeenWord *words, int32_t count, BlockRanks<kThreads, kItems> &ranks,
+// Writes `count` words of the keys from `first` to before `past`, before which so many are seen. Returns how many of
+// these are. All threads of the block call this.
+template <int kThreads, int kItemsPerThread>
+__device__ uint32_t write_seen(SeenWord *words, int32_t count, BlockRanks<kThreads, kItemsPerThread> &ranks,
                                const KeyRow<uint8_t> &mask, int32_t first, int32_t past, uint32_t before) {
-  bool seen[kItems];
-  uint32_t rank[kItems];
+  bool seen[kItemsPerThread];
+  uint32_t rank[kItemsPerThread];
 #pragma unroll
-  for (int i = 0; i < kItems; ++i) {
+  for (int i = 0; i < kItemsPerThread; ++i) {
     const int32_t key = first + i * kThreads + static_cast<int32_t>(threadIdx.x);
     seen[i] = key < past && mask.load(key) != 0;
   }
   const uint32_t total = ranks.rank(seen, rank);
 #pragma unroll
-  for (int i = 0; i < kItems; ++i) {
+  for (int i = 0; i < kItemsPerThread; ++i) {
     const int32_t word = i * (kThreads / 32) + warp_id();
     const uint32_t bits = __ballot_sync(kAllLanes, seen[i]);
     if (lane_id() == 0 && word < count) words[word] = {bits, before + rank[i]};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Which keys leave a causal window, and with whose arrival, for a row of keys that a block of threads holds.
+// Which keys leave a causal window, and with whose arrival, for a row of keys that a thread block holds.
 //
 // Keys arrive in order. A key leaves when the window-th key better than it arrives; if that one came before it, it
 // never enters. So the keys are sorted, the best first, and of the key with rank r the window-th smallest position
@@ -12,8 +12,8 @@
 
 namespace fdm::cuda {
 
-template <int kThreads, int kItems> struct WindowExits {
-  static constexpr int kKeys = kThreads * kItems, kWords = kKeys / 32;
+template <int kThreads, int kItemsPerThread> struct WindowExits {
+  static constexpr int kKeys = kThreads * kItemsPerThread, kWords = kKeys / 32;
   static constexpr int kLevels = kKeys <= 512 ? 9 : (kKeys <= 1024 ? 10 : (kKeys <= 2048 ? 11 : 12));
   static_assert(kKeys <= 1 << kLevels && kLevels <= 16, "positions have 16 bits here");
 
@@ -23,7 +23,7 @@ template <int kThreads, int kItems> struct WindowExits {
   };
   struct Sorting {
     uint64_t items[kKeys];
-    DigitRanks<kThreads, kItems> ranks;
+    DigitRanks<kThreads, kItemsPerThread> ranks;
   };
   struct Dividing {
     Word words[kLevels][kWords + 1]; // the last one is behind all places
@@ -37,18 +37,19 @@ template <int kThreads, int kItems> struct WindowExits {
   };
 
   // Facts about the key of each rank that a thread has: rank i * kThreads + t.
-  uint32_t key[kItems];
-  bool candidate[kItems];
+  uint32_t key[kItemsPerThread];
+  bool candidate[kItemsPerThread];
 
   // value[i] belongs to key i * kThreads + t: the larger the better, ties to the lower key; 0 is never selected. The
   // lower bits, of which there are `unused`, are all 0.
-  __device__ void sort(Sorting &shared, const uint32_t (&value)[kItems], int unused) {
-    uint64_t item[kItems];
+  __device__ void sort(Sorting &shared, const uint32_t (&value)[kItemsPerThread], int unused) {
+    uint64_t item[kItemsPerThread];
 #pragma unroll
-    for (int i = 0; i < kItems; ++i) item[i] = static_cast<uint64_t>(~value[i]) << 32 | (i * kThreads + threadIdx.x);
+    for (int i = 0; i < kItemsPerThread; ++i)
+      item[i] = static_cast<uint64_t>(~value[i]) << 32 | (i * kThreads + threadIdx.x);
     shared.ranks.sort(item, shared.items, 32 + unused, 64);
 #pragma unroll
-    for (int i = 0; i < kItems; ++i) {
+    for (int i = 0; i < kItemsPerThread; ++i) {
       key[i] = static_cast<uint32_t>(item[i]);
       candidate[i] = static_cast<uint32_t>(item[i] >> 32) != ~0u;
     }
@@ -58,14 +59,14 @@ template <int kThreads, int kItems> struct WindowExits {
   // Each warp counts the ones of all groups of 32 places for itself, which takes a barrier less than to share sums.
   __device__ void divide(Dividing &shared) const {
     constexpr int kWarps = kThreads / 32, kPerLane = (kWords + 31) / 32;
-    uint32_t position[kItems];
+    uint32_t position[kItemsPerThread];
 #pragma unroll
-    for (int i = 0; i < kItems; ++i) position[i] = key[i];
+    for (int i = 0; i < kItemsPerThread; ++i) position[i] = key[i];
     for (int level = 0; level < kLevels; ++level) {
       Word *words = shared.words[level];
-      uint32_t bits[kItems], count[kPerLane], ones = 0;
+      uint32_t bits[kItemsPerThread], count[kPerLane], ones = 0;
 #pragma unroll
-      for (int i = 0; i < kItems; ++i) {
+      for (int i = 0; i < kItemsPerThread; ++i) {
         bits[i] = __ballot_sync(kAllLanes, position[i] >> (kLevels - 1 - level) & 1);
         if (lane_id() == 0) words[i * kWarps + warp_id()].bits = bits[i];
       }
@@ -78,13 +79,13 @@ template <int kThreads, int kItems> struct WindowExits {
       }
       ones = __reduce_add_sync(kAllLanes, ones);
 #pragma unroll
-      for (int i = 0; i < kItems; ++i) {
-        const int own = i * kWarps + warp_id();
+      for (int i = 0; i < kItemsPerThread; ++i) {
+        const int word_index = i * kWarps + warp_id();
         uint32_t before = 0;
 #pragma unroll
-        for (int n = 0; n < kPerLane; ++n) before += n * 32 + lane_id() < own ? count[n] : 0;
+        for (int n = 0; n < kPerLane; ++n) before += n * 32 + lane_id() < word_index ? count[n] : 0;
         before = __reduce_add_sync(kAllLanes, before);
-        if (lane_id() == 0) words[own].before = before;
+        if (lane_id() == 0) words[word_index].before = before;
         const uint32_t ones_before = before + __popc(bits[i] & ((1u << lane_id()) - 1));
         const bool one = bits[i] >> lane_id() & 1;
         shared.positions[one ? kKeys - ones + ones_before : i * kThreads + threadIdx.x - ones_before] = position[i];
@@ -95,7 +96,7 @@ template <int kThreads, int kItems> struct WindowExits {
       }
       __syncthreads();
 #pragma unroll
-      for (int i = 0; i < kItems; ++i) position[i] = shared.positions[i * kThreads + threadIdx.x];
+      for (int i = 0; i < kItemsPerThread; ++i) position[i] = shared.positions[i * kThreads + threadIdx.x];
     }
   }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Prefix sums and order-keeping compaction over a block of threads. All threads of the block must call them.
+// Prefix sums and order-keeping compaction over a thread block. All threads of the block must call them.
 #pragma once
 
 #include <cstdint>
@@ -39,22 +39,23 @@ template <int kThreads> struct BlockSum {
   }
 };
 
-// Ranks the items of one class or two in the order of the items. Item i of thread t is number i * kThreads + t, so threads
-// read neighbouring items together. Two counts share a word: first | second << 16.
-template <int kThreads, int kItems> struct BlockRanks {
-  static constexpr int kWarps = kThreads / 32, kCounts = kWarps * kItems, kPerLane = (kCounts + 31) / 32;
-  static_assert(kThreads % 32 == 0 && kThreads * kItems <= 0xffff);
+// Ranks the items of one class or two in the order of the items. Item i of thread t is number i * kThreads + t, so
+// threads read neighbouring items together. Two counts share a word: first | second << 16.
+template <int kThreads, int kItemsPerThread> struct BlockRanks {
+  static constexpr int kWarps = kThreads / 32, kCounts = kWarps * kItemsPerThread, kPerLane = (kCounts + 31) / 32;
+  static_assert(kThreads % 32 == 0 && kThreads * kItemsPerThread <= 0xffff);
   uint32_t base[kCounts + 1];
 
   __device__ static uint32_t first_of(uint32_t packed) { return packed & 0xffffu; }
   __device__ static uint32_t second_of(uint32_t packed) { return packed >> 16; }
 
   // Sets rank[i] to how many items of either class come before item i. Returns the totals, packed as well.
-  __device__ uint32_t rank(const bool (&first)[kItems], const bool (&second)[kItems], uint32_t (&rank)[kItems]) {
+  __device__ uint32_t rank(const bool (&first)[kItemsPerThread], const bool (&second)[kItemsPerThread],
+                           uint32_t (&rank)[kItemsPerThread]) {
     const uint32_t below = (1u << lane_id()) - 1;
     __syncthreads(); // readers of an earlier call are done
 #pragma unroll
-    for (int i = 0; i < kItems; ++i) {
+    for (int i = 0; i < kItemsPerThread; ++i) {
       const uint32_t a = __ballot_sync(kAllLanes, first[i]), b = __ballot_sync(kAllLanes, second[i]);
       rank[i] = __popc(a & below) | __popc(b & below) << 16;
       if (lane_id() == 0) base[i * kWarps + warp_id()] = __popc(a) | __popc(b) << 16;
@@ -63,13 +64,13 @@ template <int kThreads, int kItems> struct BlockRanks {
     if (warp_id() == 0) scan_base();
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < kItems; ++i) rank[i] += base[i * kWarps + warp_id()];
+    for (int i = 0; i < kItemsPerThread; ++i) rank[i] += base[i * kWarps + warp_id()];
     return base[kCounts];
   }
 
   // The same for one class. Ranks and total are not packed.
-  __device__ uint32_t rank(const bool (&chosen)[kItems], uint32_t (&ranks)[kItems]) {
-    const bool none[kItems] = {};
+  __device__ uint32_t rank(const bool (&chosen)[kItemsPerThread], uint32_t (&ranks)[kItemsPerThread]) {
+    const bool none[kItemsPerThread] = {};
     return rank(chosen, none, ranks);
   }
 

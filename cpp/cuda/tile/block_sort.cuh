@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A radix sort over a block of threads, and stable ranks of items by a digit, which are a pass of it. All threads must call
+// A radix sort over a thread block, and stable ranks of items by a digit, which are a pass of it. All threads must call
 // them.
 #pragma once
 
@@ -8,58 +8,60 @@
 namespace fdm::cuda {
 
 // Item i of thread t is number i * kThreads + t.
-template <int kThreads, int kItems> struct DigitRanks {
+template <int kThreads, int kItemsPerThread> struct DigitRanks {
   static constexpr int kDigitBits = 4, kDigits = 1 << kDigitBits;
-  static constexpr int kGroups = kThreads / 32 * kItems, kCounts = kDigits * kGroups, kPerThread = kCounts / kThreads;
+  static constexpr int kGroups = kThreads / 32 * kItemsPerThread, kCounts = kDigits * kGroups,
+                       kCountsPerThread = kCounts / kThreads;
   static_assert(kCounts % kThreads == 0);
 
   uint32_t counts[kCounts]; // [digit][group of 32 items]: how many items come before those of the digit in the group
   BlockSum<kThreads> sum;
 
   // Sets rank[i] to the place of item i when all are sorted by digit, equal ones as they were.
-  __device__ void rank(const uint32_t (&digit)[kItems], uint32_t (&rank)[kItems]) {
-    uint32_t peers[kItems];
+  __device__ void rank(const uint32_t (&digit)[kItemsPerThread], uint32_t (&rank)[kItemsPerThread]) {
+    uint32_t peers[kItemsPerThread];
 #pragma unroll
-    for (int i = 0; i < kItems; ++i) peers[i] = __match_any_sync(kAllLanes, digit[i]);
+    for (int i = 0; i < kItemsPerThread; ++i) peers[i] = __match_any_sync(kAllLanes, digit[i]);
     __syncthreads(); // readers of an earlier call are done
 #pragma unroll
-    for (int n = 0; n < kPerThread; ++n) counts[n * kThreads + threadIdx.x] = 0;
+    for (int n = 0; n < kCountsPerThread; ++n) counts[n * kThreads + threadIdx.x] = 0;
     __syncthreads();
     const uint32_t below = (1u << lane_id()) - 1;
 #pragma unroll
-    for (int i = 0; i < kItems; ++i)
+    for (int i = 0; i < kItemsPerThread; ++i)
       if ((peers[i] & below) == 0) counts[place(digit[i], i)] = __popc(peers[i]);
     __syncthreads();
-    uint32_t own[kPerThread], total = 0, all;
+    uint32_t thread_counts[kCountsPerThread], total = 0, all;
 #pragma unroll
-    for (int n = 0; n < kPerThread; ++n) {
-      own[n] = counts[threadIdx.x * kPerThread + n];
-      total += own[n];
+    for (int n = 0; n < kCountsPerThread; ++n) {
+      thread_counts[n] = counts[threadIdx.x * kCountsPerThread + n];
+      total += thread_counts[n];
     }
     uint32_t before = sum.exclusive(total, &all);
 #pragma unroll
-    for (int n = 0; n < kPerThread; ++n) {
-      counts[threadIdx.x * kPerThread + n] = before;
-      before += own[n];
+    for (int n = 0; n < kCountsPerThread; ++n) {
+      counts[threadIdx.x * kCountsPerThread + n] = before;
+      before += thread_counts[n];
     }
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < kItems; ++i) rank[i] = counts[place(digit[i], i)] + __popc(peers[i] & below);
+    for (int i = 0; i < kItemsPerThread; ++i) rank[i] = counts[place(digit[i], i)] + __popc(peers[i] & below);
   }
 
   // Sorts items by their bits from `first` to before `past`, rounded up to whole digits; equal ones stay as they were.
   // `shared` has room for all.
-  __device__ void sort(uint64_t (&item)[kItems], uint64_t (&shared)[kThreads * kItems], int first, int past) {
+  __device__ void sort(uint64_t (&item)[kItemsPerThread], uint64_t (&shared)[kThreads * kItemsPerThread], int first,
+                       int past) {
     for (int shift = first; shift < past; shift += kDigitBits) {
-      uint32_t digit[kItems], ranks[kItems];
+      uint32_t digit[kItemsPerThread], ranks[kItemsPerThread];
 #pragma unroll
-      for (int i = 0; i < kItems; ++i) digit[i] = static_cast<uint32_t>(item[i] >> shift) % kDigits;
+      for (int i = 0; i < kItemsPerThread; ++i) digit[i] = static_cast<uint32_t>(item[i] >> shift) % kDigits;
       rank(digit, ranks);
 #pragma unroll
-      for (int i = 0; i < kItems; ++i) shared[ranks[i]] = item[i];
+      for (int i = 0; i < kItemsPerThread; ++i) shared[ranks[i]] = item[i];
       __syncthreads();
 #pragma unroll
-      for (int i = 0; i < kItems; ++i) item[i] = shared[i * kThreads + threadIdx.x];
+      for (int i = 0; i < kItemsPerThread; ++i) item[i] = shared[i * kThreads + threadIdx.x];
     }
   }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What a kernel with mma.sync needs to know of the columns of a block before it fetches its keys: as key_ring.cuh, for rows
-// that are copied 16 bytes at a time and a bias that is the same for every query. A column has the number of its row in K
-// and V instead of two addresses, which take a multiplication to make when the row is copied.
+// The ring of column facts (key, bias, kept rows) of kernels with mma.sync: as key_ring.cuh, for rows that are copied
+// 16 bytes at a time and a bias per key. A column has the number of its row in K and V instead of two addresses, which
+// take a multiplication to make when the row is copied.
 #pragma once
 
 #include "key_ring.cuh"
@@ -10,9 +10,9 @@
 
 namespace fdm::cuda {
 
-// A bias to base 2 times `factor`, in units of the product of Q and K; only a bias of -inf drops a key. It is cut off at
-// 2^90: times the scale, which is between 2^-30 and 2^20, that is far beyond what quick_softmax() takes, and far from the
-// lowest float, by which it shifts a row that has no maximum yet.
+// A bias to base 2 times `factor`, in units of the product of Q and K; only a bias of -inf drops a key. It is cut off
+// at 2^90: times the scale, which is between 2^-30 and 2^20, that is far beyond what quick_softmax() takes, and far
+// from the lowest float, by which it shifts a row that has no maximum yet.
 __device__ __forceinline__ float bias_in_products(float bias, float factor) {
   constexpr float kLargest = 0x1p90f;
   const float scaled = bias * factor;
@@ -21,17 +21,17 @@ __device__ __forceinline__ float bias_in_products(float bias, float factor) {
 
 template <class RingTile, int kColumnCount, int kThreadCount> struct ColumnRing {
   static constexpr int kColumns = kColumnCount, kThreads = kThreadCount;
-  static constexpr int kBatch = kThreads / kColumns; // blocks that are fetched at a time
-  static constexpr int kBlocks = kBatch + 1;         // the next batch is stored while the last block of one is used
+  static constexpr int kBlocksAtOnce = kThreads / kColumns; // blocks that are fetched at a time
+  static constexpr int kBlocks = kBlocksAtOnce + 1; // the next batch is stored while the last block of one is used
   static_assert(kThreads % kColumns == 0, "each thread fetches one column");
   // Threads that copy a row, and rows that are copied at a time.
-  static constexpr int kAcross = RingTile::kRowBytes / 16, kDown = kThreads / kAcross;
-  static constexpr int kSteps = (kColumns + kDown - 1) / kDown;
+  static constexpr int kThreadsPerRow = RingTile::kRowBytes / 16, kRowsAtOnce = kThreads / kThreadsPerRow;
+  static constexpr int kSteps = (kColumns + kRowsAtOnce - 1) / kRowsAtOnce;
 
   struct Slot : ColumnFacts<kColumns> {
     // The bias of two columns in units of q.k, where scores are linear in it: twice, as an accumulator has them.
     float4 initial[kColumns / 2];
-    alignas(16) int32_t row[kDown * kSteps]; // -1: no key. The rows that a thread copies lie side by side.
+    alignas(16) int32_t row[kRowsAtOnce * kSteps]; // -1: no key. The rows that a thread copies lie side by side.
 
     __device__ __forceinline__ void set_initial(int c, float bias) {
       auto *pair = reinterpret_cast<float *>(&initial[c / 2]) + c % 2;
@@ -41,38 +41,40 @@ template <class RingTile, int kColumnCount, int kThreadCount> struct ColumnRing 
   Slot slots[kBlocks];
 
   __device__ __forceinline__ Slot &slot(int block) { return slots[uint32_t(block) % kBlocks]; }
-  __device__ __forceinline__ static int place(int c) { return c % kDown * kSteps + c / kDown; }
+  __device__ __forceinline__ static int place(int c) { return c % kRowsAtOnce * kSteps + c / kRowsAtOnce; }
 
-  // Starts the copies of the rows of a slot to a tile. The others become zeros. Other slots than this one's have such rows, too.
+  // Starts the copies of the rows of a slot to a tile; absent rows become zeros. AnySlot is any struct with such rows.
   template <class AnySlot>
   __device__ __forceinline__ static void copy(uint32_t base, const AnySlot &slot, GatheredRows rows, int head_dim) {
-    const int chunk = threadIdx.x % kAcross, own = threadIdx.x / kAcross;
-    if ((RingTile::kChunks != kAcross && chunk >= RingTile::kChunks) || (kThreads % kAcross != 0 && own >= kDown))
+    const int chunk = threadIdx.x % kThreadsPerRow, thread_row = threadIdx.x / kThreadsPerRow;
+    if ((RingTile::kChunks != kThreadsPerRow && chunk >= RingTile::kChunks) ||
+        (kThreads % kThreadsPerRow != 0 && thread_row >= kRowsAtOnce))
       return;
     int32_t row[kSteps];
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       if constexpr (kSteps % 4 == 0) {
         if (step % 4 == 0) {
-          const int4 four = *reinterpret_cast<const int4 *>(&slot.row[own * kSteps + step]);
+          const int4 four = *reinterpret_cast<const int4 *>(&slot.row[thread_row * kSteps + step]);
           row[step] = four.x;
           row[step + 1] = four.y;
           row[step + 2] = four.z;
           row[step + 3] = four.w;
         }
       } else {
-        row[step] = slot.row[own * kSteps + step];
+        row[step] = slot.row[thread_row * kSteps + step];
       }
     }
     // The compiler would add both parts to each row apart.
     const char *source = ptx::opaque(rows.first + chunk * 16);
     const bool inside = chunk * 8 < head_dim;
-    const uint32_t address = RingTile::chunk_address(base, own, chunk);
+    const uint32_t address = RingTile::chunk_address(base, thread_row, chunk);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      const uint32_t target = kDown % 8 == 0 ? address + step * kDown * RingTile::kRowBytes
-                                             : RingTile::chunk_address(base, own + step * kDown, chunk);
-      if (kColumns % kDown == 0 || own + step * kDown < kColumns)
+      const uint32_t target = kRowsAtOnce % 8 == 0
+                                  ? address + step * kRowsAtOnce * RingTile::kRowBytes
+                                  : RingTile::chunk_address(base, thread_row + step * kRowsAtOnce, chunk);
+      if (kColumns % kRowsAtOnce == 0 || thread_row + step * kRowsAtOnce < kColumns)
         ptx::cp_async_16(target, source + int64_t(row[step]) * rows.bytes, inside && row[step] >= 0);
     }
   }

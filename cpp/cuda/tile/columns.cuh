@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The columns of a tile as the attention kernels walk them, from a plan or, without a mask or in a plan of runs, computed.
+// The columns of a tile as the attention kernels walk them, from a plan or, without a mask or in a plan of runs,
+// computed.
 #pragma once
 
 #include "../plan/plan.cuh"
@@ -10,10 +11,10 @@ struct TileColumns {
   int32_t count, full;
   int32_t first_row; // the first row of the tile of kTileRows rows, in its sequence
   int32_t causal_off;
-  int32_t run, full_run; // without slots: the first key, and the first that is full
-  const int32_t *slots;  // null: column_key() computes keys; 0 is the first in both runs: column c is key c
+  int32_t run, full_run;   // without key_list: the first key, and the first that is full
+  const int32_t *key_list; // null: column_key() computes keys; 0 is the first in both runs: column c is key c
   int32_t
-      slot_count; // slots[slot_count - 1] is the first partial column, and they go backwards; 0: slots[c] is column c
+      key_list_size; // entry key_list_size - 1 is the first partial column, and they go backwards; 0: entry c is column c
   const RowWord *words;       // a word for every key of the sequence; null: there is no row plan
   const int32_t *start, *end; // the rows of each key; null: there are no intervals
   int64_t start_stride, end_stride;
@@ -51,8 +52,8 @@ __device__ __forceinline__ void find_columns(TileColumns &t, const fdm_problem &
   t.causal = is_causal(p);
   t.walk_begin = -1;
   t.run = t.full_run = 0;
-  t.slots = nullptr;
-  t.slot_count = 0;
+  t.key_list = nullptr;
+  t.key_list_size = 0;
   t.words = nullptr;
   const fdm_mask_kind kind = mask_kind(p);
   if (kind == FDM_MASK_NONE) {
@@ -62,25 +63,25 @@ __device__ __forceinline__ void find_columns(TileColumns &t, const fdm_problem &
     return;
   }
   const int64_t list = list_number(p, plan, s, head);
-  const int64_t slot = list * plan.tiles + tile_number(p, s, sequence_index, tile);
+  const int64_t list_tile = list * plan.tiles + tile_number(p, s, sequence_index, tile);
   if (plan.runs) {
-    const TileRun run = plan.runs[slot];
+    const TileRun run = plan.runs[list_tile];
     t.count = run.count;
     t.full = run.full;
     t.run = run.first;
     t.full_run = run.full_first;
     return;
   }
-  const TileCounts counts = plan.counts[slot];
+  const TileCounts counts = plan.counts[list_tile];
   t.count = counts.columns;
   t.full = max(0, counts.full);
   if (plan.columns && !counts.overflows()) {
-    t.slots = plan.columns + slot * plan.tile_keys;
-    t.slot_count = plan.tile_keys;
+    t.key_list = plan.columns + list_tile * plan.tile_keys;
+    t.key_list_size = plan.tile_keys;
   } else {
-    t.slots = plan.kept_index + list * plan.list_keys + s.k_begin + (counts.overflows() ? ~counts.full : 0);
+    t.key_list = plan.kept_index + list * plan.list_keys + s.k_begin + (counts.overflows() ? ~counts.full : 0);
   }
-  if (kind == FDM_MASK_ROWS) t.words = plan.words + slot * plan.tile_keys;
+  if (kind == FDM_MASK_ROWS) t.words = plan.words + list_tile * plan.tile_keys;
 }
 
 __device__ __forceinline__ void find_column_rows(TileColumns &t, const fdm_problem &p, const Sequence &s,
@@ -106,12 +107,12 @@ __device__ __forceinline__ TileColumns tile_columns(const fdm_problem &p, const 
   return t;
 }
 
-// Where the key of column c < count is, if there are slots.
-__device__ __forceinline__ const int32_t *column_slot(const TileColumns &t, int32_t c) {
-  return t.slots + (c < t.full || t.slot_count == 0 ? c : t.slot_count - 1 - (c - t.full));
+// Where the key of column c < count is, if there is a list.
+__device__ __forceinline__ const int32_t *key_list_entry(const TileColumns &t, int32_t c) {
+  return t.key_list + (c < t.full || t.key_list_size == 0 ? c : t.key_list_size - 1 - (c - t.full));
 }
 
-// The key of column c < count, if there are no slots.
+// The key of column c < count, if there is no list.
 __device__ __forceinline__ int32_t key_of_run(const TileColumns &t, int32_t c) {
   if (c < t.full) return t.full_run + c;
   const int32_t key = t.run + c - t.full;
@@ -120,7 +121,7 @@ __device__ __forceinline__ int32_t key_of_run(const TileColumns &t, int32_t c) {
 
 // The key of column c < count.
 __device__ __forceinline__ int32_t column_key(const TileColumns &t, int32_t c) {
-  return t.slots ? *column_slot(t, c) : key_of_run(t, c);
+  return t.key_list ? *key_list_entry(t, c) : key_of_run(t, c);
 }
 
 // The rows of a tile that keep a column, as a word for each 32 rows: from the key's rows [start, end) if there are

@@ -30,22 +30,22 @@ template <class Tile, int kRows, int kThreads, class Source>
 __device__ __forceinline__ void copy_rows(uint32_t base, bool aligned, int head_dim, int64_t stride,
                                           const Source &source) {
   constexpr int kTotal = kRows * Tile::kChunks;
-  constexpr int kBatch = 8; // addresses are found before the first copy is issued, and their loads overlap
+  constexpr int kLoadsInFlight = 8; // addresses are found before the first copy is issued, and their loads overlap
   // Where a step of all threads is a number of whole rows, a thread's chunk is always the same.
   constexpr bool kWholeRows = kThreads % Tile::kChunks == 0;
   if (aligned) {
 #pragma unroll
-    for (int batch = 0; batch < kTotal; batch += kBatch * kThreads) {
-      const uint16_t *rows[kBatch];
+    for (int batch = 0; batch < kTotal; batch += kLoadsInFlight * kThreads) {
+      const uint16_t *rows[kLoadsInFlight];
 #pragma unroll
-      for (int step = 0; step < kBatch; ++step) {
+      for (int step = 0; step < kLoadsInFlight; ++step) {
         const int begin = batch + step * kThreads, i = begin + int(threadIdx.x);
         if (begin >= kTotal) break; // known to the compiler, as i < kTotal is not
         const int r = kWholeRows ? begin / Tile::kChunks + int(threadIdx.x) / Tile::kChunks : i / Tile::kChunks;
         if (begin + kThreads <= kTotal || i < kTotal) rows[step] = source(r);
       }
 #pragma unroll
-      for (int step = 0; step < kBatch; ++step) {
+      for (int step = 0; step < kLoadsInFlight; ++step) {
         const int begin = batch + step * kThreads, i = begin + int(threadIdx.x);
         if (begin >= kTotal) break;
         const int r = kWholeRows ? begin / Tile::kChunks + int(threadIdx.x) / Tile::kChunks : i / Tile::kChunks;
@@ -75,28 +75,30 @@ struct RowCopy {
       : row(t.stride[1]), col(t.stride[3]), head_dim(int(dims)), aligned(chunks) {}
 };
 
-// Starts the copies of `count` rows from `first` on to rows from `tile_row` on of a tile, of which `there` exist; the others
-// become zeros. Where rows cannot be copied 16 bytes at a time, elements are stored one by one. That loop is not
+// Starts the copies of `count` rows from `first` on to rows from `tile_row` on of a tile, of which `there` exist; the
+// others become zeros. Where rows cannot be copied 16 bytes at a time, elements are stored one by one. That loop is not
 // unrolled, and no call: a call in the mainloop would cost it registers.
 template <class Tile, int kThreads>
 __device__ __forceinline__ void copy_tile_rows(uint32_t base, int tile_row, const uint16_t *first, int count, int there,
                                                const RowCopy &copy) {
-  constexpr int kAcross = Tile::kRowBytes / 16, kDown = kThreads / kAcross; // threads of a row, and rows at a time
-  constexpr bool kAlike = kDown % 8 == 0; // the chunks of a thread lie alike in their rows
+  constexpr int kThreadsPerRow = Tile::kRowBytes / 16,
+                kRowsAtOnce = kThreads / kThreadsPerRow; // threads of a row, and rows at a time
+  constexpr bool kAlike = kRowsAtOnce % 8 == 0;          // the chunks of a thread lie alike in their rows
   if (copy.aligned) {
-    const int chunk = threadIdx.x % kAcross, row = threadIdx.x / kAcross;
+    const int chunk = threadIdx.x % kThreadsPerRow, row = threadIdx.x / kThreadsPerRow;
     const uint16_t *source = first + row * copy.row + chunk * 8;
     const uint32_t address = Tile::chunk_address(base, tile_row + row, chunk);
     const int rows_left = chunk * 8 < copy.head_dim ? there - row : 0;
     // Threads that are left over have no row.
-    if ((Tile::kChunks == kAcross || chunk < Tile::kChunks) && (kThreads % kAcross == 0 || row < kDown))
+    if ((Tile::kChunks == kThreadsPerRow || chunk < Tile::kChunks) &&
+        (kThreads % kThreadsPerRow == 0 || row < kRowsAtOnce))
 #pragma unroll
-      for (int r = 0; r < count; r += kDown) {
-        if (count % kDown == 0 || row + r < count)
+      for (int r = 0; r < count; r += kRowsAtOnce) {
+        if (count % kRowsAtOnce == 0 || row + r < count)
           ptx::cp_async_16(kAlike ? address + r * Tile::kRowBytes
                                   : Tile::chunk_address(base, tile_row + row + r, chunk),
                            source, r < rows_left);
-        source += kDown * copy.row;
+        source += kRowsAtOnce * copy.row;
       }
     return;
   }

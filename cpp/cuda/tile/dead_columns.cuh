@@ -24,8 +24,8 @@ template <int kColumns, bool kPossible> struct DeadColumns {
   bool clears; // this is the second time; false at first
   uint8_t live[kPossible ? kColumns : 1];
 
-  // Whether a sum of any thread has a NaN, in a row that exists(row tile, half). The tile must then be computed again. All
-  // threads of the block call it.
+  // Whether a sum of any thread has a NaN, in a row that exists(row tile, half). The tile must then be computed again.
+  // All threads of the block call it.
   template <int kRowTiles, int kColumnTiles, class Exists>
   __device__ __forceinline__ bool may_have_spoilt(const float (&sums)[kRowTiles][kColumnTiles][4],
                                                   const Exists &exists) {

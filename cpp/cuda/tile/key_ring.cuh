@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What the attention kernels need to know of the columns of a block before they fetch its keys: where K and V lie, the
+// A ring of column facts, which kernels need before they fetch the keys of a block: where K and V lie, the
 // bias, and which rows keep them. Each thread fetches one column, so all threads together fetch several blocks, some
 // blocks ahead. The kernel then never waits for the chain plan -> bias -> address, and no warp has more to do than the
 // others.
@@ -16,8 +16,8 @@ namespace fdm::cuda {
 
 constexpr float kLog2E = 1.44269504088896341f;
 
-// A float64 bias of one head of a sequence, less what float32 would have no room for beside it: the largest bias of a tile's
-// columns. host/relative_bias.cu makes one for each tile of kTileRows rows.
+// A float64 bias of one head of a sequence, less what float32 would have no room for beside it: the largest bias of a
+// tile's columns. host/relative_bias.cu makes one for each tile of kTileRows rows.
 struct RelativeBias {
   const double *first; // of key 0
   double reference;
@@ -58,8 +58,8 @@ __device__ __forceinline__ ScoreView score_view(const fdm_problem &p, const fdm_
   return {m.base, m.row, m.col, t.dtype, per_query(t)};
 }
 
-// The bias of the rows of a tile of kTileRows rows. A float64 bias has been replaced by a table of RelativeBias, one for each
-// sequence, query head and tile (relative_bias_tensor).
+// The bias of the rows of a tile of kTileRows rows. A float64 bias has been replaced by a table of RelativeBias, one
+// for each sequence, query head and tile (relative_bias_tensor).
 __device__ __forceinline__ ScoreView bias_view(const fdm_problem &p, const Sequence &s, int64_t sequence_index,
                                                int64_t head, int64_t tile) {
   const fdm_tensor &t = p.bias;
@@ -82,8 +82,8 @@ template <int kColumns> struct ColumnFacts {
 };
 
 template <int kColumns, int kThreads> struct KeyRing {
-  static constexpr int kBatch = kThreads / kColumns; // blocks that are fetched at a time
-  static constexpr int kBlocks = 2 * kBatch;
+  static constexpr int kBlocksAtOnce = kThreads / kColumns; // blocks that are fetched at a time
+  static constexpr int kBlocks = 2 * kBlocksAtOnce;
   static_assert(kThreads % kColumns == 0, "each thread fetches one column");
 
   struct Slot : ColumnFacts<kColumns> {

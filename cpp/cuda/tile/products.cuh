@@ -7,8 +7,8 @@
 
 namespace fdm::cuda {
 
-// Calls multiply(d, n, a, b) for each 16 columns d of A and B, and each two tiles n of 8 rows of B, with their fragments and
-// those of all tiles of A.
+// Calls multiply(d, n, a, b) for each 16 columns d of A and B, and each two tiles n of 8 rows of B, with their
+// fragments and those of all tiles of A.
 template <int kHeadDim, int kLeftTiles, int kRightTiles, class Multiply>
 __device__ __forceinline__ void for_fragments(uint32_t left, uint32_t right, const Multiply &multiply) {
   using Tile = SmemTile<kHeadDim>;
@@ -165,9 +165,9 @@ template <class Element> __device__ __forceinline__ uint32_t pack_left(float low
   return ptx::pack<Element>(low - packed_low, high - packed_high);
 }
 
-// The rest of a number that is rounded to 16 bits: the difference of the bits of both as float32, in units of 2^-8 of the
-// largest there is where the rounded number is normal. Below, it is as much of the difference as a byte holds. What it adds to
-// makes no finite number infinite and leaves NaN as it is.
+// The rest of a number that is rounded to 16 bits: the difference of the bits of both as float32, in units of 2^-8 of
+// the largest there is where the rounded number is normal. Below, it is as much of the difference as a byte holds. What
+// it adds to makes no finite number infinite and leaves NaN as it is.
 template <class Element> constexpr int kRestShift = std::is_same_v<Element, __half> ? 5 : 8;
 template <class Element> __device__ __forceinline__ int32_t rest_of(float x, float rounded) {
   constexpr int kShift = kRestShift<Element>;

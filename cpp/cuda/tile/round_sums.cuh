@@ -2,8 +2,8 @@
 // The kernel that rounds float32 sums to gradients: a warp for each band of 16 rows, of which it has the accumulators of
 // tiles of 8 columns (ptx/matrix.cuh). A `Bands` tells where sums lie:
 //   Params                      the kernel's parameters
-//   kTogether                   tiles that are loaded before any of them is written
-//   kBlocks                     blocks of threads for which an SM must have registers
+//   kTilesAtOnce                   tiles that are loaded before any of them is written
+//   kBlocks                     thread blocks for which an SM must have registers
 //   Bands(params, n)            band n, of which a warp asks once. It waits for the kernel ahead if it reads what kernels wrote
 //   tiles()                     how many tiles it has: 0 if there is no such band
 //   load(first tile, sums), store(first tile, sums)
@@ -69,20 +69,20 @@ struct KeyBand {
 template <class Bands>
 __global__ void __launch_bounds__(kRoundingThreads, Bands::kBlocks)
     round_sums(const __grid_constant__ typename Bands::Params params) {
-  constexpr int kTogether = Bands::kTogether;
+  constexpr int kTilesAtOnce = Bands::kTilesAtOnce;
   ptx::start_dependents();
   const Bands band(params, int64_t(blockIdx.x) * (kRoundingThreads / 32) + threadIdx.x / 32);
   ptx::wait_for_kernel_ahead();
   const int tiles = band.tiles();
   bool finite = true;
 #pragma unroll 1
-  for (int first = 0; first < tiles; first += kTogether) {
-    float sums[kTogether][4];
+  for (int first = 0; first < tiles; first += kTilesAtOnce) {
+    float sums[kTilesAtOnce][4];
     band.load(first, sums);
     __syncwarp(); // rows may be written where other threads of the warp have read
     band.store(first, sums);
 #pragma unroll
-    for (int k = 0; k < kTogether; ++k)
+    for (int k = 0; k < kTilesAtOnce; ++k)
 #pragma unroll
       for (int i = 0; i < 4; ++i) finite &= fabsf(sums[k][i]) < INFINITY;
   }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A bias with a row for each query, on its way to a tile of scores. It is copied to shared memory while other work
-// goes on. Lanes go along the keys, so the elements of a row come in few transactions wherever the keys lie.
+// A bias per query, on its way to a tile of scores. It is copied to shared memory while other work goes on. Lanes go
+// along the keys, so the elements of a row come in few transactions wherever the keys lie.
 //
 // Asynchronous copies have four bytes or more. So each pair of a row and a key has a word, a copy of the aligned word
 // in global memory that the element lies in. An element of 16 bits is one half of that word.
@@ -26,9 +26,10 @@ struct RowBiasTile {
   // For absent keys, where keys[c] is -1, it copies key 0, which exists wherever this is called.
   template <int kRows, int kColumns, int kPitch>
   __device__ __forceinline__ void copy(uint32_t *sBias, const int32_t *keys, int64_t row, int rows) const {
-    constexpr int kAcross = kColumns < 32 ? kColumns : 32, kDown = 32 / kAcross, kSteps = kColumns / kAcross;
-    static_assert(kColumns % kAcross == 0 && kRows % (2 * kDown) == 0);
-    const int across = threadIdx.x % kAcross, down = threadIdx.x % 32 / kAcross;
+    constexpr int kThreadsPerRow = kColumns < 32 ? kColumns : 32, kRowsAtOnce = 32 / kThreadsPerRow,
+                  kSteps = kColumns / kThreadsPerRow;
+    static_assert(kColumns % kThreadsPerRow == 0 && kRows % (2 * kRowsAtOnce) == 0);
+    const int across = threadIdx.x % kThreadsPerRow, down = threadIdx.x % 32 / kThreadsPerRow;
     const int64_t pitch = row_bytes(), key_bytes = key_stride() * element_bytes();
     const uintptr_t first_word = first + row * pitch, half = half_word();
     // The addresses of the words of a row and of the next row of this thread. Two rows further, an element lies in the
@@ -36,25 +37,25 @@ struct RowBiasTile {
     uintptr_t words[kSteps][2];
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
-      words[s][0] = first_word + down * pitch + max(0, keys[across + s * kAcross]) * key_bytes;
-      words[s][1] = words[s][0] + kDown * pitch;
+      words[s][0] = first_word + down * pitch + max(0, keys[across + s * kThreadsPerRow]) * key_bytes;
+      words[s][1] = words[s][0] + kRowsAtOnce * pitch;
     }
     const uint32_t address = ptx::shared_address(sBias) + (down * kPitch + across) * 4;
     if (rows < kRows || may_hold(half, first_word, rows, pitch, key_bytes))
-      return copy_carefully<kSteps, kDown, kAcross, kPitch>(address, words, rows - down, half);
+      return copy_carefully<kSteps, kRowsAtOnce, kThreadsPerRow, kPitch>(address, words, rows - down, half);
 #pragma unroll
     for (int s = 0; s < kSteps; ++s)
 #pragma unroll
       for (int i = 0; i < 2; ++i) words[s][i] &= ~uintptr_t(3);
 #pragma unroll 8
-    for (int r = 0; r < kRows; r += 2 * kDown)
+    for (int r = 0; r < kRows; r += 2 * kRowsAtOnce)
 #pragma unroll
       for (int s = 0; s < kSteps; ++s)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          ptx::cp_async_4(address + ((r + i * kDown) * kPitch + s * kAcross) * 4,
+          ptx::cp_async_4(address + ((r + i * kRowsAtOnce) * kPitch + s * kThreadsPerRow) * 4,
                           reinterpret_cast<const void *>(words[s][i]));
-          words[s][i] += 2 * kDown * pitch;
+          words[s][i] += 2 * kRowsAtOnce * pitch;
         }
   }
 
@@ -81,18 +82,18 @@ private:
   }
 
   // Copies as many rows as there are. It copies only half of a word that lies in the tensor by half.
-  template <int kSteps, int kDown, int kAcross, int kPitch>
+  template <int kSteps, int kRowsAtOnce, int kThreadsPerRow, int kPitch>
   __device__ __forceinline__ void copy_carefully(uint32_t address, const uintptr_t (&words)[kSteps][2], int rows,
                                                  uintptr_t half_word) const {
 #pragma unroll 1
-    for (int r = 0; r < rows; r += kDown, address += kDown * kPitch * 4)
+    for (int r = 0; r < rows; r += kRowsAtOnce, address += kRowsAtOnce * kPitch * 4)
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) {
         const uintptr_t word = (words[s][0] + r * row_bytes()) & ~uintptr_t(3);
         if (word != half_word)
-          ptx::cp_async_4(address + s * kAcross * 4, reinterpret_cast<const void *>(word));
+          ptx::cp_async_4(address + s * kThreadsPerRow * 4, reinterpret_cast<const void *>(word));
         else // an asynchronous copy of two bytes reads four
-          ptx::store_shared(address + s * kAcross * 4, uint32_t(*reinterpret_cast<const uint16_t *>(word)));
+          ptx::store_shared(address + s * kThreadsPerRow * 4, uint32_t(*reinterpret_cast<const uint16_t *>(word)));
       }
   }
 };

@@ -7,14 +7,14 @@
 
 namespace fdm::cuda {
 
-// Rows of K or V that are copied 16 bytes at a time, for one key/value head of a sequence.
+// Rows of K or V that are copied 16 bytes at a time, for one KV head of a sequence.
 struct GatheredRows {
   const char *first; // row 0
   int32_t bytes;     // from one row to the next
 };
 
-// Where the rows of Q, K and V lie. Those of K and V have a number in common: that of the key, or with a block table that of
-// its place in the pages.
+// Where the rows of Q, K and V lie. Those of K and V have a number in common: that of the key, or with a block table
+// that of its place in the pages.
 struct RowPlaces {
   int32_t q_bytes, k_bytes, v_bytes; // from one row to the next
   int32_t page_rows;                 // from one page of a block table to the next

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The sizes of a kernel with mma.sync, of which a block of threads has a tile of query rows of one head.
+// The sizes of a kernel with mma.sync, of which a thread block has a tile of query rows of one head.
 #pragma once
 
 #include "../plan/plan.cuh"

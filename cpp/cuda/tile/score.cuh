@@ -27,14 +27,14 @@ struct ScoreFactors {
     return factors;
   }
 
-  // Whether products may begin with the bias, in their units. Beyond these bounds biases would leave the range of their type, or
-  // products with the scale that of floats.
+  // Whether products may begin with the bias, in their units. Beyond these bounds biases would leave the range of their
+  // type, or products with the scale that of floats.
   __host__ __device__ bool may_begin_with_bias() const { return cap == 0 && scale > 0x1p-30f && scale < 0x1p20f; }
 
   // Returns the score to base 2. `slope` becomes the derivative of the capped score with respect to the one without a
   // cap.
-  template <bool kCap> __device__ __forceinline__ float score(float product, float bias, float *slope) const {
-    if constexpr (kCap) {
+  template <bool kHasSoftcap> __device__ __forceinline__ float score(float product, float bias, float *slope) const {
+    if constexpr (kHasSoftcap) {
       const float t = tanh_of(product * scale);
       *slope = 1.0f - t * t;
       return fmaf(t, cap, bias);

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Tiles of rows of 16-bit elements in shared memory, swizzled so that ldmatrix, wgmma and 16-byte copies have no bank
+// Row tiles of 16-bit elements in shared memory, swizzled so that ldmatrix, wgmma and 16-byte copies have no bank
 // conflicts.
 //
 // A tile is cut into panels of 64 columns. A row of a panel has 128 bytes, which are eight chunks of 16; chunk c of row
-// r lies where chunk c ^ (r % 8) would. Eight rows of one chunk then cover all banks. wgmma knows this as the swizzle of
-// 128 bytes.
+// r lies where chunk c ^ (r % 8) would. Eight rows of one chunk then cover all banks. wgmma knows this as the swizzle
+// of 128 bytes.
 #pragma once
 
 #include "../../indexing.h"
@@ -15,9 +15,9 @@ namespace fdm::cuda {
 
 constexpr int kAnyRows = 0;
 
-// A tile with a number of rows has one panel after the other, as wgmma reads them. A tile with kAnyRows has the panels of
-// a row side by side, and as many rows as its memory holds; mma.sync reads it. Up to 32 columns, two rows of it share 128
-// bytes, and chunk c of row r lies where chunk c ^ (r / 2 % 4) of its row would.
+// A tile with a number of rows has one panel after the other, as wgmma reads them. A tile with kAnyRows has the panels
+// of a row side by side, and as many rows as its memory holds; mma.sync reads it. Up to 32 columns, two rows of it
+// share 128 bytes, and chunk c of row r lies where chunk c ^ (r / 2 % 4) of its row would.
 template <int kColumns, int kRows = kAnyRows> struct SmemTile {
   static constexpr bool kHasPanels = kRows != kAnyRows, kPairs = !kHasPanels && kColumns <= 32;
   static constexpr int kPanels = (kColumns + 63) / 64, kChunks = kColumns / 8;
@@ -34,7 +34,8 @@ template <int kColumns, int kRows = kAnyRows> struct SmemTile {
 
   __device__ static __forceinline__ uint32_t chunk_address(uint32_t base, int row, int chunk) {
     if constexpr (kHasPanels) return base + chunk / 8 * kPanelBytes + row * kRowBytes + ((chunk ^ row) & 7) * 16;
-    // This is the same sum, but with an `or`: with the sum, mma.sync kernels take up to 22 registers more, and spill more.
+    // This is the same sum, but with an `or`: with the sum, mma.sync kernels take up to 22 registers more, and spill
+    // more.
     const int swizzled = kPairs ? (chunk ^ (row / 2)) & 3 : (chunk & ~7) | ((chunk ^ row) & 7);
     return base + row * kRowBytes + swizzled * 16;
   }
@@ -61,8 +62,8 @@ template <int kColumns, int kRows = kAnyRows> struct SmemTile {
     return (fragment ^ (column / 8 % 8 * 16)) + row * kRowBytes + column / 64 * kPanelBytes;
   }
 
-  // wgmma's descriptor of the whole tile, which begins at a multiple of 1024 bytes. Those of other parts are an addition
-  // of `offset` away.
+  // wgmma's descriptor of the whole tile, which begins at a multiple of 1024 bytes. Those of other parts are an
+  // addition of `offset` away.
   __device__ static __forceinline__ uint64_t descriptor(uint32_t base) {
     static_assert(kHasPanels);
     return ptx::matrix_descriptor(base, kPanelBytes, 8 * kRowBytes);
@@ -92,18 +93,18 @@ template <int kColumns, int kRows = kAnyRows> struct SmemTile {
           chunk_address(base, first_row<kWarps>(warp) + own_row + 4 * half, own_chunk) - 4 * half * kRowBytes;
     // The addresses of several rows are found first: a register that a copy reads cannot be written until the copy has
     // left the queue.
-    constexpr int kBatch = kOwnRows / kStepRows < 4 ? kOwnRows / kStepRows : 4;
-    static_assert(kOwnRows / kStepRows % kBatch == 0);
+    constexpr int kRowsInFlight = kOwnRows / kStepRows < 4 ? kOwnRows / kStepRows : 4;
+    static_assert(kOwnRows / kStepRows % kRowsInFlight == 0);
 #pragma unroll
-    for (int first = 0; first < kOwnRows; first += kBatch * kStepRows) {
-      const uint16_t *row[kBatch];
+    for (int first = 0; first < kOwnRows; first += kRowsInFlight * kStepRows) {
+      const uint16_t *row[kRowsInFlight];
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i)
+      for (int i = 0; i < kRowsInFlight; ++i)
         row[i] =
             reinterpret_cast<const uint16_t *>(__shfl_sync(0xffffffffu, row_bits, first + i * kStepRows + own_row)) +
             own_chunk * 8;
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
+      for (int i = 0; i < kRowsInFlight; ++i) {
         const int r = first + i * kStepRows;
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) {

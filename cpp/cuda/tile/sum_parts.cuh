@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The kernel that adds float32 sums of which blocks of threads have computed parts, in the order of the parts. A column of the
+// The kernel that adds float32 sums of which thread blocks have computed parts, in the order of the parts. A column of the
 // grid goes through items; its blocks share the numbers of each. An `Items` tells where they lie:
 //   Params, Value          the kernel's parameters; a few neighbours, of one thread
 //   Items(params), count   how many items there are

@@ -10,8 +10,8 @@
 
 namespace fdm::cuda {
 
-// The general kernel also serves rows that cannot be copied 16 bytes at a time, and a bias with a row for each query. Both are
-// rare, and need much code.
+// The general kernel also serves rows that cannot be copied 16 bytes at a time, and a bias per query. Both are rare,
+// and need much code.
 enum class TileKind { usual, general };
 
 constexpr int shared_limit(int arch) {
@@ -37,7 +37,7 @@ constexpr ForwardTileChoice forward_tile(int arch, int head_dim) {
   return {128, 64, 8, 1};
 }
 
-// The tile where there are blocks of threads for more than two on every SM. Three smaller ones share an SM then, and have
+// The tile where there are thread blocks for more than two on every SM. Three smaller ones share an SM then, and have
 // enough registers: seen on an H200, where twelve warps hide each other's latencies better than eight, though each
 // barrier comes twice as often.
 constexpr ForwardTileChoice crowded_forward_tile(int arch, int head_dim) {
@@ -107,16 +107,16 @@ constexpr DkdvTileChoice dkdv_tile(int arch, int head_dim) {
 // What shared memory holds beside K and Q: V and two stages of dO; or one stage of dO, with V in registers.
 enum class SharedHolds { values_and_two_douts, one_dout };
 
-// All gradients at once: keys of a block and rows of a step; of the kernel with mma.sync also warps, blocks for which an
-// SM must have registers, warps with the same keys, and what shared memory holds.
+// All gradients at once: keys of a block and rows of a step; of the kernel with mma.sync also warps, blocks for which
+// an SM must have registers, warps with the same keys, and what shared memory holds.
 struct FusedTileChoice {
   int keys, rows, warps = 0, blocks = 0, shares = 1;
   SharedHolds shared_holds = SharedHolds::values_and_two_douts;
 };
 
 constexpr FusedTileChoice fused_tile(int arch, int head_dim) {
-  // Accumulators of dk and dv take head_dim registers of a thread for 128 keys, and as many as 128 for 64. P and dP take
-  // as many as there are rows; wide products read less shared memory for each operation. Up to 64 columns, three
+  // Accumulators of dk and dv take head_dim registers of a thread for 128 keys, and as many as 128 for 64. P and dP
+  // take as many as there are rows; wide products read less shared memory for each operation. Up to 64 columns, three
   // warpgroups have registers for 64 keys each.
   if (arch == 90) {
     if (head_dim <= 64) return {192, 64};
@@ -132,19 +132,19 @@ constexpr FusedTileChoice fused_tile(int arch, int head_dim) {
   return {64, 32, 8, 1, 2, small_shared ? SharedHolds::one_dout : SharedHolds::values_and_two_douts};
 }
 
-// Whether the kernel knows biases with a row for each query. With fewer columns, the pair bias kernels serve most of these.
+// Whether the kernel knows biases per query. With fewer columns, the pair bias kernels serve most of these.
 constexpr bool fuses_row_bias(int arch, int head_dim) { return arch == 90 && head_dim > 128; }
 // The same with a mask that has a row for each query.
 constexpr bool fuses_row_mask(int arch, int head_dim) { return arch == 90 && head_dim <= 128; }
 
-// All gradients at once, of blocks of keys that one warpgroup of sm_90 computes by itself. Accumulators take head_dim + 64
+// All gradients at once, of key blocks that one warpgroup of sm_90 computes by itself. Accumulators take head_dim + 64
 // registers of a thread, so three of them share an SM; of larger head dimensions two would, which is slower.
 struct SmallBlockChoice {
   int keys, rows, most_head_dim;
 };
 constexpr SmallBlockChoice kSmallBlock{64, 64, 64};
 
-// The gradient of a bias with a row for each query: 16 rows a warp, and the buffers that RowBiasConfig describes.
+// The gradient of a bias per query: 16 rows a warp, and the buffers that RowBiasConfig describes.
 struct RowBiasTileChoice {
   int columns, warps, query_buffers, key_buffers;
 };

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// cuda/ptx/wgmma.cuh. Each warp multiplies its own 16 rows, when it waits for the products: until then the sums are what
-// they were, and the operands in shared memory must stay.
+// cuda/ptx/wgmma.cuh. Each warp multiplies its own 16 rows, when it waits for the products: until then the sums are
+// what they were, and the operands in shared memory must stay.
 #pragma once
 
 #include <array>

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a backend gets and does."""
+"""The interface of a backend."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class Backend(Protocol):
         return None
 
     def settings(self, kept: Any) -> tuple[Any, ...]:
-        """Return the settings of the record of which `keep` has kept this."""
+        """Return the settings of the call whose `keep` has returned this."""
         settings: tuple[Any, ...] = kept
         return settings
 
@@ -173,7 +173,7 @@ class Backend(Protocol):
         return False
 
     def key_mass_kernel(self, inputs: AttentionInputs) -> str:
-        """Return the name of what computes `key_mass`."""
+        """Return the name of the kernel of `key_mass`."""
         return "PyTorch operations"
 
     def select_intervals(self, inputs: SelectionInputs) -> tuple[Tensor, Tensor]:
@@ -198,7 +198,7 @@ def lse_shape(query: Tensor) -> tuple[int, ...]:
 
 
 def mass_shape(inputs: AttentionInputs) -> tuple[int, ...]:
-    """Return the shape of what each key received: ``(B, H, K)``, or ``(H, total_k)``."""
+    """Return the shape of the key mass: ``(B, H, K)``, or ``(H, total_k)``."""
     heads = inputs.query.shape[-2]
     if inputs.packed:
         return (heads, inputs.key.shape[0])

@@ -186,7 +186,7 @@ class PackBackend(Backend):
         return self._has_key_mass(inputs)
 
     def key_mass_kernel(self, inputs: AttentionInputs) -> str:
-        """Return the name of what computes `key_mass`."""
+        """Return the name of the kernel of `key_mass`."""
         if self._has_key_mass(inputs):
             return f"key_mass of {self.pack.name}"
         return "key_mass_kernel of Triton" if self._triton_sums(inputs) else "PyTorch operations"
@@ -295,7 +295,7 @@ def _one_thread() -> int:
 
 
 def _padded(size: int) -> int:
-    """Return the bytes that a part of what is kept takes."""
+    """Return the bytes of a part of what is kept, padded."""
     return (size + 255) // 256 * 256
 
 

@@ -188,7 +188,7 @@ def _dense_gradients(
 
 
 def _group_sum(gradient: Tensor, part: Sequence) -> Tensor:
-    """Sum (B, H, ...) over the query heads of each key/value head."""
+    """Sum (B, H, ...) over the query heads of each KV head."""
     batch, heads, *rest = gradient.shape
     kv_heads = part.key.shape[2]
     return gradient.reshape(batch, kv_heads, heads // kv_heads, *rest).sum(2)

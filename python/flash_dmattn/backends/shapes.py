@@ -74,7 +74,7 @@ def has_other_width(inputs: AttentionInputs | KeyListInputs, most: int = MOST_HE
 
 
 def check_selection(inputs: SelectionInputs, *, read_lengths: bool = True) -> None:
-    """Raise TypeError or ValueError for what selection cannot work on."""
+    """Raise TypeError or ValueError for arguments that selection does not take."""
     _check("check_selection", inputs, read_lengths)
 
 

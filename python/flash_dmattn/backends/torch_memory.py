@@ -62,7 +62,7 @@ def make_plan(pack: _core.Pack, threads: int, inputs: AttentionInputs, *, zeroed
 def attend(
     pack: _core.Pack, threads: int, inputs: AttentionInputs, *, need_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Do what attend of `_core.Call` does."""
+    """Compute what `_core.Call.attend` computes, in memory of torch."""
     problem, plan = _problem(pack, threads, inputs), inputs.given_plan
     out, lse = _out(inputs.query), _lse(inputs) if need_lse else None
     scratch = _scratch(problem.attend_bytes(need_lse, plan is not None), out.device)

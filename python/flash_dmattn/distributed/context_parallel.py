@@ -55,7 +55,7 @@ def context_parallel_dmattn(
     Each rank has consecutive tokens, those of rank 0 first, and any number of them. All that its
     queries can see of the ranks before it is ``window_size`` keys for each head of the bias, and
     the last and the first where these are kept; these are sent to it, and no others: at most ``B *
-    (window_size + keep_last + keep_first)`` rows of key and value for each key/value head, whatever
+    (window_size + keep_last + keep_first)`` rows of key and value for each KV head, whatever
     the length. The gradients of these rows travel back, and are summed in
     the order of the ranks; so what attention gives in equal bits (``deterministic``) stays so.
 

@@ -85,8 +85,8 @@ def planned(
     arrival = wanted[rank].reshape(-1).cumsum(0).view(ranks, batch, sets, rows) - 1
     arrival = arrival.permute(1, 2, 0, 3).reshape(batch, sets, columns)
     running = mine.cumsum(-1)
-    slot = torch.arange(1, rows + 1, device=device).expand(batch, sets, -1).contiguous()
-    column = torch.searchsorted(running, slot)
+    row_number = torch.arange(1, rows + 1, device=device).expand(batch, sets, -1).contiguous()
+    column = torch.searchsorted(running, row_number)
     is_there = column < columns
     column = column.clamp(max=columns - 1)
     places = arrival.gather(2, column).masked_fill(~is_there, sum(sizes[rank]))

@@ -94,7 +94,7 @@ def _up_to(keys: int, tensor: Tensor) -> Tensor:
 
 
 def _sum(bias: Tensor, added: Tensor) -> Tensor:
-    """Add, where of two head counts the smaller one is that of the key/value heads."""
+    """Add, where of two head counts the smaller one is that of the KV heads."""
     heads = max(bias.shape[1], added.shape[1])
     bias, added = (
         t if t.shape[1] in (1, heads) else t.repeat_interleave(heads // t.shape[1], 1)

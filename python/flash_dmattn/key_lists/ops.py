@@ -197,9 +197,9 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
     *tensors, out, lse = ctx.saved_tensors
     inputs = KeyListInputs(*tensors, *ctx.settings)
     flags = tuple(bool(ctx.needs_input_grad[place]) for place in KEY_LISTS.places)
-    slots: list[Tensor | None] = [None] * (_FIELD_COUNT + 1)
+    gradients_of_fields: list[Tensor | None] = [None] * (_FIELD_COUNT + 1)
     if (dout is None and dlse is None) or not any(flags):
-        return tuple(slots)
+        return tuple(gradients_of_fields)
     if dout is None:
         dout = out.new_zeros(()).expand(out.shape)
     if ctx.backend == "reference" and torch.is_grad_enabled():
@@ -210,8 +210,8 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
             dout, dlse, out, lse, *inputs, ctx.backend, *flags
         )
     for place, gradient, wanted in zip(KEY_LISTS.places, gradients, flags, strict=True):
-        slots[place] = gradient if wanted else None
-    return tuple(slots)
+        gradients_of_fields[place] = gradient if wanted else None
+    return tuple(gradients_of_fields)
 
 
 def _recorded(

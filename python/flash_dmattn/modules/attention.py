@@ -41,7 +41,7 @@ __all__ = ["DynamicMaskAttention"]
 class DynamicMaskAttention(nn.Module):
     """Self-attention of each query to the last keys, and to the others with the largest bias.
 
-    The bias of a key is learned from its value vector, one number for each key/value head:
+    The bias of a key is learned from its value vector, one number for each KV head:
 
         bias = A * softplus(dt_proj(V))             bias_form="softplus"
         bias = exp(A * softplus(dt_proj(V)))        bias_form="exp"

@@ -37,7 +37,7 @@ __all__ = ["ForgettingAttention"]
 class ForgettingAttention(nn.Module):
     """Causal self-attention whose weights decay by forget gates that are learned.
 
-    Each token has a gate for each key/value head, ``sigmoid(f_proj(x))``, and between query i and
+    Each token has a gate for each KV head, ``sigmoid(f_proj(x))``, and between query i and
     key j the score gets the logarithms of the gates j + 1 to i (FoX, arXiv:2503.02130). Keys that
     have decayed below ``prune`` are dropped, so that time and memory follow what is remembered.
 

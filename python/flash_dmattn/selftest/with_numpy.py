@@ -165,6 +165,6 @@ def _buffer(size: int) -> Any:
 
 
 def _per_group(per_head: Any, group: int) -> Any:
-    """Sum over the query heads that share a key/value head."""
+    """Sum over the query heads that share a KV head."""
     batch, heads, *rest = per_head.shape
     return per_head.reshape(batch, heads // group, group, *rest).sum(2)

@@ -352,7 +352,7 @@ class HeldRows:
     def has_slots_for(
         self, shape: tuple[int, int, int], like: Tensor, bias_dtype: torch.dtype = torch.float32
     ) -> bool:
-        """Say whether `step` can write a token with a bias of its own for each key/value head.
+        """Say whether `step` can write a token with a bias of its own for each KV head.
 
         Args:
             shape: B, Hk and D of the token.

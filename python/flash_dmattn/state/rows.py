@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Rows of keys, values, biases and positions, and the choice among them. All is differentiable.
 
-A row belongs to each key/value head by itself: what lies in row i of one head need not be the token
+A row belongs to each KV head by itself: what lies in row i of one head need not be the token
 that lies in row i of another. Only a bias that all heads share has rows that they share.
 """
 
@@ -38,7 +38,7 @@ class Rows(NamedTuple):
 
     @property
     def sharing(self) -> int:
-        """Heads of the bias that keep rows of one key/value head."""
+        """Heads of the bias that keep rows of one KV head."""
         return self.bias.shape[1] // self.position.shape[1]
 
     def take(self, index: Tensor) -> Rows:

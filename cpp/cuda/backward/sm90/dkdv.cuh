@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The gradients of keys, values and of a bias that is the same for every query, with Hopper's wgmma: one block of
-// threads for a block of keys or a part of its work, as ../dkdv.cuh tells.
+// The gradients of keys, values and of a bias per key, with Hopper's wgmma: one thread block for a key block or a part
+// of its work, as ../dkdv.cuh tells.
 //
 // While one consumer warpgroup makes P' and dS', the other's products keep the tensor cores busy.
 #pragma once

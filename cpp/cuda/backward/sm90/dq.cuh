@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The gradient of the queries with Hopper's wgmma: a persistent kernel, one block of threads on each SM, specialized
-// by warps as forward.cuh is.
+// The gradient of the queries with Hopper's wgmma: a persistent kernel, one thread block on each SM, specialized by
+// warps as forward.cuh is.
 //
 // The product of dS with K is started after the next block's scores and dP, so the tensor cores work while a warpgroup
 // makes dS.

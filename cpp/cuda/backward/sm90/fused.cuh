@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// All gradients at once, with Hopper's wgmma, for head dimensions from 65 to 128: five products for each block of keys and
-// tile of rows, where kernels for dq and for dk and dv take seven. One block of threads for a block of keys or a part of its
-// work, as ../dkdv.cuh tells.
+// All gradients at once, with Hopper's wgmma, for head dimensions from 65 to 128: five products for each key block and
+// row tile, where kernels for dq and for dk and dv take seven. One thread block for a key block or a part of its work,
+// as ../dkdv.cuh tells.
 //
-// dQ of a tile of rows is a sum over all blocks of keys, each of which adds its own part to float32 sums in global
-// memory: FlashAttention-3's way, whose order is not fixed. The keys of a block belong to two consumer warpgroups, which
-// give each other their dS through shared memory. Each then computes half of the step's dQ, a step later: so the one
-// may be half a step ahead, and one's products keep the tensor cores busy while the other makes P' and dS'.
+// dQ of a row tile is a sum over all key blocks, each of which adds its own part to float32 sums in global memory:
+// FlashAttention-3's way, whose order is not fixed. The keys of a block belong to two consumer warpgroups, which give
+// each other their dS through shared memory. Each then computes half of the step's dQ, a step later: so the one may be
+// half a step ahead, and one's products keep the tensor cores busy while the other makes P' and dS'.
 #pragma once
 
 #include <type_traits>

@@ -27,7 +27,7 @@ template <class Config> struct LargeHeadConsumer : KeyConsumer<Config> {
   using typename Base::Element, typename Base::KeyTile, typename Base::RowTile, typename Base::Scores;
   static constexpr int kColumns = Config::kColumns;
 
-  // Facts about a bias with a row for each query, if there is one.
+  // Facts about a bias per query, if there is one.
   struct None {
     __device__ None(const BackwardParams &, const typename Config::Keys::Shared &) {}
   };
@@ -84,9 +84,9 @@ template <class Config> struct LargeHeadConsumer : KeyConsumer<Config> {
     return rows + threadIdx.x / 32 % 4 * (kHeadDim / 8) * 128 + threadIdx.x % 32 * 4;
   }
 
-  __device__ void add_dq(float (&dq)[kTiles][4], float *own) const {
+  __device__ void add_dq(float (&dq)[kTiles][4], float *thread_sums) const {
     ptx::warpgroup_fence_operand(dq);
-    float *const whole = own + first_whole_column() * 16, *const rest = own + first_rest_column() * 16;
+    float *const whole = thread_sums + first_whole_column() * 16, *const rest = thread_sums + first_rest_column() * 16;
 #pragma unroll
     for (int n = 0; n < kTiles; ++n)
       ptx::add_global(n < kWholeTiles ? whole + n * 128 : rest + (n - kWholeTiles) * 128, dq[n]);

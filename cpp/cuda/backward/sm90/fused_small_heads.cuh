@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// All gradients at once, as fused.cuh computes them, for head dimensions up to 64: three consumer warpgroups have 64 keys
-// each, so each scheduler has three warps to choose from, and a row of dQ is added to once for 192 keys.
+// All gradients at once, as fused.cuh computes them, for head dimensions up to 64: three consumer warpgroups have 64
+// keys each, so each scheduler has three warps to choose from, and a row of dQ is added to once for 192 keys.
 //
 // dQ of a step is the work of one warpgroup, the next step's that of the next. It is computed a step later, when the
 // others have most often stored their dS.
@@ -56,7 +56,7 @@ template <class Config> struct NarrowConsumer : KeyConsumer<Config> {
     Roles::consumer_wait(shared.ds_full[number], state.index == 0 ? state.phase ^ 1 : state.phase);
     const uint64_t ds = Tile::descriptor(ptx::shared_address(shared.sdS[number])),
                    k = KeyTile::descriptor(ptx::shared_address(shared.sK));
-    float *own = own_sums(), dq[kHeadDim / 8][4];
+    float *thread_sums = own_sums(), dq[kHeadDim / 8][4];
     ptx::warpgroup_arrive();
     warpgroup_gemm_ss_columns<Element, Tile, ptx::Major::mn, KeyTile, Config::kKeys>(dq, ds, k, false);
     ptx::warpgroup_commit_batch();
@@ -64,7 +64,7 @@ template <class Config> struct NarrowConsumer : KeyConsumer<Config> {
     ptx::warpgroup_fence_operand(dq);
     ptx::arrive(shared.ds_empty[number]);
 #pragma unroll
-    for (int n = 0; n < kHeadDim / 8; ++n) ptx::add_global(own + n * 128, dq[n]);
+    for (int n = 0; n < kHeadDim / 8; ++n) ptx::add_global(thread_sums + n * 128, dq[n]);
   }
 
   // P' and dS' of all rows of a step, as left operands.

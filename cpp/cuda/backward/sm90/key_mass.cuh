@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The sums of the probabilities of each key, with Hopper's wgmma: one block of threads for a block of keys or a part of its
+// The sums of the probabilities of each key, with Hopper's wgmma: one thread block for a key block or a part of its
 // work, as ../dkdv.cuh tells. There is one product for each step, that of keys and queries.
 #pragma once
 

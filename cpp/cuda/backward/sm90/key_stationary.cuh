@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What the key-stationary Hopper kernels share. K and V of a block of keys stay in shared memory, 64 keys for each
-// consumer warpgroup; a producer warpgroup loads them once, then finds the steps and loads their rows of Q and dO,
-// a pipeline stage for each step.
+// What the key-stationary Hopper kernels share. K and V of a key block stay in shared memory, 64 keys for each consumer
+// warpgroup; a producer warpgroup loads them once, then finds the steps and loads their rows of Q and dO, a pipeline
+// stage for each step.
 #pragma once
 
 #include "../../tile/sm90/products.cuh"
@@ -23,20 +23,21 @@ template <class Roles> struct Producers {
   __device__ static __forceinline__ void sync() { Roles::sync_producers(); }
 };
 
-// With 128 keys or more, each consumer warpgroup owns 64 of them. With 64 keys, for head dimensions whose gradients do not fit
-// the registers of one, each of two computes the scores of half of a step's rows, and half of the columns of the gradients.
-template <class ElementType, int kHeadDimension, int kKeyCount, int kRowCount, int kStageCount, Softcap kCap,
+// With 128 keys or more, each consumer warpgroup owns 64 of them. With 64 keys, for head dimensions whose gradients do
+// not fit the registers of one, each of two computes the scores of half of a step's rows, and half of the columns of
+// the gradients.
+template <class ElementType, int kHeadDimension, int kKeyCount, int kRowCount, int kStageCount, Softcap kSoftcapKind,
           QueryRows kQueryRows, KeyProducts kProducts = KeyProducts::all>
 struct KeyStationaryConfig {
   using Element = ElementType;
   static constexpr int kHeadDim = kHeadDimension, kKeys = kKeyCount, kRows = kRowCount, kStages = kStageCount;
-  static constexpr bool kSoftcap = kCap == Softcap::applied, kShared = kKeys == 64;
+  static constexpr bool kSoftcap = kSoftcapKind == Softcap::applied, kShared = kKeys == 64;
   static constexpr bool kScoresAlone = kProducts == KeyProducts::scores;
   static constexpr bool kRowBias = kQueryRows == QueryRows::bias, kHasRowPlans = kQueryRows != QueryRows::none;
   using Roles = WarpRoles<kShared ? 2 : kKeys / 64>;
   static_assert(kKeys % 64 == 0);
-  // The rows of a step whose scores a warpgroup computes at a time, the columns of its gradients, and the number of such
-  // parts. Three consumer warpgroups have registers for the scores of half of the rows.
+  // The rows of a step whose scores a warpgroup computes at a time, the columns of its gradients, and the number of
+  // such parts. Three consumer warpgroups have registers for the scores of half of the rows.
   static constexpr int kScoreRows = kShared || Roles::kConsumerGroups == 3 ? kRows / 2 : kRows;
   static constexpr int kColumns = kShared ? kHeadDim / 2 : kHeadDim;
   static constexpr int kParts = kRows / kScoreRows;
@@ -73,7 +74,7 @@ struct alignas(16) StepFacts {
 };
 static_assert(sizeof(StepFacts) == sizeof(int4));
 
-// Facts about a tile of rows while it is in shared memory.
+// Facts about a row tile while it is in shared memory.
 template <class Config> struct PassingRows {
   RowStage<Config::kKeys, Config::kScoreRows, Config::Keys::kRowPlans>
       parts[Config::kParts]; // the tiles of their steps count parts
@@ -91,7 +92,7 @@ template <class Config> struct KeyStationaryShared {
   alignas(kAlone ? 16 : 1024) char sdO[kAlone ? 1 : Config::kStages][kAlone ? 16 : Config::RowTile::kBytes];
   PassingRows<Config> stages[Config::kStages]; // a step that is not valid ends the steps
   typename Config::Keys::Shared keys;
-  bool exists; // there is a block of keys
+  bool exists; // there is a key block
   uint64_t keys_full, full[Config::kStages], empty[Config::kStages];
 
   // One thread of the block calls this, before the others use the barriers.
@@ -151,8 +152,8 @@ template <class Config> struct RowProducer {
     Roles::producer_commit(shared.keys_full);
   }
 
-  // The statistics of this lane's row of a step, found while the step before is loaded. lse = inf: there is no such row,
-  // or it has no gradient.
+  // The statistics of this lane's row of a step, found while the step before is loaded. lse = inf: there is no such
+  // row, or it has no gradient.
   __device__ RowStatistics find_statistics(const KeyStep &step) const {
     const Sequence &s = keys.task().s;
     const int i = step.tile * kRows + row();
@@ -173,8 +174,8 @@ template <class Config> struct RowProducer {
     // With a bias for each query, all pairs are tested.
     if (threadIdx.x % 32 == 0) stage.facts.tests[warp()] = careful || (!Config::kRowBias && step.tests);
     if (Roles::producer_thread() == 0) set_step(step, ends);
-    constexpr uint32_t kAll = ~0u >> (32 - kOwnRows);
-    if (maps && maps->known && used == kAll) {
+    constexpr uint32_t kAllOwnRows = ~0u >> (32 - kOwnRows);
+    if (maps && maps->known && used == kAllOwnRows) {
       if (threadIdx.x % 32 == 0) copy_boxes(step);
     } else {
       copy_rows(params.p.q, step, used, shared.sQ[state.index]);
@@ -265,8 +266,8 @@ template <class Config> struct RowProducer {
       if (key >= 0) ptx::prefetch_l2(static_cast<const char *>(m.base) + (row * m.row + key * m.col) * size);
     }
   }
-  // True if this step is the last one whose bias gradients belong to one sum: the sum of a head, or, for a bias with a row for
-  // each query, that of all heads that share a tile.
+  // True if this step is the last one whose bias gradients belong to one sum: the sum of a head, or, for a bias per
+  // query, that of all heads that share a tile.
   __device__ bool ends(const KeyStep &step, const KeyStep &next) const {
     if (!next.valid) return true;
     if constexpr (Config::kRowBias) return params.p.bias.shape[1] == params.p.heads || next.tile != step.tile;
@@ -317,8 +318,8 @@ template <class Config> struct KeyConsumer {
 
   __device__ static void sync_consumers() { ptx::sync_threads<2, Roles::kConsumerThreads>(); }
 
-  // Clears the non-finite elements of K: 0 times NaN or Inf is NaN, and dQ = dS K is a sum over keys that a row drops, too.
-  // That a row keeps such a key shows in its lse. All consumers call this.
+  // Clears the non-finite elements of K: 0 times NaN or Inf is NaN, and dQ = dS K is a sum over keys that a row drops,
+  // too. That a row keeps such a key shows in its lse. All consumers call this.
   __device__ void clear_non_finite_keys() const {
     constexpr uint32_t kExponent = __is_same(Element, __half) ? 0x7c00 : 0x7f80;
     const auto finite = [](uint32_t word) {
@@ -342,7 +343,8 @@ template <class Config> struct KeyConsumer {
   // Facts about the rows.
   __device__ const auto &own_rows(int stage, int turn = 0) const { return shared.stages[stage].parts[own_part(turn)]; }
 
-  // Starts the products S', which begin with the scores that there are where the bias has a row for each query, and dP'.
+  // Starts the products S', which begin with the scores that there are where the bias has a row for each query, and
+  // dP'.
   __device__ void start_scores(Scores &scores, Scores &gradients, int stage, int turn = 0) const {
     const uint64_t part = RowTile::offset(kScoreRows, 0) * own_part(turn);
     ptx::warpgroup_arrive();

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// dQ of short sequences without sums in global memory. The blocks of keys of a head are a cluster: blockIdx.x is the head,
-// blockIdx.y the block of keys. Each adds its part of a tile of dQ to what it got of the block above, and hands the sums on
-// to the block below; the last one writes them. The blocks begin with different tiles, so that all are at work while tiles
-// are on their way.
+// dQ of short sequences without sums in global memory. The key blocks of a head are a cluster: blockIdx.x is the head,
+// blockIdx.y the key block. Each adds its part of a tile of dQ to what it got of the block above, and hands the sums on
+// to the block below; the last one writes them. The blocks begin with different tiles, so that all are at work while
+// tiles are on their way.
 //
-// With a causal limit a block goes from the first tile that sees one of its keys to the last tile: dQ of a tile begins in the block
-// of its diagonal, and ends in block 0. Without one a block goes on with the tiles before its first one, and dQ goes round a
-// ring. Each block has room for one tile of the block above, so in a ring there may be no more tiles than blocks, or all
-// could wait for each other; then dQ of all tiles begins in the last block.
+// With a causal limit a block goes from the first tile that sees one of its keys to the last tile: dQ of a tile begins
+// in the block of its diagonal, and ends in block 0. Without one a block goes on with the tiles before its first one,
+// and dQ goes round a ring. Each block has room for one tile of the block above, so in a ring there may be no more
+// tiles than blocks, or all could wait for each other; then dQ of all tiles begins in the last block.
 //
-// Threads hand their accumulators on to the same threads of the other block, so that no warp waits for another. Numbers are
-// added in an order that is always the same.
+// Threads hand their accumulators on to the same threads of the other block, so that no warp waits for another. Numbers
+// are added in an order that is always the same.
 #pragma once
 
 #include "../../tile/products.cuh"
@@ -24,7 +24,7 @@ namespace fdm::cuda {
 // Facts about a step in a chain: dQ of its tile begins in this block, and ends in it; no step receives after it.
 enum : uint32_t { kBegins = 1, kEnds = 2, kLast = 4 };
 
-// The tiles of rows that a block of the cluster goes through for each head.
+// The row tiles that a block of the cluster goes through for each head.
 struct ChainWalk {
   int32_t tiles;             // in all
   int32_t first, last;       // from the one to the other, in a ring by way of the last of all and tile 0
@@ -95,18 +95,18 @@ template <class Element, int kTiles, int kWarps> struct QueryChain {
     const uint32_t thread = ptx::thread_index(), warp = thread / 32, lane = thread % 32;
     if (lane == 0) ptx::expect_of_cluster(shared.full[warp], sizeof(shared.sums[warp]));
     ptx::wait_for_cluster(shared.full[warp], parities & 1);
-    const float *const own = &shared.sums[warp][0][4 * lane];
+    const float *const received = &shared.sums[warp][0][4 * lane];
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
-      const float4 part = *reinterpret_cast<const float4 *>(own + n * 128);
+      const float4 part = *reinterpret_cast<const float4 *>(received + n * 128);
       sums[n][0] = part.x;
       sums[n][1] = part.y;
       sums[n][2] = part.z;
       sums[n][3] = part.w;
     }
     parities ^= 1;
-    // The block above may overwrite the sums once it is told. Without the fence the arrival at its barrier does not wait for
-    // these loads, and can overtake them.
+    // The block above may overwrite the sums once it is told. Without the fence the arrival at its barrier does not
+    // wait for these loads, and can overtake them.
     __threadfence_block();
     __syncwarp();
     // A block whose tiles have all come may have ended.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A bias with a row for each query, and its gradient, in the kernel of fused_large_heads.cuh: the elements that belong to the
+// A bias per query, and its gradient, in the kernel of fused_large_heads.cuh: the elements that belong to the
 // accumulators of a part of a step. Products begin with them, so that they take no registers of their own.
 #pragma once
 
@@ -21,8 +21,8 @@ template <class Config> struct RowBiasPart {
     clear();
   }
 
-  // Whether the bias must be added to scores, since in units of products that of a row may leave the range of floats. kLargeLse
-  // tells of such rows.
+  // Whether the bias must be added to scores, since in units of products that of a row may leave the range of floats.
+  // kLargeLse tells of such rows.
   __device__ bool is_exact(const StepFacts &facts) const {
     return facts.any_tests() || !ScoreFactors::uncapped(params.p).may_begin_with_bias();
   }

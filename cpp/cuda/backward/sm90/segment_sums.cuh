@@ -20,13 +20,13 @@ __device__ void add_segment_sums(KeyStationaryShared<Config> &shared, const type
   constexpr int kStride = kRowBytes + 16; // the rows of a warp lie in different banks
   static_assert(Config::kKeys * kStride <= offsetof(KeyStationaryShared<Config>, stages));
   ptx::sync_threads<2, Roles::kConsumerThreads>(); // all products are done
-  const auto store = [&](const float (&own)[kColumns / 8][4], int column) {
+  const auto store = [&](const float (&accumulators)[kColumns / 8][4], int column) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       auto *row = reinterpret_cast<float4 *>(shared.sK + sums.key_row(0, half) * kStride) + threadIdx.x % 4;
 #pragma unroll
       for (int d = 0; d < kColumns / 8; d += 2) {
-        const float (&low)[4] = own[d], (&high)[4] = own[d + 1];
+        const float (&low)[4] = accumulators[d], (&high)[4] = accumulators[d + 1];
         if (first + 8 * d < kHeadDim)
           row[column / 4 + 2 * d] = {low[2 * half], low[2 * half + 1], high[2 * half], high[2 * half + 1]};
       }

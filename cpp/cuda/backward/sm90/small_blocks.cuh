@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// All gradients at once, as fused.cuh computes them, where blocks of keys have few steps: a warpgroup has 64 keys,
-// loads its rows itself, and several of them share an SM: while one loads its keys or writes its gradients, others
-// compute. A block of threads that fills an SM would need room for a second set of keys to do so.
+// All gradients at once, as fused.cuh computes them, where key blocks have few steps: a warpgroup has 64 keys, loads
+// its rows itself, and several of them share an SM: while one loads its keys or writes its gradients, others compute. A
+// thread block that fills an SM would need room for a second set of keys to do so.
 #pragma once
 
 #include "../../tile/copy_rows.cuh"
@@ -16,7 +16,7 @@
 
 namespace fdm::cuda {
 
-// The blocks of threads of a cluster are the key blocks of a chain, or share the steps of one key block.
+// The thread blocks of a cluster are the key blocks of a chain, or share the steps of one key block.
 enum class ClusterOf { step_shares, chain };
 
 template <class ElementType, int kHeadDimension, ClusterOf kCluster> struct SmallBlocksConfig {
@@ -41,7 +41,7 @@ struct alignas(16) BlockSteps {
   uint32_t statistics, sums;     // the first row of the first head among the statistics and the sums of dQ of all heads
 };
 
-// What the blocks of threads of a cluster share.
+// What the thread blocks of a cluster share.
 template <class Config, bool = Config::kChained> struct SmallBlocksCluster {
   ShareBarriers shares;
 
@@ -116,9 +116,9 @@ template <class Config> struct SmallBlock {
   __device__ void load_keys(const KeyBlockPlace &place) const {
     constexpr int kOwnKeys = Config::kKeys / Config::kWarps;
     const int r = threadIdx.x / 32 * kOwnKeys + threadIdx.x % 32;
-    const bool listed = params.keys.listed, own = threadIdx.x % 32 < kOwnKeys;
-    const int64_t key = listed ? (own ? shared.keys.key[r] : 0) : int64_t(place.block) * Config::kKeys + r;
-    const bool exists = own && (listed ? shared.keys.readable[r] : key < place.s.k_count);
+    const bool listed = params.keys.listed, has_key = threadIdx.x % 32 < kOwnKeys;
+    const int64_t key = listed ? (has_key ? shared.keys.key[r] : 0) : int64_t(place.block) * Config::kKeys + r;
+    const bool exists = has_key && (listed ? shared.keys.readable[r] : key < place.s.k_count);
     const auto load = [&](const fdm_tensor &t, const char *tile) {
       const uint16_t *row = kZeroRow;
       if (exists)
@@ -150,7 +150,7 @@ template <class Config> struct SmallBlock {
             min(task.steps.first_tile + task.steps.tiles, (rows.past + kRows - 1) / kRows),
             head * uint32_t(params.p.queries), head * uint32_t(params.query_sums.head_rows)};
   }
-  // The first step of this block of threads, and the one after another. All heads of the group know the same of the keys.
+  // The first step of this thread block, and the one after another. All heads of the group know the same of the keys.
   __device__ KeyStep first_step(const BlockSteps &steps) const {
     if constexpr (Config::kChained) {
       const ChainWalk &walk = shared.cluster.walk;
@@ -195,9 +195,9 @@ template <class Config> struct SmallBlock {
     auto &stage = shared.stages[number];
     float &lse = stage.lse[own_row], &delta = stage.delta[own_row];
     if (i < queries) {
-      const RowStatistics &own = params.statistics[steps.statistics + uint32_t(step.head) * queries + i];
-      ptx::cp_async_4(ptx::shared_address(&lse), &own.lse);
-      ptx::cp_async_4(ptx::shared_address(&delta), &own.delta);
+      const RowStatistics &row_statistics = params.statistics[steps.statistics + uint32_t(step.head) * queries + i];
+      ptx::cp_async_4(ptx::shared_address(&lse), &row_statistics.lse);
+      ptx::cp_async_4(ptx::shared_address(&delta), &row_statistics.delta);
     } else {
       lse = INFINITY;
       delta = 0.0f;
@@ -304,10 +304,10 @@ template <class Config> struct SmallBlock {
   // Adds dQ of a step to the sums of all blocks.
   __device__ void add_queries(int number, const float (&dq)[kHeadDim / 8][4]) const {
     const uint32_t thread = ptx::thread_index();
-    float *own = params.query_sums.data + uint64_t(shared.place[number]) * kHeadDim +
-                 thread / 32 * (kHeadDim / 8) * 128 + thread % 32 * 4;
+    float *thread_sums = params.query_sums.data + uint64_t(shared.place[number]) * kHeadDim +
+                         thread / 32 * (kHeadDim / 8) * 128 + thread % 32 * 4;
 #pragma unroll
-    for (int n = 0; n < kHeadDim / 8; ++n) ptx::add_global(own + n * 128, dq[n]);
+    for (int n = 0; n < kHeadDim / 8; ++n) ptx::add_global(thread_sums + n * 128, dq[n]);
   }
 
   __device__ void run(const KeyBlockPlace &block) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Blocks of threads of a cluster that share the steps of a block of keys in turn, where there are too few blocks of keys for all
-// SMs. At the end the first of them adds up dK and the gradient of the bias of all, in the order of their ranks, and the
-// second dV.
+// Thread blocks of a cluster that share the steps of a key block in turn, where there are too few key blocks for all
+// SMs. At the end the first of them adds up dK and the gradient of the bias of all, in the order of their ranks, and
+// the second dV.
 #pragma once
 
 #include "../../tile/products.cuh"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What the forward kernels for Hopper are given that copy Q, K and V as boxes.
+// The parameters of the Hopper forward kernels that copy Q, K and V as boxes (TMA).
 #pragma once
 
 #include <cuda.h>

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Forward pass with Hopper's wgmma: a persistent kernel, one block of threads on each SM.
+// Forward pass with Hopper's wgmma: a persistent kernel, one thread block on each SM.
 //
 // The kernel is warp-specialized. Lookup warps find tiles and the keys of their columns, and a producer warpgroup
-// gathers the rows of Q, K and V, as far ahead as the stages of the pipeline allow, also over the end of a tile. Where the
-// columns are consecutive keys, one warp copies boxes instead (forward_boxes.cuh). The consumers are those of
+// gathers the rows of Q, K and V, as far ahead as the stages of the pipeline allow, also over the end of a tile. Where
+// the columns are consecutive keys, one warp copies boxes instead (forward_boxes.cuh). The consumers are those of
 // forward_consumer.cuh.
 #pragma once
 
@@ -16,8 +16,8 @@
 
 namespace fdm::cuda {
 
-// Q of the next tile is loaded as late as its place becomes free, and should then be in L2. So many lookup threads ask for
-// its rows.
+// Q of the next tile is loaded as late as its place becomes free, and should then be in L2. So many lookup threads ask
+// for its rows.
 template <class Config, int kThreads>
 __device__ void prefetch_queries(const ForwardParams &params, const ForwardTask &next) {
   const fdm_tensor &q = params.p.q;
@@ -30,7 +30,8 @@ __device__ void prefetch_queries(const ForwardParams &params, const ForwardTask 
   }
 }
 
-// Loads Q of a task, as many rows at a time as a block has columns: a thread then needs no more registers than for a block.
+// Loads Q of a task, as many rows at a time as a block has columns: a thread then needs no more registers than for a
+// block.
 template <class Config>
 __device__ void load_queries(const ForwardParams &params, const typename Config::Loader &tasks, char *sQ) {
   using QTile = typename Config::QTile;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The columns of the persistent forward kernel (forward.cuh) where there is no mask: those of a tile are consecutive keys. One
-// warp copies Q, K and V as boxes, as far ahead as the stages of the pipeline allow, also over the end of a tile; a lookup
-// warpgroup finds tiles, and the bias and the rows of each key.
+// The columns of the persistent forward kernel (forward.cuh) where there is no mask: those of a tile are consecutive
+// keys. One warp copies Q, K and V as boxes, as far ahead as the stages of the pipeline allow, also over the end of a
+// tile; a lookup warpgroup finds tiles, and the bias and the rows of each key.
 #pragma once
 
 #include "../../tile/sm90/key_boxes.cuh"

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The consumers of the persistent forward kernels for Hopper: two warpgroups that have 64 rows each. In their mainloop, the
-// scores of a block are started before the previous block's product with V, so the tensor cores work while a warpgroup
-// makes probabilities.
+// The consumers of the persistent forward kernels for Hopper: two warpgroups that have 64 rows each. In their mainloop,
+// the scores of a block are started before the previous block's product with V, so the tensor cores work while a
+// warpgroup makes probabilities.
 #pragma once
 
 #include "../../tile/sm90/bias_operand.cuh"
@@ -49,13 +49,14 @@ template <class Config> struct ForwardSharedSm90 {
   }
 };
 
-// Whether columns have a bias: of their keys, or of what is listed. With a branch here, ptxas would wait for each product.
+// Whether columns have a bias: of their keys, or of what is listed. With a branch here, ptxas would wait for each
+// product.
 template <class Config> __device__ __forceinline__ bool has_column_bias(const fdm_problem &p) {
   if constexpr (!Config::Rows::kOneQuery) return present(p.bias);
   return (reinterpret_cast<uintptr_t>(p.bias.data) | reinterpret_cast<uintptr_t>(p.index_bias.data)) != 0;
 }
 
-// What lookup threads do with the bias of a column.
+// Stores the bias of a column; lookup threads call this.
 template <class Config> struct BiasStore {
   const ForwardParams &params;
   ForwardSharedSm90<Config> &shared;
@@ -145,8 +146,8 @@ template <class Config> struct ForwardConsumer {
   // What comes before a block: nothing, the last block of the tile before, or a block of the same tile.
   enum class After { nothing, tile, block };
 
-  // The blocks of a task that are left, this one among them, and which may be partial: the last `limit`, or all but the last
-  // ~limit where the walk begins with the last columns.
+  // The blocks of a task that are left, this one among them, and which may be partial: the last `limit`, or all but the
+  // last ~limit where the walk begins with the last columns.
   struct BlocksLeft {
     int count, limit;
 

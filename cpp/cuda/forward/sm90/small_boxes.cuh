@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Consecutive keys in the kernel of small_forward.cuh. One warpgroup has 64 query rows of a head. One thread copies Q, K and V
-// as boxes, as far ahead as there are stages. What has to be known of the columns of a block is asked for two blocks ahead, and
-// stored one ahead.
+// Consecutive keys in the kernel of small_forward.cuh. One warpgroup has 64 query rows of a head. One thread copies Q,
+// K and V as boxes, as far ahead as there are stages. The bias and the kept rows of the columns of a block are loaded
+// two blocks ahead, and stored one ahead.
 #pragma once
 
 #include "../../tile/sm90/bias_operand.cuh"
@@ -24,14 +24,14 @@ template <class ElementType, int kHeadDimension, int kStageCount, int kBlockCoun
 template <class Config> struct SmallBoxesShared {
   static constexpr int kColumns = Config::kColumns;
   enum : int32_t { kPartial = 1, kDead = 2 }; // a row drops a column; no row keeps one
-  // What is known of the columns of a block.
+  // The bias and the kept rows of the columns of a block.
   struct alignas(16) Facts {
     float bias[kColumns];                        // to base 2; -inf: no row keeps the column
     uint32_t word[Config::kRows / 32][kColumns]; // of its rows
     int32_t flags[kColumns / 32];                // kPartial, kDead, of each 32 columns
   };
-  // These begin at multiples of 1024 bytes, as dynamic shared memory does. If they were declared so, the size of all would be
-  // rounded up to that, and an SM had no room for the last block.
+  // These begin at multiples of 1024 bytes, as dynamic shared memory does. If they were declared so, the size of all
+  // would be rounded up to that, and an SM had no room for the last block.
   char sQ[Config::QTile::kBytes];
   char sK[Config::kStages][Config::KeyTile::kBytes], sV[Config::kStages][Config::KeyTile::kBytes];
   SmallBiasOperand<typename Config::Element, kColumns, 2> bias;
@@ -114,7 +114,8 @@ template <class ConfigType> struct SmallBoxes : ConfigType::Rows {
   // Whether scores are products with a factor, apart from those of dropped keys.
   __device__ bool scores_are_products() const { return params.bias_factor != 0.0f && !present(params.p.bias); }
 
-  // Whether scores of a block depend on facts of its columns. Where scores are products, columns that all rows keep need none.
+  // Whether scores of a block depend on facts of its columns. Where scores are products, columns that all rows keep
+  // need none.
   __device__ bool has_facts(int block) const {
     return block < blocks && (!scores_are_products() || (block + 1) * kColumns > task->columns.full);
   }
@@ -124,8 +125,8 @@ template <class ConfigType> struct SmallBoxes : ConfigType::Rows {
     const uint64_t q = QTile::descriptor(ptx::shared_address(shared.sQ));
     const uint64_t k = KeyTile::descriptor(ptx::shared_address(shared.sK[block % kStages]));
     ptx::warpgroup_arrive();
-    // Two products, since one whose sums may begin with what is there would never leave the registers of scores free; each
-    // ends its batch, or ptxas adds a product of its own.
+    // Two products, since one whose sums may begin with what is there would never leave the registers of scores free;
+    // each ends its batch, or ptxas adds a product of its own.
     if (folds_bias()) {
       ptx::wgmma_ss<Element, ptx::Major::k, ptx::Major::k>(scores[0], shared.bias.ones_descriptor(),
                                                            shared.bias.descriptor(block % 2), false);
@@ -196,8 +197,8 @@ template <class ConfigType> struct SmallBoxes : ConfigType::Rows {
     }
   }
 
-  // Turns products into probabilities. The first block gives the maximum of its rows. It mostly stays, and is not looked for
-  // in other blocks unless their sums show that it does not.
+  // Turns products into probabilities. The first block gives the maximum of its rows. It mostly stays, and is not
+  // looked for in other blocks unless their sums show that it does not.
   __device__ void make_probabilities(int block) {
     const float scale = params.factors.scale;
     const auto &facts = shared.facts[block % 2];

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Forward pass with Hopper's wgmma where tiles have few blocks of columns: a block of threads for each tile, or for 64 rows of
-// one. Several share an SM, so that one computes while others wait for columns and keys, look for maxima or write rows out. The
-// persistent kernel of forward.cuh hides that behind the products of other blocks of columns, of which there are too few here.
+// Forward pass with Hopper's wgmma where tiles have few blocks of columns: a thread block for each tile, or for 64 rows
+// of one. Several share an SM, so that one computes while others wait for columns and keys, look for maxima or write
+// rows out. The persistent kernel of forward.cuh hides that behind the products of other blocks of columns, of which
+// there are too few here.
 //
 // The columns are those of a plan (small_tiles.cuh), or consecutive keys (small_boxes.cuh).
 #pragma once

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The columns of a plan in the kernel of small_forward.cuh. Two warpgroups have 64 rows each. All of their threads also find
-// columns and gather rows of K and V, some blocks ahead.
+// The columns of a plan in the kernel of small_forward.cuh. Two warpgroups have 64 rows each. All of their threads also
+// find columns and gather rows of K and V, some blocks ahead.
 #pragma once
 
 #include "ptx/barrier.cuh"
@@ -16,7 +16,8 @@ template <class ElementType, int kHeadDimension, int kColumnCount, int kStageCou
   using KeyTile = SmemTile<kHeadDim, kColumns>;
   using Ring = KeyRing<kColumns, kThreads>;
   using Rows = ForwardRows<Element, 1, kColumns / 8, kHeadDim / 8, RowsOf::one_head>;
-  static_assert(kStages <= Ring::kBatch, "what is known of a block is stored a step before its copies are started");
+  static_assert(kStages <= Ring::kBlocksAtOnce,
+                "what is known of a block is stored a step before its copies are started");
 };
 
 template <class Config> struct SmallTilesShared {
@@ -61,22 +62,22 @@ template <class ConfigType> struct SmallTile : ConfigType::Rows {
   // A thread of each of four warps makes a part of the task.
   __device__ void make_task(const HeadTile &tile) const {
     const fdm_problem &p = params.p;
-    ForwardTask &own = shared.task;
+    ForwardTask &made = shared.task;
     if (threadIdx.x == 0) {
-      find_columns(own.columns, p, params.plan, tile.s, tile.sequence_index, tile.head, tile.tile);
+      find_columns(made.columns, p, params.plan, tile.s, tile.sequence_index, tile.head, tile.tile);
     } else if (threadIdx.x == 32) {
-      find_column_rows(own.columns, p, tile.s, tile.head);
+      find_column_rows(made.columns, p, tile.s, tile.head);
     } else if (threadIdx.x == 64) {
-      own.bias = bias_view(p, tile.s, tile.sequence_index, tile.head, tile.tile);
-      own.sink = sink_score(p, tile.head, own.bias);
+      made.bias = bias_view(p, tile.s, tile.sequence_index, tile.head, tile.tile);
+      made.sink = sink_score(p, tile.head, made.bias);
     } else if (threadIdx.x == 96) {
-      own.s = tile.s;
-      own.sequence_index = tile.sequence_index;
-      own.head = tile.head;
-      own.kv_head = kv_head_of(p, tile.head);
-      own.first_row = tile.tile * kTileRows;
-      own.split = 0;
-      own.set_results(params);
+      made.s = tile.s;
+      made.sequence_index = tile.sequence_index;
+      made.head = tile.head;
+      made.kv_head = kv_head_of(p, tile.head);
+      made.first_row = tile.tile * kTileRows;
+      made.split = 0;
+      made.set_results(params);
     }
   }
 
@@ -112,7 +113,7 @@ template <class ConfigType> struct SmallTile : ConfigType::Rows {
     const TileColumns &columns = task->columns;
     blocks = (columns.count + kColumns - 1) / kColumns;
     store(0, fetch_column(columns, task->bias, column(0), fetch_key(columns, column(0))));
-    next_key = fetch_key(columns, column(Ring::kBatch));
+    next_key = fetch_key(columns, column(Ring::kBlocksAtOnce));
     __syncthreads();
     for (int block = 0; block < kStages - 1; ++block) load_keys(block);
     this->start();
@@ -133,11 +134,11 @@ template <class ConfigType> struct SmallTile : ConfigType::Rows {
     ptx::warpgroup_commit_batch();
   }
   __device__ void look_ahead(int block) {
-    if (block % Ring::kBatch != 0 || block + Ring::kBatch >= blocks) return;
+    if (block % Ring::kBlocksAtOnce != 0 || block + Ring::kBlocksAtOnce >= blocks) return;
     const TileColumns &columns = task->columns;
-    const int ahead = block + Ring::kBatch;
+    const int ahead = block + Ring::kBlocksAtOnce;
     store(ahead, fetch_column(columns, task->bias, column(ahead), next_key));
-    next_key = fetch_key(columns, column(ahead + Ring::kBatch));
+    next_key = fetch_key(columns, column(ahead + Ring::kBlocksAtOnce));
   }
   __device__ void make_probabilities(int block) {
     Rows::finish_scores(shared.ring.slot(block), (block + 1) * kColumns > task->columns.full);

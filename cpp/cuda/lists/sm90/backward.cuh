@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Backward pass of queries that list their keys with Hopper's wgmma, where many heads share a list: a block of threads has the rows of a
-// query's tile, and its list is the columns.
+// Backward pass of queries that list their keys with Hopper's wgmma, where many heads share a list: a thread block has
+// the rows of a query's tile, and its list is the columns.
 //
-// A producer warpgroup gathers K and V, while two consumer warpgroups have 64 rows each. For a step of columns, each makes P and dS of its
-// rows, leaves them in shared memory, and adds the product of dS and K to its rows of dq. Then one multiplies P' with all rows of dO, and
-// the other dS' with those of Q. These are what the tile adds to the gradients of its keys, a row for each, which bulk reductions add to
-// float32 sums in global memory, in any order.
+// A producer warpgroup gathers K and V, while two consumer warpgroups have 64 rows each. For a step of columns, each
+// makes P and dS of its rows, leaves them in shared memory, and adds the product of dS and K to its rows of dq. Then
+// one multiplies P' with all rows of dO, and the other dS' with those of Q. These are what the tile adds to the
+// gradients of its keys, a row for each, which bulk reductions add to float32 sums in global memory, in any order.
 #pragma once
 
 #include "../../tile/sm90/products.cuh"
@@ -165,21 +165,21 @@ template <class Config> struct ListConsumerSm90 {
     return exists ? ListRow::find(params, task, task.head + r, delta, lane == 0) : ListRow::none();
   }
 
-  template <bool kCap> __device__ void run_steps() {
+  template <bool kHasSoftcap> __device__ void run_steps() {
     State state;
 #pragma unroll 1
-    for (int step = 0; step < shared.steps(); ++step, ++state) run_step<kCap>(step, state);
+    for (int step = 0; step < shared.steps(); ++step, ++state) run_step<kHasSoftcap>(step, state);
   }
 
   __device__ static uint64_t tile_of(const char *tile) { return KeyTile::descriptor(ptx::shared_address(tile)); }
   __device__ static uint64_t rows_of(const char *tile) { return RowTile::descriptor(ptx::shared_address(tile)); }
 
-  template <bool kCap> __device__ void run_step(int step, const State &state) {
+  template <bool kHasSoftcap> __device__ void run_step(int step, const State &state) {
     using Gather = RowGather<KeyTile, kColumns>;
     const int stage = state.index;
     uint32_t own_ds[kColumns / 16][4];
     Roles::consumer_wait(shared.full[stage], state.phase);
-    find_scores<kCap>(step, stage, own_ds);
+    find_scores<kHasSoftcap>(step, stage, own_ds);
     float sums[kDimTiles][4];
     ptx::warpgroup_fence_operand(own_ds);
     ptx::warpgroup_fence_operand(dq);
@@ -201,7 +201,7 @@ template <class Config> struct ListConsumerSm90 {
   }
 
   // Leaves P and dS of the warpgroup's rows in shared memory, and adds dS to the gradients of biases.
-  template <bool kCap> __device__ void find_scores(int step, int stage, uint32_t (&own_ds)[kColumns / 16][4]) {
+  template <bool kHasSoftcap> __device__ void find_scores(int step, int stage, uint32_t (&own_ds)[kColumns / 16][4]) {
     float p[kColumnTiles][4], ds[kColumnTiles][4], slopes[kColumnTiles][4];
     const uint64_t own_rows = RowTile::offset(64 * uniform(group), 0);
     ptx::warpgroup_arrive();
@@ -218,20 +218,20 @@ template <class Config> struct ListConsumerSm90 {
       const float2 bias = *reinterpret_cast<const float2 *>(&shared.bias[stage][8 * n + accumulator_column()]);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        p[n][i] = params.factors.score<kCap>(p[n][i], i % 2 ? bias.y : bias.x, &slopes[n][i]);
+        p[n][i] = params.factors.score<kHasSoftcap>(p[n][i], i % 2 ? bias.y : bias.x, &slopes[n][i]);
         p[n][i] = rows[i / 2].exponential(p[n][i]);
       }
     }
     ptx::warpgroup_wait<0>();
     ptx::warpgroup_fence_operand(ds);
-    // A column without a key has nothing but zeros, unless the row's query or gradient is no number: then all of the row's dq is none,
-    // or the row keeps nothing, and write() does not read it.
+    // A column without a key has nothing but zeros, unless the row's query or gradient is no number: then all of the
+    // row's dq is none, or the row keeps nothing, and write() does not read it.
 #pragma unroll
     for (int n = 0; n < kColumnTiles; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i) rows[i / 2].finish(p[n][i], ds[n][i]);
     if (params.sums.bias || params.sums.index) add_columns(step, stage, ds);
-    if constexpr (kCap) {
+    if constexpr (kHasSoftcap) {
 #pragma unroll
       for (int n = 0; n < kColumnTiles; ++n)
 #pragma unroll
@@ -247,8 +247,8 @@ template <class Config> struct ListConsumerSm90 {
     sync_consumers();
   }
 
-  // Adds the sums of the warp's rows of dS to the gradients of biases. Of the eight lanes that have a column, each passes on half of what
-  // it has: in the end a lane has two columns.
+  // Adds the sums of the warp's rows of dS to the gradients of biases. Of the eight lanes that have a column, each
+  // passes on half of what it has: in the end a lane has two columns.
   __device__ void add_columns(int step, int stage, const float (&ds)[kColumnTiles][4]) const {
     float sums[kColumnTiles][2];
 #pragma unroll
@@ -274,8 +274,8 @@ template <class Config> struct ListConsumerSm90 {
     }
   }
 
-  // Starts to add the rows of these products to the sums of their keys; each of the first kColumns threads knows the key of its row. Sums
-  // have four neighbours of two tiles side by side, as round_sums.cu reads them.
+  // Starts to add the rows of these products to the sums of their keys; each of the first kColumns threads knows the
+  // key of its row. Sums have four neighbours of two tiles side by side, as round_sums.cu reads them.
   __device__ void add_rows(float *to, int32_t key, const float (&sums)[kDimTiles][4]) {
     ptx::wait_for_bulk_reads();
     sync_group();

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The columns of the persistent forward kernel (forward/sm90/forward.cuh) where queries list their keys, and many heads share a list: the
-// heads of a query are the rows of a tile, and its list the columns.
+// The columns of the persistent forward kernel (forward/sm90/forward.cuh) where queries list their keys, and many heads
+// share a list: the heads of a query are the rows of a tile, and its list the columns.
 //
-// To the kernel, the heads of a KV head are a sequence's rows, and queries are heads: the host exchanges the strides of heads and rows of
-// Q, out and lse. Columns without a key are dropped by their words, in blocks that lookup warps flag.
+// To the kernel, the heads of a KV head are a sequence's rows, and queries are heads: the host exchanges the strides of
+// heads and rows of Q, out and lse. Columns without a key are dropped by their words, in blocks that lookup warps flag.
 #pragma once
 
 #include "../../forward/sm90/forward.cuh"
@@ -35,7 +35,7 @@ struct ListForwardTask : ForwardTask {
     reference = {};
     columns = {};
     columns.count = list.length;
-    columns.slots = list.indices;
+    columns.key_list = list.indices;
     set_results(params);
   }
 };
@@ -47,7 +47,7 @@ struct ListStream : KeyStream<kHeadDim, kColumnCount, kKStageCount, kVStageCount
   FlagsOfBlocks<kKStageCount> flags;
 };
 
-// Makes the tasks of a block of threads. All tiles have as many columns, so their order is fixed.
+// Makes the tasks of a thread block. All tiles have as many columns, so their order is fixed.
 template <class Config> struct ListTaskMaker {
   static constexpr int kSlots = Config::Ring::kSlots;
 
@@ -68,7 +68,8 @@ template <class Config> struct ListTaskMaker {
   }
 };
 
-// A lookup warp, which takes turns with others at the blocks of all tasks. Lanes have columns that lie side by side, then the next 32.
+// A lookup warp, which takes turns with others at the blocks of all tasks. Lanes have columns that lie side by side,
+// then the next 32.
 template <class Config> struct ListLookup : StreamLookup<typename Config::Pipeline, BiasStore<Config>> {
   using Stream = typename Config::Pipeline;
   using Base = StreamLookup<Stream, BiasStore<Config>>;
@@ -127,15 +128,15 @@ private:
 #pragma unroll
     for (int n = 0; n < kLaneColumns; ++n) {
       const int i = 32 * n + lane();
-      float own = rows[n] < 0 ? -INFINITY : 0.0f;
+      float column_bias = rows[n] < 0 ? -INFINITY : 0.0f;
       if (rows[n] >= 0) {
-        if (bias.data) own = bias.convert(bias_bits[n]);
-        if (index_bias.data) own += index_bias.convert(index_bits[n]);
-        own = to_base_2(own);
+        if (bias.data) column_bias = bias.convert(bias_bits[n]);
+        if (index_bias.data) column_bias += index_bias.convert(index_bits[n]);
+        column_bias = to_base_2(column_bias);
       }
-      facts.bias[i] = own;
-      this->on_column(task, stage, i, own);
-      if (own == -INFINITY) rows[n] = -1;
+      facts.bias[i] = column_bias;
+      this->on_column(task, stage, i, column_bias);
+      if (column_bias == -INFINITY) rows[n] = -1;
       stream.rows[row_state.index][Stream::Gather::place(i)] =
           rows[n] < 0 ? -1 : this->places.row(p, task.sequence_index, rows[n]);
       drops |= rows[n] < 0;

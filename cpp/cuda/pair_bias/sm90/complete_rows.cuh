@@ -7,8 +7,9 @@
 
 namespace fdm::cuda {
 
-// Writes a row, if it exists, times a factor: x[n] are this thread's two neighbours in its tile n of 8 columns. Its memory is
-// 16-byte aligned. 0 times its elements, which is not 0 where one is not finite, is added to `probe`. All lanes call this.
+// Writes a row, if it exists, times a factor: x[n] are this thread's two neighbours in its tile n of 8 columns. Its
+// memory is 16-byte aligned. 0 times its elements, which is not 0 where one is not finite, is added to `probe`. All
+// lanes call this.
 template <class Element, int kTiles>
 __device__ __forceinline__ void write_complete_row(Element *row, bool exists, int head_dim, const float (&x)[kTiles][2],
                                                    float factor, float &probe) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The tasks of a block of threads that run a second time with exact arithmetic. Consumers mark them during the first pass;
+// The tasks of a thread block that run a second time with exact arithmetic. Consumers mark them during the first pass;
 // producers and consumers then read the marks at different places, where __syncthreads_or() must not be called.
 #pragma once
 
@@ -7,8 +7,8 @@
 
 namespace fdm::cuda {
 
-// Tasks are numbered as the block of threads comes to them. Those whose numbers differ by a multiple of 32 * kWords are marked
-// together.
+// Tasks are numbered as the thread block comes to them. Those whose numbers differ by a multiple of 32 * kWords are
+// marked together.
 template <int kWords> struct ExactTasks {
   uint32_t bits[kWords];
   uint64_t marked; // completes when all consumers have marked their tasks

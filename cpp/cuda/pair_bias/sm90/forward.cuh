@@ -2,9 +2,10 @@
 // Forward pass with a pair bias with Hopper's wgmma, for several sources of a bias at a time.
 //
 // The kernel is persistent. A task has 128 rows, 64 of each consumer warpgroup, of kSources sources. For 128 keys, a
-// warpgroup loads its part of the bias into registers, and then the sources go by: S = Q K', the softmax, O += P V. So the
-// bias is read once for all of them. A producer warpgroup copies Q, the bias, and K and V of each source, a pipeline stage
-// for each; it is ahead by those stages, so the next task's first tiles are there when the results of one are written.
+// warpgroup loads its part of the bias into registers, and then the sources go by: S = Q K', the softmax, O += P V. So
+// the bias is read once for all of them. A producer warpgroup copies Q, the bias, and K and V of each source, a
+// pipeline stage for each; it is ahead by those stages, so the next task's first tiles are there when the results of
+// one are written.
 #pragma once
 
 #include "../../tile/sm90/products.cuh"
@@ -110,11 +111,11 @@ template <class Config> struct PairBiasForwardConsumerSm90 {
   }
 
   // Makes scores of products and their part of the bias.
-  template <bool kExact> __device__ void add_bias(float (&scores)[4], const float (&own)[4]) const {
+  template <bool kExact> __device__ void add_bias(float (&scores)[4], const float (&column_bias)[4]) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float score = fmaf(scores[i], work.call.p.scale, own[i]);
-      scores[i] = !kExact ? score : (own[i] == -INFINITY ? -INFINITY : ptx::max_or_nan(score, kLowestBias));
+      const float score = fmaf(scores[i], work.call.p.scale, column_bias[i]);
+      scores[i] = !kExact ? score : (column_bias[i] == -INFINITY ? -INFINITY : ptx::max_or_nan(score, kLowestBias));
     }
   }
 
@@ -146,11 +147,11 @@ template <class Config> struct PairBiasForwardConsumerSm90 {
     if ((!Config::kDropsByProduct || kExact) && dropped.any())
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
-        float own[2];
-        dropped.read(own_key / 8 + n, own);
+        float drop[2];
+        dropped.read(own_key / 8 + n, drop);
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          scores[n][i] = kExact && own[i % 2] != 0.0f ? own[i % 2] : scores[n][i] + own[i % 2];
+          scores[n][i] = kExact && drop[i % 2] != 0.0f ? drop[i % 2] : scores[n][i] + drop[i % 2];
       }
     if (Config::kWindows || !is_causal(work.call.p)) return; // their bias knows
     const int limit =
@@ -166,14 +167,14 @@ template <class Config> struct PairBiasForwardConsumerSm90 {
   // Makes zeros of V of keys that no row of the tile keeps: 0 times NaN is NaN.
   __device__ void clear_dead_values(const float (&scores)[1][kTiles][4], int n) {
     // With windows each warpgroup has keys of its own.
-    constexpr int kTogether = Roles::kConsumerThreads / (Config::kWindows ? 2 : 1),
+    constexpr int kSourceThreads = Roles::kConsumerThreads / (Config::kWindows ? 2 : 1),
                   kKeys = Config::kTile / (Config::kWindows ? 2 : 1);
     const int first_key = Config::kWindows ? own_key : 0,
-              own = Config::kWindows ? int(threadIdx.x) % kTogether : int(threadIdx.x);
+              thread = Config::kWindows ? int(threadIdx.x) % kSourceThreads : int(threadIdx.x);
     const auto sync = [] {
-      ptx::sync_threads<kTogether>(kExactBarrier + (Config::kWindows ? Roles::consumer_group() : 0));
+      ptx::sync_threads<kSourceThreads>(kExactBarrier + (Config::kWindows ? Roles::consumer_group() : 0));
     };
-    if (own < kKeys / 32) shared.live[first_key / 32 + own] = 0;
+    if (thread < kKeys / 32) shared.live[first_key / 32 + thread] = 0;
     sync();
     const uint32_t columns = live_columns(scores, -INFINITY, [&](int, int half) { return exists(n, half); });
     const int first_column = own_key + accumulator_column();
@@ -184,8 +185,8 @@ template <class Config> struct PairBiasForwardConsumerSm90 {
         if (columns >> bit & 1) atomicOr(&shared.live[column / 32], 1u << column % 32);
       }
     sync();
-    const int key = first_key + own;
-    if (own < kKeys && !(shared.live[key / 32] >> key % 32 & 1))
+    const int key = first_key + thread;
+    if (thread < kKeys && !(shared.live[key / 32] >> key % 32 & 1))
 #pragma unroll 1
       for (int chunk = 0; chunk < Config::kHeadDim / 8; ++chunk)
         for (int word = 0; word < 4; ++word)
@@ -266,7 +267,7 @@ template <class Config> struct PairBiasForwardConsumerSm90 {
     static_assert(kOutTiles * sizeof(float4) * (Roles::kConsumerThreads / 2) <= Config::kQueryBytes);
     constexpr int kThreads = Roles::kConsumerThreads / 2;
     auto *const other = reinterpret_cast<float4 *>(shared.sQ[states.queries.index]) + threadIdx.x % kThreads;
-    auto &own = softmax[0];
+    auto &merged = softmax[0];
     ptx::sync_threads<kMergeBarrier, Roles::kConsumerThreads>();
     if (Roles::consumer_group() == 1) {
 #pragma unroll
@@ -276,7 +277,7 @@ template <class Config> struct PairBiasForwardConsumerSm90 {
       }
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        shared.parts.rows[half][threadIdx.x % kThreads] = {own.maximum[0][half], own.sum[0][half]};
+        shared.parts.rows[half][threadIdx.x % kThreads] = {merged.maximum[0][half], merged.sum[0][half]};
     }
     ptx::sync_threads<kMergeBarrier, Roles::kConsumerThreads>();
     if (Roles::consumer_group() == 1) return;
@@ -284,12 +285,12 @@ template <class Config> struct PairBiasForwardConsumerSm90 {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float2 part = shared.parts.rows[half][threadIdx.x];
-      const float before = own.maximum[0][half], largest = fmaxf(before, part.x);
-      factor[half][0] = own.factor_of(before, largest);
-      factor[half][1] = own.factor_of(part.x, largest);
-      own.maximum[0][half] = largest;
-      own.shift[0][half] = own.shift_of(largest);
-      own.sum[0][half] = own.sum[0][half] * factor[half][0] + part.y * factor[half][1];
+      const float before = merged.maximum[0][half], largest = fmaxf(before, part.x);
+      factor[half][0] = merged.factor_of(before, largest);
+      factor[half][1] = merged.factor_of(part.x, largest);
+      merged.maximum[0][half] = largest;
+      merged.shift[0][half] = merged.shift_of(largest);
+      merged.sum[0][half] = merged.sum[0][half] * factor[half][0] + part.y * factor[half][1];
     }
 #pragma unroll
     for (int d = 0; d < kOutTiles; ++d) {
@@ -321,7 +322,7 @@ template <class Config> struct PairBiasForwardConsumerSm90 {
         }
       }
   }
-  // Writes a row of a split, and the splits that other tiles of rows have beyond those of this one: nothing.
+  // Writes a row of a split, and the splits that other row tiles have beyond those of this one: nothing.
   __device__ void write_part(int n, const SourceWalk &source, int half) const {
     const fdm_problem &p = work.call.p;
     write_partial_row(work, {source.batch, source.head, true}, row(half), task.split, out[n][0], half,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The producer warpgroup of the forward kernel of pair biases for sm_90: it copies Q of a task, and for each block of keys the bias,
-// and K and V of each source.
+// The producer warpgroup of the forward kernel of pair biases for sm_90: it copies Q of a task, and for each key block
+// the bias, and K and V of each source.
 #pragma once
 
 #include "../score_tile.cuh"
@@ -18,7 +18,7 @@ template <class Config> struct PairBiasForwardProducerSm90 {
   const PairBiasForwardTaskSm90<Config> &task;
   const SourceWalk first_source;
   const Rows k, v;
-  // For each source this thread has its first row of K and V, and its first byte of a mask of keys, where there is one.
+  // For each source this thread has its first row of K and V, and its first byte of a key mask, where there is one.
   const uint16_t *k_row[Config::kSources], *v_row[Config::kSources];
   const uint8_t *kept[Config::kSources];
   int sources; // that exist
@@ -38,57 +38,59 @@ template <class Config> struct PairBiasForwardProducerSm90 {
       const int64_t head = kv_head_of(p, source.head);
       k_row[n] = k.row_of(source.batch, head);
       v_row[n] = v.row_of(source.batch, head);
-      kept[n] = kept_key(p, source.batch, source.head, own());
+      kept[n] = kept_key(p, source.batch, source.head, thread());
     }
   }
 
-  __device__ static int own() { return Roles::producer_thread(); }
+  __device__ static int thread() { return Roles::producer_thread(); }
 
   __device__ void load_queries() const {
     const fdm_problem &p = work.call.p;
     // The rows of the second head of a pair lie below those of the first.
-    const int head = own() / Config::kRows, first_row = task.first_row - head * Config::kRows;
+    const int head = thread() / Config::kRows, first_row = task.first_row - head * Config::kRows;
     const Rows q(p.q, p.head_dim, first_row);
     SourceWalk source = first_source;
     auto &state = states.queries;
     Roles::producer_acquire(shared.q_empty[state.index], state.phase);
 #pragma unroll 1
     for (int n = 0; n < Config::kSources; ++n, ++source)
-      q.copy(
-          shared.sQ[state.index], n, q.row_of(source.batch, source.head + head),
-          __ballot_sync(0xffffffffu, n < sources && (!Config::kHalves || head == 0) && first_row + own() < p.queries));
+      q.copy(shared.sQ[state.index], n, q.row_of(source.batch, source.head + head),
+             __ballot_sync(0xffffffffu,
+                           n < sources && (!Config::kHalves || head == 0) && first_row + thread() < p.queries));
     Roles::producer_commit(shared.q_full[state.index]);
     ++state;
   }
 
-  // This thread's chunks of 16 bytes of the bias, or of a mask of rows: where that of the first keys lies, and how far it is
-  // to the next row that this thread has.
-  template <int kSize> struct Chunks {
-    static constexpr int kAcross = Config::kTile * kSize / 16, kDown = Roles::kProducerThreads / kAcross;
-    static constexpr int kCount = Config::kRows / kDown;
+  // This thread's chunks of 16 bytes of the bias, or of a row mask: where that of the first keys lies, and how far it
+  // is to the next row that this thread has.
+  template <int kElementBytes> struct Chunks {
+    static constexpr int kThreadsPerRow = Config::kTile * kElementBytes / 16,
+                         kRowsAtOnce = Roles::kProducerThreads / kThreadsPerRow;
+    static constexpr int kRowSteps = Config::kRows / kRowsAtOnce;
     const char *first;
     int64_t step;
   };
-  template <int kSize> __device__ Chunks<kSize> chunks_of(const fdm_tensor &t) const {
-    using Own = Chunks<kSize>;
+  template <int kElementBytes> __device__ Chunks<kElementBytes> chunks_of(const fdm_tensor &t) const {
+    using Own = Chunks<kElementBytes>;
     const fdm_problem &p = work.call.p;
-    const Matrix m = score_matrix(p, t, pair_bias_sequence(p, first_source.batch), first_source.head, kSize);
-    const int64_t row = task.first_row + own() / Own::kAcross;
-    return {static_cast<const char *>(m.base) + row * m.row * kSize + own() % Own::kAcross * 16,
-            Own::kDown * m.row * kSize};
+    const Matrix m = score_matrix(p, t, pair_bias_sequence(p, first_source.batch), first_source.head, kElementBytes);
+    const int64_t row = task.first_row + thread() / Own::kThreadsPerRow;
+    return {static_cast<const char *>(m.base) + row * m.row * kElementBytes + thread() % Own::kThreadsPerRow * 16,
+            Own::kRowsAtOnce * m.row * kElementBytes};
   }
-  // Copies those of a block of keys. Where rows and keys do not exist there are zeros.
-  template <int kSize, class Address>
-  __device__ void copy_chunks(const Chunks<kSize> &chunks, int block, const Address &address) const {
-    using Own = Chunks<kSize>;
+  // Copies those of a key block. Where rows and keys do not exist there are zeros.
+  template <int kElementBytes, class Address>
+  __device__ void copy_chunks(const Chunks<kElementBytes> &chunks, int block, const Address &address) const {
+    using Own = Chunks<kElementBytes>;
     const fdm_problem &p = work.call.p;
-    const int chunk = own() % Own::kAcross, row = own() / Own::kAcross, key = block * Config::kTile;
+    const int chunk = thread() % Own::kThreadsPerRow, row = thread() / Own::kThreadsPerRow, key = block * Config::kTile;
     const int rows = int(p.queries) - task.first_row - row;
-    const int bytes = max(0, min(16, (int(p.keys) - key) * kSize - chunk * 16));
-    const char *source = chunks.first + int64_t(key) * kSize;
-#pragma unroll(Config::kShares ? 8 : 4)
-    for (int n = 0; n < Own::kCount; ++n) {
-      ptx::cp_async_up_to_16(address(row + n * Own::kDown, chunk), source, n * Own::kDown < rows ? bytes : 0);
+    const int bytes = max(0, min(16, (int(p.keys) - key) * kElementBytes - chunk * 16));
+    const char *source = chunks.first + int64_t(key) * kElementBytes;
+#pragma unroll(Config::kSharesWork ? 8 : 4)
+    for (int n = 0; n < Own::kRowSteps; ++n) {
+      ptx::cp_async_up_to_16(address(row + n * Own::kRowsAtOnce, chunk), source,
+                             n * Own::kRowsAtOnce < rows ? bytes : 0);
       source += chunks.step;
     }
   }
@@ -112,22 +114,22 @@ template <class Config> struct PairBiasForwardProducerSm90 {
     ++states.bias;
   }
 
-  // Makes -inf of the bias of pairs that a mask of rows drops. All producer threads call this once all of their copies
-  // are there.
+  // Makes -inf of the bias of pairs that a row mask drops. All producer threads call this once all of their copies are
+  // there.
   __device__ void fold_mask(int stage) const {
-    constexpr int kKeys = 16 / Config::kBiasSize, kAcross = Config::kTile / kKeys; // of a chunk; chunks of a row
-    constexpr int kDown = Roles::kProducerThreads / kAcross, kAtATime = 4;
-    const int chunk = own() % kAcross, own_row = own() / kAcross;
+    constexpr int kKeys = 16 / Config::kBiasSize, kThreadsPerRow = Config::kTile / kKeys; // of a chunk; chunks of a row
+    constexpr int kRowsAtOnce = Roles::kProducerThreads / kThreadsPerRow, kAtATime = 4;
+    const int chunk = thread() % kThreadsPerRow, own_row = thread() / kThreadsPerRow;
     const uint32_t base = ptx::shared_address(shared.bias[stage]);
-    const char *const own_mask = shared.masks.bytes[stage] + own() * kKeys;
+    const char *const own_mask = shared.masks.bytes[stage] + thread() * kKeys;
 #pragma unroll 1
-    for (int first = 0; first < Config::kRows; first += kAtATime * kDown) {
+    for (int first = 0; first < Config::kRows; first += kAtATime * kRowsAtOnce) {
       uint32_t address[kAtATime];
       uint4 words[kAtATime];
       uint2 kept[kAtATime]{};
 #pragma unroll
       for (int n = 0; n < kAtATime; ++n) {
-        const int row = first + n * kDown;
+        const int row = first + n * kRowsAtOnce;
         const char *const booleans = own_mask + row * Config::kTile;
         address[n] = Config::bias_chunk(base, own_row + row, chunk);
         words[n] = ptx::load_shared_16_bytes(address[n]);
@@ -151,7 +153,7 @@ template <class Config> struct PairBiasForwardProducerSm90 {
   __device__ uint8_t fetch_kept(int n, int block) const {
     const fdm_problem &p = work.call.p;
     const int key = block * Config::kTile;
-    if (n >= sources || key + own() >= p.keys) return 0;
+    if (n >= sources || key + thread() >= p.keys) return 0;
     return kept[n] ? kept[n][p.mask.shape[3] == 1 ? 0 : key * p.mask.stride[3]] : 1;
   }
 
@@ -160,7 +162,7 @@ template <class Config> struct PairBiasForwardProducerSm90 {
     const int stage = states.keys.index;
     Roles::producer_acquire(shared.empty[stage], states.keys.phase);
     const uint32_t there = shared.dropped[stage].set(keeps);
-    if constexpr (Config::kDropsByProduct) shared.drops.drop(stage, own(), !keeps);
+    if constexpr (Config::kDropsByProduct) shared.drops.drop(stage, thread(), !keeps);
     k.copy(shared.sKV[stage], 0, k_row[n] + block * Config::kTile * p.k.stride[1], there);
     v.copy(shared.sKV[stage], 1, v_row[n] + block * Config::kTile * p.v.stride[1], there);
     Roles::producer_commit(shared.full[stage]);
@@ -175,9 +177,9 @@ template <class Config> struct PairBiasForwardProducerSm90 {
   }
 
 private:
-  // A mask of rows is folded into a tile of the bias when both are there. Copies of the next tiles are under way
-  // meanwhile. The stage of later ones is waited for afterwards: consumers may still be at the tile before, and must
-  // find this one ready.
+  // A row mask is folded into a tile of the bias when both are there. Copies of the next tiles are under way meanwhile.
+  // The stage of later ones is waited for afterwards: consumers may still be at the tile before, and must find this one
+  // ready.
   __device__ void run_masked() {
     constexpr int kAhead = Config::kBiasStages == 1 ? 1 : Config::kBiasStages - 1;
     const auto bias_chunks = chunks_of<Config::kBiasSize>(work.call.p.bias);
@@ -187,7 +189,7 @@ private:
     int block = live.next(task.begin), ahead = live_ahead.next(task.begin);
     const auto load_next = [&] {
       if (ahead < task.end) {
-        load_keys(0, ahead, ahead * Config::kTile + own() < work.call.p.keys);
+        load_keys(0, ahead, ahead * Config::kTile + thread() < work.call.p.keys);
         load_bias(ahead, bias_chunks);
         load_mask(ahead, mask_chunks);
         ++states.bias;

@@ -18,8 +18,8 @@ template <int kTiles> __device__ __forceinline__ bool is_finite(const float (&su
   return probe[0] + probe[1] + (probe[2] + probe[3]) == 0.0f;
 }
 
-// Writes row i of a source, normalized, and its lse, as write_pair_bias_row does, but to rows that are aligned, and without a
-// branch between them. All threads of the warp call this; a row that is not `there` is not written.
+// Writes row i of a source, normalized, and its lse, as write_pair_bias_row does, but to rows that are aligned, and
+// without a branch between them. All threads of the warp call this; a row that is not `there` is not written.
 template <class Element, int kTiles>
 __device__ __forceinline__ void write_aligned_row(const PairBiasForward &work, const SourceWalk &source, int i,
                                                   bool there, const float (&out)[kTiles][4], int half, float sum,
@@ -34,8 +34,9 @@ __device__ __forceinline__ void write_aligned_row(const PairBiasForward &work, c
     uint32_t words[4];
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      const float (&own)[4] = out[d + k];
-      words[k] = sum == 0.0f ? 0u : ptx::pack<Element>(own[2 * half] * inverse, own[2 * half + 1] * inverse);
+      const float (&accumulator)[4] = out[d + k];
+      words[k] =
+          sum == 0.0f ? 0u : ptx::pack<Element>(accumulator[2 * half] * inverse, accumulator[2 * half + 1] * inverse);
     }
     transpose_quad(words);
     if (there && 8 * (d + pair) < int(work.call.p.head_dim)) ptx::store_global_16(first + 8 * d, words);

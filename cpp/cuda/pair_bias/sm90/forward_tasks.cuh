@@ -10,15 +10,15 @@
 
 namespace fdm::cuda {
 
-// What each of two consumer warpgroups has of a task: half of its rows; one of two query heads that share K and V, with the
-// same rows of the bias; half of the keys of each block, and what they have made is merged in the end; or one of two sources of
-// windows, which have at most kWindow rows and keys (forward_windows.cuh).
+// What each of two consumer warpgroups has of a task: half of its rows; one of two query heads that share K and V, with
+// the same rows of the bias; half of the keys of each block, and what they have made is merged in the end; or one of
+// two sources of windows, which have at most kWindow rows and keys (forward_windows.cuh).
 enum class TaskParts { rows, heads, keys, sources };
 
 // The rows of the mask: none, one for each query, or what a call tells.
 enum class MaskRows { none, each_query, either };
 
-// kSourceCount: a consumer goes through so many sources for each block of keys.
+// kSourceCount: a consumer goes through so many sources for each key block.
 template <class ElementType, int kHeadDimension, int kSourceCount, BiasType kBias, MaskRows kMaskRows, TaskParts kParts>
 struct PairBiasForwardConfigSm90 {
   using Element = ElementType;
@@ -34,8 +34,8 @@ struct PairBiasForwardConfigSm90 {
   }
   static constexpr bool kHalfRows = kPairs || kHalves || kWindows; // each consumer warpgroup has all rows of a task
   static constexpr bool kHalfKeys = kHalves || kWindows;           // and its own half of a stage's keys
-  static constexpr bool kShares = kMasks || kPairs || kHalves; // blocks of threads may have equal shares of the work
-  static_assert(kSourceCount == 1 || !kShares);
+  static constexpr bool kSharesWork = kMasks || kPairs || kHalves; // thread blocks may have equal shares of the work
+  static_assert(kSourceCount == 1 || !kSharesWork);
   static constexpr int kSources = kSourceCount,
                        kTaskSources = kPairs || kWindows ? 2 : kSources; // of a consumer, and of a task
   static constexpr int kRows = kHalfRows ? kTile / 2 : kTile;            // of a task
@@ -43,42 +43,42 @@ struct PairBiasForwardConfigSm90 {
   static constexpr int kStages = kHeadDim == 32 ? 4 : (kHeadDim == 64 ? 3 : 2);
   // The products add -inf for keys that are dropped.
   static constexpr bool kDropsByProduct = kHeadDim == 32;
-  // A consumer holds its part of the bias in registers while the sources go by, unless results of 128 columns of the only
-  // source fill them. It reads that part while S is under way, unless results of 64 columns of two sources do.
+  // A consumer holds its part of the bias in registers while the sources go by, unless results of 128 columns of the
+  // only source fill them. It reads that part while S is under way, unless results of 64 columns of two sources do.
   static constexpr bool kHoldsBias = kHeadDim <= 64;
-  // Beside results of 64 columns it holds pairs of 16 bits as they are. With two sources that gains nothing: the compiler
-  // keeps what the first has unpacked for the second.
+  // Beside results of 64 columns it holds pairs of 16 bits as they are. With two sources that gains nothing: the
+  // compiler keeps what the first has unpacked for the second.
   static constexpr bool kHoldsPairs = !kFloat32Bias && kHeadDim == 64 && kSources == 1;
   static_assert(kHoldsBias || kSources == 1);
   static constexpr bool kReadsBias = !kWindows; // from shared memory, in each block
-  static constexpr bool kReadsBiasBeside = kHeadDim == 32 || (kHoldsPairs && kShares);
+  static constexpr bool kReadsBiasBeside = kHeadDim == 32 || (kHoldsPairs && kSharesWork);
   // Producers have what the sums of consumers leave them; those that go through shares need more.
   using Registers =
       std::conditional_t<kHeadDim == 32 || kHoldsPairs,
-                         std::conditional_t<kShares || kWindows, RoleRegisters<208, 88>, RoleRegisters<216, 72>>,
+                         std::conditional_t<kSharesWork || kWindows, RoleRegisters<208, 88>, RoleRegisters<216, 72>>,
                          std::conditional_t<kSourceCount == 1, RoleRegisters<224, 56>, RoleRegisters<232, 40>>>;
-  // Tiles of 64 columns beside a float32 bias leave no room for two, nor do those of 128 beside a mask or stages of the bias. Q of
-  // windows is in the stages of K and V.
-  static constexpr int kQueryStages = kWindows                                                         ? kStages
-                                      : kHeadDim >= 64 && (kFloat32Bias || (kShares && kHeadDim > 64)) ? 1
-                                                                                                       : 2;
+  // Tiles of 64 columns beside a float32 bias leave no room for two, nor do those of 128 beside a mask or stages of the
+  // bias. Q of windows is in the stages of K and V.
+  static constexpr int kQueryStages = kWindows                                                             ? kStages
+                                      : kHeadDim >= 64 && (kFloat32Bias || (kSharesWork && kHeadDim > 64)) ? 1
+                                                                                                           : 2;
   // Q of two sources, or of one where that has panels of its own.
   static constexpr int kQueryBytes = kSources == 1 && !Pair::kPaired ? Pair::Tile::kBytes : Pair::kBytes;
-  // Elements of 16 bits lie so that ldmatrix reads accumulators. Those of 32 bits lie in rows whose chunks of 16 bytes are
-  // swizzled, so that the pairs which half a warp reads meet all banks.
+  // Elements of 16 bits lie so that ldmatrix reads accumulators. Those of 32 bits lie in rows whose chunks of 16 bytes
+  // are swizzled, so that the pairs which half a warp reads meet all banks.
   using Bias = SmemTile<kTile, kRows>;
   static constexpr int kBiasBytes = kReadsBias ? kRows * kTile * kBiasSize : 16;
   __device__ static __forceinline__ uint32_t bias_chunk(uint32_t base, int row, int chunk) {
     if constexpr (kFloat32Bias) return base + row * kTile * 4 + (chunk ^ row % 4 * 2) * 16;
     return Bias::chunk_address(base, row, chunk);
   }
-  // A mask of rows, a byte for each key, has as many stages as the bias: those of keys, or what finds room.
+  // A row mask, a byte for each key, has as many stages as the bias: those of keys, or what finds room.
   static constexpr int kMaskBytes = kMasks ? kRows * kTile : 0;
   static constexpr int kSmallBytes = (kDropsByProduct ? 14 : 4) * 1024; // at most, of all else
   static constexpr int kBiasRoom = shared_limit(90) - kSmallBytes - kQueryStages * kQueryBytes - kStages * Pair::kBytes;
   static constexpr int kBiasStageRoom = kBiasRoom / (kBiasBytes + kMaskBytes);
   static constexpr int kBiasStages =
-      !kShares || kBiasStageRoom < 2 ? 1 : (kBiasStageRoom < kStages ? kBiasStageRoom : kStages);
+      !kSharesWork || kBiasStageRoom < 2 ? 1 : (kBiasStageRoom < kStages ? kBiasStageRoom : kStages);
 };
 
 template <class Config> struct PairBiasForwardSharedSm90 {
@@ -134,7 +134,7 @@ template <class Config> struct PairBiasForwardStatesSm90 {
   PipelineState<Config::kBiasStages> bias;
 };
 
-// The rows and sources of a task, and the blocks of keys of its split.
+// The rows and sources of a task, and the key blocks of its split.
 template <class Config> struct PairBiasForwardTaskSm90 {
   int plane, first_source, first_row, split, begin, end;
   bool last;            // of the splits of its rows
@@ -146,7 +146,7 @@ template <class Config> struct PairBiasForwardTaskSm90 {
   }
 };
 
-// Finds the live blocks of keys of a task, one after the other. It reads a word of LiveTiles once: what a mainloop loads in
+// Finds the live key blocks of a task, one after the other. It reads a word of LiveTiles once: what a mainloop loads in
 // each step from global memory would be waited for.
 template <class Config, class Task = PairBiasForwardTaskSm90<Config>> class LiveBlocks {
   const Task &task;
@@ -172,15 +172,15 @@ public:
   }
 };
 
-// Goes through the tasks of this block of threads. All lanes of a warp call its functions.
+// Goes through the tasks of this thread block. All lanes of a warp call its functions.
 //
-// Without splits a task is a tile of rows. The last, which a causal mask makes the longest, come first. They go fastest,
-// since they share K and V; but where keys may be divided, sources that read the same rows of the bias follow each other,
-// and turns go forth and back, so that a block of threads which had much to do has little next.
+// Without splits a task is a row tile. The last, which a causal mask makes the longest, come first. They go fastest,
+// since they share K and V; but where keys may be divided, sources that read the same rows of the bias follow each
+// other, and turns go forth and back, so that a thread block which had much to do has little next.
 //
-// With splits each block of threads has an equal share of all steps. A tile of rows has a step for each tile of keys, and
-// one before them for what a task takes beside those; the last come first. The parts of a tile of rows are of blocks of
-// threads that follow each other.
+// With splits each thread block has an equal share of all steps. A row tile has a step for each key tile, and one
+// before them for what a task takes beside those; the last come first. The parts of a row tile are of thread blocks
+// that follow each other.
 template <class Config> class PairBiasForwardWalkSm90 {
   using Task = PairBiasForwardTaskSm90<Config>;
 
@@ -188,7 +188,7 @@ template <class Config> class PairBiasForwardWalkSm90 {
   const int groups; // of sources, of all planes
   // The next turn, of whole tiles; or the next step of all, and past the last one.
   int turn = 0, step = 0, past = 0;
-  // Where that step is: a group, a tile of rows, counted from the last, and a step of it.
+  // Where that step is: a group, a row tile, counted from the last, and a step of it.
   int group = 0, place = 0, own_step = 0;
 
 public:
@@ -211,7 +211,7 @@ public:
   }
 
 private:
-  __device__ bool has_parts() const { return Config::kShares && work.splits > 1; }
+  __device__ bool has_parts() const { return Config::kSharesWork && work.splits > 1; }
   __device__ int all_steps() const { return groups * work.steps; }
   __device__ int visible(int own_place) const {
     return visible_key_tiles(work.call.p, work.tiles - 1 - own_place, Config::kRows);
@@ -221,13 +221,13 @@ private:
   __device__ bool next(Task *task) { return has_parts() ? next_part(task) : next_tile(task); }
 
   __device__ bool next_tile(Task *task) {
-    const int blocks = int(gridDim.x), own = int(blockIdx.x);
-    const int number = turn * blocks + (Config::kShares && turn % 2 == 1 ? blocks - 1 - own : own);
+    const int blocks = int(gridDim.x), block = int(blockIdx.x);
+    const int number = turn * blocks + (Config::kSharesWork && turn % 2 == 1 ? blocks - 1 - block : block);
     if (number >= groups * work.tiles) return false;
     ++turn;
-    const int own_place = Config::kShares ? number / groups : number % work.tiles;
+    const int own_place = Config::kSharesWork ? number / groups : number % work.tiles;
     const int keys = visible(own_place);
-    *task = make_task(Config::kShares ? number % groups : number / work.tiles, own_place, 0, 0, keys, keys);
+    *task = make_task(Config::kSharesWork ? number % groups : number / work.tiles, own_place, 0, 0, keys, keys);
     return true;
   }
 
@@ -236,7 +236,7 @@ private:
     while (skipped && step < past) {
       const int keys = visible(place), steps = min(keys + 1 - own_step, past - step);
       const int begin = max(own_step - 1, 0), end = own_step + steps - 1;
-      // Split 0 is that of the block of threads with the first key.
+      // Split 0 is that of the thread block with the first key.
       const int first_key = step - own_step + 1;
       const int split = own_step <= 1 ? 0 : int(blockIdx.x) - ((first_key + 1) * int(gridDim.x) - 1) / all_steps();
       // Tasks without keys are skipped, unless their rows see none.
@@ -262,7 +262,7 @@ private:
   __device__ void find_place() {
 #pragma unroll 1
     for (;; place += 32) {
-      const int own = place + lane_id(), steps = own < work.tiles ? visible(own) + 1 : 0;
+      const int lane_tile = place + lane_id(), steps = lane_tile < work.tiles ? visible(lane_tile) + 1 : 0;
       const int end = int(warp_inclusive_sum(uint32_t(steps)));
       const uint32_t beyond = __ballot_sync(kAllLanes, end > own_step);
       const int lane = beyond ? __ffs(int(beyond)) - 1 : 31;

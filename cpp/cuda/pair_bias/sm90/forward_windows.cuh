@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Windows in the forward kernel of pair biases for sm_90: problems with at most 64 rows and keys, whose batch shares a bias. Each consumer
-// warpgroup has a source of its own, and its part of the bias in registers for all sources of a block of threads.
+// Windows in the forward kernel of pair biases for sm_90: problems with at most 64 rows and keys, whose batch shares a
+// bias. Each consumer warpgroup has a source of its own, and its part of the bias in registers for all sources of a
+// thread block.
 #pragma once
 
 #include "forward_tasks.cuh"
@@ -16,16 +17,16 @@ template <class Config> struct WindowTask {
   SourceWalk first;
 
   __device__ SourceWalk source(const PairBiasForward &, int n) const {
-    SourceWalk own = first;
-    if (n == 1) ++own;
-    return own;
+    SourceWalk walk = first;
+    if (n == 1) ++walk;
+    return walk;
   }
 };
 
 template <class Config>
 using ForwardTaskOf = std::conditional_t<Config::kWindows, WindowTask<Config>, PairBiasForwardTaskSm90<Config>>;
 
-// Goes through the tasks of this block of threads, which follow each other.
+// Goes through the tasks of this thread block, which follow each other.
 template <class Config> struct WindowWalk {
   __device__ static int plane(const PairBiasForward &work) { return int(blockIdx.x) / work.groups; }
 
@@ -46,27 +47,28 @@ template <class Config> struct WindowWalk {
 
 template <class Config> struct WindowProducer {
   using Rows = TileRowCopy<typename Config::Pair>;
-  static constexpr int kSide = Config::kRows;
+  static constexpr int kWindowSide = Config::kRows;
 
   const PairBiasForward &work;
   PairBiasForwardSharedSm90<Config> &shared;
   PairBiasForwardStatesSm90<Config> &states;
   const Rows q, k, v;
   const uint32_t used; // the rows of this warp that exist
-  // What a mask tells of this thread's key in the source that comes after, most often: a byte that is not 0 if it is kept.
+  // What a mask tells of this thread's key in the source that comes after, most often: a byte that is not 0 if it is
+  // kept.
   uint8_t fetched = 0;
   int fetched_for = -1; // the first source of the task
 
   __device__ WindowProducer(const PairBiasForward &own_work, PairBiasForwardSharedSm90<Config> &memory,
                             PairBiasForwardStatesSm90<Config> &own_states)
       : work(own_work), shared(memory), states(own_states),
-        q(own_work.call.p.q, own_work.call.p.head_dim, -own_source() * kSide),
-        k(own_work.call.p.k, own_work.call.p.head_dim, -own_source() * kSide),
-        v(own_work.call.p.v, own_work.call.p.head_dim, -own_source() * kSide),
+        q(own_work.call.p.q, own_work.call.p.head_dim, -own_source() * kWindowSide),
+        k(own_work.call.p.k, own_work.call.p.head_dim, -own_source() * kWindowSide),
+        v(own_work.call.p.v, own_work.call.p.head_dim, -own_source() * kWindowSide),
         used(__ballot_sync(0xffffffffu, row() < own_work.call.p.queries)) {}
 
-  __device__ static int own_source() { return Roles::producer_thread() / kSide; }
-  __device__ static int row() { return Roles::producer_thread() % kSide; }
+  __device__ static int own_source() { return Roles::producer_thread() / kWindowSide; }
+  __device__ static int row() { return Roles::producer_thread() % kWindowSide; }
 
   __device__ bool exists(int first_source) const {
     return first_source + own_source() < work.call.batches * work.call.heads;

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// All gradients with a pair bias at once, with Hopper's wgmma: a tile of 128 x 128 scores stays with a block of threads
+// All gradients with a pair bias at once, with Hopper's wgmma: a tile of 128 x 128 scores stays with a thread block
 // while the sources of its bias go by, and the tile of dbias stays in registers.
 //
 // Two consumer warpgroups have 64 rows each. S = Q K', P = exp(S - lse), dP = dO V' and dS = P (dP - delta) are theirs
 // alone; P and dS then go to shared memory, since dV = P' dO and dK = dS' Q sum over the rows of both, 64 keys to each.
-// A tile of dbias whose sources several blocks share is added to float32 sums in global memory, in no fixed order, and so are
-// dQ, dK and dV, which are sums over tiles of other blocks; unless another epilogue can complete them (FusedEpilogue).
-// With windows a warpgroup has a source of its own, and shares nothing with the other.
+// A tile of dbias whose sources several blocks share is added to float32 sums in global memory, in no fixed order, and
+// so are dQ, dK and dV, which are sums over tiles of other blocks; unless another epilogue can complete them
+// (FusedEpilogue). With windows a warpgroup has a source of its own, and shares nothing with the other.
 //
 // The kernel is persistent: while the results of a tile are written, the producer copies the first rows of the next.
 //
-// Nothing here knows the rare cases. What NaN, Inf and very large numbers do where a pair is not kept shows in sums that are
-// not finite, which are found when they are rounded or written; then the kernels of fixed order do all.
+// Nothing here knows the rare cases. What NaN, Inf and very large numbers do where a pair is not kept shows in sums
+// that are not finite, which are found when they are rounded or written; then the kernels of fixed order do all.
 #pragma once
 
 #include "../../tile/sm90/products.cuh"
@@ -27,13 +27,13 @@ template <class Config> struct PairBiasFusedConsumer {
   using Pair = typename Config::Pair;
   using Tile = typename Pair::Tile;
   using Left = typename Config::Scores;
-  static constexpr int kTiles = Config::kSide / 8;
+  static constexpr int kTiles = Config::kWindowSide / 8;
   using Scores = float[kTiles][4];
   using Packed = uint32_t[kTiles / 2][4];
   using Sums = typename FusedProducts<Config>::Sums;
   static constexpr int kFullBarrier = 4, kReadBarrier = 5; // of P and dS; with windows, one of each warpgroup
   // Threads that have P and dS together.
-  static constexpr int kTogether = Roles::kConsumerThreads / Config::kSources;
+  static constexpr int kSourceThreads = Roles::kConsumerThreads / Config::kSources;
 
   const PairBiasBackward &work;
   PairBiasFusedShared<Config> &shared;
@@ -48,9 +48,9 @@ template <class Config> struct PairBiasFusedConsumer {
   __device__ static int group() { return Roles::consumer_group(); }
   __device__ static int own_source() { return Config::kWindows ? group() : 0; }
 
-  __device__ static void sync() { ptx::sync_threads<kTogether>(kFullBarrier + own_source()); }
-  // The warpgroups write P and dS in turns, when the products of the step before have read them, unless none of them reads
-  // those of another.
+  __device__ static void sync() { ptx::sync_threads<kSourceThreads>(kFullBarrier + own_source()); }
+  // The warpgroups write P and dS in turns, when the products of the step before have read them, unless none of them
+  // reads those of another.
   __device__ static void take_turn() {
     if constexpr (!Config::kWindows) Roles::take_turn(group());
   }
@@ -66,7 +66,7 @@ template <class Config> struct PairBiasFusedConsumer {
   }
 
   // The first or second of each pair, of this warpgroup's source.
-  __device__ static uint64_t own_part() { return Tile::offset(Config::kSide, 0) * own_source(); }
+  __device__ static uint64_t own_part() { return Tile::offset(Config::kWindowSide, 0) * own_source(); }
   __device__ uint64_t rows_of(int stage, int which) const {
     return Pair::descriptor(ptx::shared_address(shared.sRows[stage]), which) + own_part();
   }
@@ -76,7 +76,7 @@ template <class Config> struct PairBiasFusedConsumer {
   // P or dS of this warpgroup's keys.
   __device__ uint64_t scores_of(int which) const {
     return Left::descriptor(ptx::shared_address(shared.sScores[which])) +
-           (Config::kWindows ? Left::offset(Config::kSide, 0) : Left::offset(0, 64)) * group();
+           (Config::kWindows ? Left::offset(Config::kWindowSide, 0) : Left::offset(0, 64)) * group();
   }
 
   // Starts S = Q K' or dP = dO V' of this warpgroup's rows.
@@ -88,7 +88,7 @@ template <class Config> struct PairBiasFusedConsumer {
     if constexpr (Config::kFolds) {
       const uint64_t left =
                          which == 0 ? shared.known.shifts_of(stage, group()) : shared.known.deltas_of(stage, group()),
-                     right = which == 0 ? shared.known.keys_of(stage, Config::kSide * own_source())
+                     right = which == 0 ? shared.known.keys_of(stage, Config::kWindowSide * own_source())
                                         : shared.known.ones_descriptor();
       ptx::wgmma_ss<Element, ptx::Major::k, ptx::Major::k>(products, left, right, true);
     }
@@ -98,10 +98,10 @@ template <class Config> struct PairBiasFusedConsumer {
   // Makes dV = P' dO and dK = dS' Q of this warpgroup's keys, and dQ = dS K of its rows.
   __device__ void multiply_gradients(FusedProducts<Config> &sums, Packed &own_ds, int stage) const {
     ptx::warpgroup_arrive();
-    warpgroup_gemm_ss_columns<Element, Left, ptx::Major::mn, Tile, Config::kSide>(sums.dv, scores_of(0),
-                                                                                  rows_of(stage, 1), false);
-    warpgroup_gemm_ss_columns<Element, Left, ptx::Major::mn, Tile, Config::kSide>(sums.dk, scores_of(1),
-                                                                                  rows_of(stage, 0), false);
+    warpgroup_gemm_ss_columns<Element, Left, ptx::Major::mn, Tile, Config::kWindowSide>(sums.dv, scores_of(0),
+                                                                                        rows_of(stage, 1), false);
+    warpgroup_gemm_ss_columns<Element, Left, ptx::Major::mn, Tile, Config::kWindowSide>(sums.dk, scores_of(1),
+                                                                                        rows_of(stage, 0), false);
     warpgroup_gemm_rs<Element, Tile>(sums.dq, own_ds, keys_of(stage, 0), false);
     ptx::warpgroup_commit_batch();
     ptx::warpgroup_wait<0>();
@@ -134,8 +134,8 @@ template <class Config> struct PairBiasFusedConsumer {
     pass_turn();
   }
 
-  // A step where registers hold the results of one product of 128 columns beside those of the next, and shared memory has
-  // one tile for P and dS, and one of each operand. Each is released once its last product has read it.
+  // A step where registers hold the results of one product of 128 columns beside those of the next, and shared memory
+  // has one tile for P and dS, and one of each operand. Each is released once its last product has read it.
   __device__ void step_in_turn(uint32_t phase) {
     const uint64_t own_keys = scores_of(0),
                    own_rows = Left::descriptor(ptx::shared_address(shared.sScores[0])) + Left::offset(64, 0) * group();
@@ -180,10 +180,10 @@ template <class Config> struct PairBiasFusedConsumer {
 
   // Stores P of 64 keys, and rounds their dS.
   template <int kHalf> __device__ void make_half(Packed &ds, uint32_t phase) {
-    constexpr int kCount = kTiles / 2, kFirst = kHalf * kCount;
+    constexpr int kTileCount = kTiles / 2, kFirst = kHalf * kTileCount;
     const uint64_t own_rows = Tile::offset(64, 0) * group(), keys = Tile::offset(8 * kFirst, 0);
-    float scores[kCount][4], gradients[kCount][4];
-    uint32_t packed[kCount / 2][4];
+    float scores[kTileCount][4], gradients[kTileCount][4];
+    uint32_t packed[kTileCount / 2][4];
     ptx::warpgroup_arrive();
     warpgroup_gemm_ss<Element, Tile, Tile, Config::kHeadDim>(scores, rows_of(0, 0) + own_rows, keys_of(0, 0) + keys,
                                                              false);
@@ -207,7 +207,7 @@ template <class Config> struct PairBiasFusedConsumer {
     tile.template make_gradients<kFirst>(scores, gradients, 0);
     pack_left<Element>(packed, gradients);
 #pragma unroll
-    for (int k = 0; k < kCount / 2; ++k)
+    for (int k = 0; k < kTileCount / 2; ++k)
 #pragma unroll
       for (int i = 0; i < 4; ++i) ds[kFirst / 2 + k][i] = packed[k][i];
   }
@@ -249,7 +249,7 @@ __global__ void __launch_bounds__(Roles::kThreads, 1)
   shared.init();
   ptx::wait_for_kernel_ahead();
   ptx::start_dependents();
-  // Another block of threads may set non_finite meanwhile: the value that one thread reads holds for all.
+  // Another thread block may set non_finite meanwhile: the value that one thread reads holds for all.
   if (!shared.exchange.agree(*work.non_finite != 0)) {
     if (Roles::is_producer()) {
       Config::Registers::produce();

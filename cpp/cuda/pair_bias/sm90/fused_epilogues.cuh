@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What becomes of the parts of dQ, dK and dV that a step of the fused kernel has made, as FusedEpilogue tells. Each epilogue
-// has finish(), which releases the stage of the step.
+// What becomes of the parts of dQ, dK and dV that a step of the fused kernel has made, as FusedEpilogue tells. Each
+// epilogue has finish(), which releases the stage of the step.
 #pragma once
 
 #include "complete_rows.cuh"
@@ -51,8 +51,9 @@ template <class Config> struct SumsEpilogue : FusedEpilogueBase<Config> {
   // 16 rows for each warp, of a tile of 128 that begins at row `first`.
   __device__ static void add(const GradientSums &sums, const SumHalves &tile, int first, const typename Base::Sums &x) {
     if (!tile.first) return;
-    const int64_t own = 16 * warp() * sums.row;
-    SumBand<Config::kHeadDim>{{tile.first + own, tile.second + own}, sums.row, int(sums.rows) - first - 16 * warp()}
+    const int64_t warp_offset = 16 * warp() * sums.row;
+    SumBand<Config::kHeadDim>{
+        {tile.first + warp_offset, tile.second + warp_offset}, sums.row, int(sums.rows) - first - 16 * warp()}
         .add(x);
   }
   __device__ void finish(const PairBiasFusedTask &task, const FusedProducts<Config> &sums, int stage,
@@ -95,13 +96,14 @@ private:
   }
 };
 
-// The epilogue for problems with at most two tiles of rows and two of keys. A cluster has all tiles of a source, so its blocks
-// of threads complete dQ, dK and dV among themselves. They add in global memory only to tiles of dbias whose sources several
-// clusters share.
+// The epilogue for problems with at most two row tiles and two of keys. A cluster has all tiles of a source, so its
+// thread blocks complete dQ, dK and dV among themselves. They add in global memory only to tiles of dbias whose sources
+// several clusters share.
 //
-// A step makes the same products in all blocks. Two blocks with the same rows then exchange halves of their parts of dQ, two
-// with the same keys those of dK and dV: of the two rows that a thread's accumulators have, each block completes one. Warps
-// exchange with the same warp of the other block, through the memory of P and dS, once no product of that block reads it.
+// A step makes the same products in all blocks. Two blocks with the same rows then exchange halves of their parts of
+// dQ, two with the same keys those of dK and dV: of the two rows that a thread's accumulators have, each block
+// completes one. Warps exchange with the same warp of the other block, through the memory of P and dS, once no product
+// of that block reads it.
 template <class Config> struct ExchangeEpilogue : FusedEpilogueBase<Config> {
   using Base = FusedEpilogueBase<Config>;
   using Base::kOutTiles, Base::lane, Base::shared, Base::warp, Base::work;

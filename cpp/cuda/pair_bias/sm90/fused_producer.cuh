@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The producer warpgroup of the fused kernel: it copies Q, dO, K and V of each source, and what belongs to rows and keys.
+// The producer warpgroup of the fused kernel: it copies Q, dO, K and V of each source, and what belongs to rows and
+// keys.
 #pragma once
 
 #include "fused_tasks.cuh"
@@ -19,13 +20,13 @@ template <class Config> struct PairBiasFusedProducer {
   __device__ PairBiasFusedProducer(const PairBiasBackward &own_work, PairBiasFusedShared<Config> &memory,
                                    const PairBiasFusedTask &own_task)
       : work(own_work), shared(memory), task(own_task),
-        first_row(own_task.row_tile * Config::kTile - own_source() * Config::kSide),
-        first_key(own_task.key_tile * Config::kTile - own_source() * Config::kSide),
+        first_row(own_task.row_tile * Config::kTile - own_source() * Config::kWindowSide),
+        first_key(own_task.key_tile * Config::kTile - own_source() * Config::kWindowSide),
         q(own_work.call.p.q, own_work.call.p.head_dim, first_row),
         dout(own_work.a.dout, own_work.call.p.head_dim, first_row),
         k(own_work.call.p.k, own_work.call.p.head_dim, first_key),
         v(own_work.call.p.v, own_work.call.p.head_dim, first_key),
-        used(__ballot_sync(0xffffffffu, first_row + own() < own_work.call.p.queries)) {}
+        used(__ballot_sync(0xffffffffu, first_row + thread() < own_work.call.p.queries)) {}
 
   // What this thread loads of its row and its key, a step ahead, in the form in which it lies in memory.
   struct Facts {
@@ -33,17 +34,17 @@ template <class Config> struct PairBiasFusedProducer {
     uint8_t kept;
   };
 
-  __device__ static int own() { return Roles::producer_thread(); }
+  __device__ static int thread() { return Roles::producer_thread(); }
   // The source of the tile whose rows and keys this thread's warp loads.
-  __device__ static int own_source() { return Config::kWindows ? own() / Config::kSide : 0; }
+  __device__ static int own_source() { return Config::kWindows ? thread() / Config::kWindowSide : 0; }
 
   __device__ Facts fetch(const SourceWalk &source) const {
     const fdm_problem &p = work.call.p;
     Facts facts{{INFINITY, 0.0f}, 0};
-    if (first_row + own() < p.queries)
-      facts.row = fetch_statistics(work, {source.batch, source.head, true}, first_row + own());
-    if (first_key + own() < p.keys) {
-      const uint8_t *kept = kept_key(p, source.batch, source.head, first_key + own());
+    if (first_row + thread() < p.queries)
+      facts.row = fetch_statistics(work, {source.batch, source.head, true}, first_row + thread());
+    if (first_key + thread() < p.keys) {
+      const uint8_t *kept = kept_key(p, source.batch, source.head, first_key + thread());
       facts.kept = kept ? *kept : 1;
     }
     return facts;
@@ -53,14 +54,14 @@ template <class Config> struct PairBiasFusedProducer {
   __device__ uint32_t store_facts(int stage, const SourceWalk &source, const Facts &facts) const {
     const fdm_problem &p = work.call.p;
     const FusedWork &division = work.fused;
-    if (!Config::kWindows && own() == 0) {
+    if (!Config::kWindows && thread() == 0) {
       const int64_t batch = source.batch - division.first_batch, kv_head = kv_head_of(p, source.head);
       shared.places[stage] = {halves_of(division.dq, batch, source.head, first_row),
                               halves_of(division.dk, batch, kv_head, first_key),
                               halves_of(division.dv, batch, kv_head, first_key)};
     }
-    shared.known.set_row(stage, own(), facts.row, p.scale);
-    return shared.known.set_key(stage, own(), facts.kept != 0);
+    shared.known.set_row(stage, thread(), facts.row, p.scale);
+    return shared.known.set_key(stage, thread(), facts.kept != 0);
   }
 
   __device__ void load(const PipelineState<Config::kStages> &state, const SourceWalk &source, bool exists,

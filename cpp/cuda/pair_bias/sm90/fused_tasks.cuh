@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The tasks of the fused kernel, and the shared memory of a block of threads.
+// The tasks of the fused kernel, and the shared memory of a thread block.
 #pragma once
 
 #include "../fused_tiles.cuh"
@@ -13,9 +13,10 @@ namespace fdm::cuda {
 // The operands that have their own barriers where there is one stage.
 enum FusedOperand { kQuery, kKey, kDout, kValue, kFusedOperands };
 
-// What becomes of a step's part of dQ, dK and dV. sums: it is added to float32 sums in global memory. exchange: a cluster has
-// all tiles of a source, and its blocks complete the gradients among themselves (fused_epilogues.cuh). windows: the problem has
-// at most kWindow rows and keys, a tile those of two sources, one below the other, and the gradients are complete.
+// What becomes of a step's part of dQ, dK and dV. sums: it is added to float32 sums in global memory. exchange: a
+// cluster has all tiles of a source, and its blocks complete the gradients among themselves (fused_epilogues.cuh).
+// windows: the problem has at most kWindow rows and keys, a tile those of two sources, one below the other, and the
+// gradients are complete.
 enum class FusedEpilogue { sums, exchange, windows };
 template <class Config> struct SumsEpilogue;
 template <class Config> struct ExchangeEpilogue;
@@ -28,18 +29,18 @@ template <class ElementType, int kHeadDimension, BiasType kBias, FusedEpilogue k
   using Pair = TilePair<kHeadDim>; // Q and dO, or K and V
   static constexpr bool kWindows = kGradients == FusedEpilogue::windows,
                         kCluster = kGradients == FusedEpilogue::exchange;
-  static constexpr int kSources = kWindows ? 2 : 1, kSide = kTile / kSources; // rows and keys of a source
-  using Scores = SmemTile<kSide, kTile>;
+  static constexpr int kSources = kWindows ? 2 : 1, kWindowSide = kTile / kSources; // rows and keys of a source
+  using Scores = SmemTile<kWindowSide, kTile>;
   // With 128 columns, shared memory has one tile of each operand, and one for P and then dS.
   static constexpr bool kInTurn = kHeadDim == 128;
   static constexpr int kStages = kInTurn || (kHeadDim == 64 && kFloat32Bias) ? 1 : 2, kScoreTiles = kInTurn ? 1 : 2;
   static constexpr int kBarriers = kInTurn ? kFusedOperands : kStages;
-  // Where shared memory has room, the products add what belongs to rows and keys (row_columns.cuh), and the bias is kept
-  // as float32, times log2 e.
+  // Where shared memory has room, the products add what belongs to rows and keys (row_columns.cuh), and the bias is
+  // kept as float32, times log2 e.
   static constexpr bool kFolds = kHeadDim == 32, kFloats = kFloat32Bias || kFolds;
   static constexpr int kBiasChunks = (kFloats ? 16 : 8) / kSources; // 16 bytes each, of a thread
   // The 16 rows of a source that this consumer warp has.
-  __device__ static int band() { return threadIdx.x / 32 % (kSide / 16); }
+  __device__ static int band() { return threadIdx.x / 32 % (kWindowSide / 16); }
   using Registers = std::conditional_t<kWindows, RoleRegisters<208, 80>,
                                        std::conditional_t<kFolds, RoleRegisters<216, 72>, RoleRegisters<224, 56>>>;
   using Epilogue = std::conditional_t<
@@ -47,7 +48,8 @@ template <class ElementType, int kHeadDimension, BiasType kBias, FusedEpilogue k
       std::conditional_t<kCluster, ExchangeEpilogue<PairBiasFusedConfig>, SumsEpilogue<PairBiasFusedConfig>>>;
 };
 
-// What blocks of a cluster tell each other (fused_epilogues.cuh): those with the same rows, and those with the same keys.
+// What blocks of a cluster tell each other (fused_epilogues.cuh): those with the same rows, and those with the same
+// keys.
 enum ClusterAxis { kSameRows, kSameKeys, kClusterAxes };
 struct ClusterExchange {
   uint64_t readable[kClusterAxes][Roles::kConsumerWarps]; // a warp has what the other block's sent
@@ -129,8 +131,8 @@ struct PairBiasFusedTask {
     if (!seen || !LiveTiles::is_live(work.live.row(plane, row_tile), key_tile)) past = first;
   }
 
-  // Calls function(task) for the tasks of this block of threads. A cluster has all tiles of a plane, and each of its blocks takes
-  // part in what they exchange.
+  // Calls function(task) for the tasks of this thread block. A cluster has all tiles of a plane, and each of its blocks
+  // takes part in what they exchange.
   template <bool kCluster, class Function>
   __device__ static void for_each(const PairBiasBackward &work, const Function &function) {
     const FusedWork &division = work.fused;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The tile of the bias that a block of threads of the fused kernel works on, and its gradient, as accumulators of the
+// The tile of the bias that a thread block of the fused kernel works on, and its gradient, as accumulators of the
 // consumers hold them.
 #pragma once
 
@@ -11,8 +11,8 @@ namespace fdm::cuda {
 
 template <class Config> struct FusedBiasTile {
   using Element = typename Config::Element;
-  static constexpr int kTiles = Config::kSide / 8;
-  static constexpr int kSize = Config::kFloat32Bias ? 4 : 2, kChunkTiles = kTiles / Config::kBiasChunks;
+  static constexpr int kTiles = Config::kWindowSide / 8;
+  static constexpr int kBiasBytes = Config::kFloat32Bias ? 4 : 2, kChunkTiles = kTiles / Config::kBiasChunks;
 
   const PairBiasBackward &work;
   PairBiasFusedShared<Config> &shared;
@@ -25,9 +25,11 @@ template <class Config> struct FusedBiasTile {
   __device__ static int warp() { return threadIdx.x / 32; }
   __device__ static int lane() { return threadIdx.x % 32; }
   __device__ int64_t row(int half) const {
-    return int64_t(task.row_tile) * Config::kSide + 16 * Config::band() + accumulator_row(half);
+    return int64_t(task.row_tile) * Config::kWindowSide + 16 * Config::band() + accumulator_row(half);
   }
-  __device__ int64_t key(int n) const { return int64_t(task.key_tile) * Config::kSide + 8 * n + accumulator_column(); }
+  __device__ int64_t key(int n) const {
+    return int64_t(task.key_tile) * Config::kWindowSide + 8 * n + accumulator_column();
+  }
 
   __device__ void start(const PairBiasFusedTask &own_task) {
     task = own_task;
@@ -38,31 +40,32 @@ template <class Config> struct FusedBiasTile {
     if (task.first < task.past) load_bias();
   }
 
-  // Puts P in the place of the products Q K', of 8 * kCount keys from 8 * kFirst on.
-  template <int kFirst, int kCount> __device__ void make_probabilities(float (&scores)[kCount][4], int stage) const {
+  // Puts P in the place of the products Q K', of 8 * kTileCount keys from 8 * kFirstTile on.
+  template <int kFirstTile, int kTileCount>
+  __device__ void make_probabilities(float (&scores)[kTileCount][4], int stage) const {
     if constexpr (Config::kFolds)
-      make_folded_probabilities<kFirst>(scores);
+      make_folded_probabilities<kFirstTile>(scores);
     else if (shared.known.stages[stage].dropped.any())
-      make_probabilities_of<kFirst, true>(scores, stage);
+      make_probabilities_of<kFirstTile, true>(scores, stage);
     else
-      make_probabilities_of<kFirst, false>(scores, stage);
+      make_probabilities_of<kFirstTile, false>(scores, stage);
   }
 
   // Puts dS in the place of dP, and adds it to dbias.
-  template <int kFirst, int kCount>
-  __device__ void make_gradients(const float (&p)[kCount][4], float (&gradients)[kCount][4], int stage) {
+  template <int kFirstTile, int kTileCount>
+  __device__ void make_gradients(const float (&p)[kTileCount][4], float (&gradients)[kTileCount][4], int stage) {
     float delta[2] = {};
     if constexpr (!Config::kFolds) // else the products have it in them
 #pragma unroll
       for (int half = 0; half < 2; ++half)
         delta[half] = shared.known.stages[stage].delta[16 * warp() + accumulator_row(half)];
 #pragma unroll
-    for (int n = 0; n < kCount; ++n)
+    for (int n = 0; n < kTileCount; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float gradient = Config::kFolds ? gradients[n][i] : gradients[n][i] - delta[i / 2];
         gradients[n][i] = p[n][i] * gradient;
-        dbias[kFirst + n][i] += gradients[n][i];
+        dbias[kFirstTile + n][i] += gradients[n][i];
       }
   }
 
@@ -78,7 +81,7 @@ template <class Config> struct FusedBiasTile {
       for (int n = 0; n < kTiles; ++n) ptx::add_global(sums + n * 128, dbias[n]);
       return;
     }
-    if constexpr (Config::kWindows) return; // several blocks of threads share their tile
+    if constexpr (Config::kWindows) return; // several thread blocks share their tile
     const bool whole =
         int64_t(task.row_tile + 1) * Config::kTile <= p.queries && int64_t(task.key_tile + 1) * Config::kTile <= p.keys;
     if (work.dbias_pairs && whole) return store_whole_dbias();
@@ -89,28 +92,29 @@ template <class Config> struct FusedBiasTile {
 
 private:
   // The products have -lse in them, and -inf for dropped pairs.
-  template <int kFirst, int kCount> __device__ void make_folded_probabilities(float (&scores)[kCount][4]) const {
+  template <int kFirstTile, int kTileCount>
+  __device__ void make_folded_probabilities(float (&scores)[kTileCount][4]) const {
     const float factor = work.call.p.scale * kLog2E;
 #pragma unroll
-    for (int n = 0; n < kCount; ++n) {
+    for (int n = 0; n < kTileCount; ++n) {
       float bias[1][4];
-      read_bias(kFirst + n, bias);
+      read_bias(kFirstTile + n, bias);
 #pragma unroll
       for (int i = 0; i < 4; ++i) scores[n][i] = ptx::exp2_approximate(fmaf(scores[n][i], factor, bias[0][i]));
     }
   }
-  template <int kFirst, bool kDrops, int kCount>
-  __device__ void make_probabilities_of(float (&scores)[kCount][4], int stage) const {
+  template <int kFirstTile, bool kDrops, int kTileCount>
+  __device__ void make_probabilities_of(float (&scores)[kTileCount][4], int stage) const {
     const auto &known = shared.known.stages[stage];
     const float scale = work.call.p.scale;
     const float low = known.shift[16 * warp() + accumulator_row(0)],
                 high = known.shift[16 * warp() + accumulator_row(1)];
     float bias[kChunkTiles][4];
 #pragma unroll
-    for (int n = 0; n < kCount; ++n) {
-      if (n % kChunkTiles == 0) read_bias((kFirst + n) / kChunkTiles, bias);
+    for (int n = 0; n < kTileCount; ++n) {
+      if (n % kChunkTiles == 0) read_bias((kFirstTile + n) / kChunkTiles, bias);
       float dropped[2];
-      if constexpr (kDrops) known.dropped.read(kFirst + n, dropped); // inf or -inf
+      if constexpr (kDrops) known.dropped.read(kFirstTile + n, dropped); // inf or -inf
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float score = fmaf(scores[n][i], scale, bias[n % kChunkTiles][i]);
@@ -121,15 +125,16 @@ private:
     }
   }
 
-  // The elements of the bias that meet this thread's scores; those of dropped pairs, and where there are none, are -inf.
+  // The elements of the bias that meet this thread's scores; those of dropped pairs, and where there are none, are
+  // -inf.
   __device__ void load_bias() const {
     const fdm_problem &p = work.call.p;
     const Source source = source_of(work.call, task.plane, task.first);
     const Sequence s = pair_bias_sequence(p, source.batch);
-    const Matrix bias = score_matrix(p, p.bias, s, source.head, kSize);
-    const int64_t last_row = int64_t(task.row_tile + 1) * Config::kSide,
-                  last_key = int64_t(task.key_tile + 1) * Config::kSide;
-    const bool sees_all = !is_causal(p) || last_key <= last_row - Config::kSide + p.keys - p.queries + 1;
+    const Matrix bias = score_matrix(p, p.bias, s, source.head, kBiasBytes);
+    const int64_t last_row = int64_t(task.row_tile + 1) * Config::kWindowSide,
+                  last_key = int64_t(task.key_tile + 1) * Config::kWindowSide;
+    const bool sees_all = !is_causal(p) || last_key <= last_row - Config::kWindowSide + p.keys - p.queries + 1;
     if (work.call.bias_chunks && last_row <= p.queries && last_key <= p.keys && !present(p.start)) {
       if (!has_rows(p.mask) && sees_all) return load_whole_bias(bias, [](int, int) { return kNoneDropped; });
       if (!has_rows(p.mask)) return load_whole_bias(bias, [&](int half, int n) { return dropped_later(half, n); });
@@ -189,7 +194,7 @@ private:
 #pragma unroll
     for (int half = 0; half < 2; ++half)
       first[half] = reinterpret_cast<const Pair *>(static_cast<const char *>(bias.base) +
-                                                   (row(half) * bias.row + key(0)) * kSize);
+                                                   (row(half) * bias.row + key(0)) * kBiasBytes);
 #pragma unroll
     for (int c = 0; c < Config::kBiasChunks; ++c) {
       Pair pairs[kChunkTiles][2];
@@ -253,13 +258,13 @@ private:
     for (int half = 0; half < 2; ++half) {
       const int64_t first = head + row(half) * t.stride[2] + key(0);
       if (t.dtype == FDM_FLOAT32) {
-        auto *own = reinterpret_cast<float2 *>(static_cast<float *>(t.data) + first);
+        auto *pairs = reinterpret_cast<float2 *>(static_cast<float *>(t.data) + first);
 #pragma unroll
-        for (int n = 0; n < kTiles; ++n) own[4 * n] = {dbias[n][2 * half], dbias[n][2 * half + 1]};
+        for (int n = 0; n < kTiles; ++n) pairs[4 * n] = {dbias[n][2 * half], dbias[n][2 * half + 1]};
       } else {
-        auto *own = reinterpret_cast<uint32_t *>(static_cast<Element *>(t.data) + first);
+        auto *pairs = reinterpret_cast<uint32_t *>(static_cast<Element *>(t.data) + first);
 #pragma unroll
-        for (int n = 0; n < kTiles; ++n) own[4 * n] = ptx::pack<Element>(dbias[n][2 * half], dbias[n][2 * half + 1]);
+        for (int n = 0; n < kTiles; ++n) pairs[4 * n] = ptx::pack<Element>(dbias[n][2 * half], dbias[n][2 * half + 1]);
       }
     }
   }

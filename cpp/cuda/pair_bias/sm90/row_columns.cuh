@@ -9,8 +9,8 @@
 
 namespace fdm::cuda {
 
-// As operands of products: one more step of 16 columns adds it on the tensor cores. S = Q K' then has -lse in it, and -inf
-// for keys that are dropped, and dP = dO V' has -delta.
+// As operands of products: one more step of 16 columns adds it on the tensor cores. S = Q K' then has -lse in it, and
+// -inf for keys that are dropped, and dP = dO V' has -delta.
 template <class Element, int kStages> struct RowColumns {
   static constexpr bool kHalf = __is_same(Element, __half);
   using Chunk = OperandChunk<Element>;

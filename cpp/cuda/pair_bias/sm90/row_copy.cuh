@@ -27,15 +27,15 @@ template <int kHeadDim> struct TilePair {
   }
 };
 
-// Where a mask of keys tells whether a query head of a sequence keeps a key, or null where there is no such mask.
+// Where a key mask tells whether a query head of a sequence keeps a key, or null where there is no such mask.
 __device__ __forceinline__ const uint8_t *kept_key(const fdm_problem &p, int64_t batch, int64_t head, int64_t key) {
   if (mask_kind(p) != FDM_MASK_KEYS) return nullptr;
   const Matrix mask = score_matrix(p, p.mask, pair_bias_sequence(p, batch), head, 1);
   return static_cast<const uint8_t *>(mask.base) + key * mask.col;
 }
 
-// Whether a query keeps a key, as far as masks of rows, intervals and the causal limit tell. Each source applies its mask
-// of keys itself.
+// Whether a query keeps a key, as far as row masks, intervals and the causal limit tell. Each source applies its key
+// mask itself.
 __device__ __forceinline__ bool is_kept_pair(const fdm_problem &p, const Sequence &s, int64_t head, int64_t r,
                                              int64_t k) {
   if (r >= p.queries || k >= p.keys || (is_causal(p) && k > r + p.keys - p.queries)) return false;
@@ -72,22 +72,22 @@ template <class Pair> struct TileRowCopy {
   static_assert(kRows == 32);
 
   const fdm_tensor &t;
-  const uint16_t *own; // the chunk of this thread's first row of the tile that begins with row 0
-  bool inside;         // the chunk is
+  const uint16_t *thread_row; // the chunk of this thread's first row of the tile that begins with row 0
+  bool inside;                // the chunk is
 
   __device__ TileRowCopy(const fdm_tensor &tensor, int64_t head_dim, int64_t first)
       : t(tensor),
-        own(static_cast<const uint16_t *>(tensor.data) +
-            (first + Roles::producer_thread() / 32 * kRows + threadIdx.x % 32 / Pair::kChunks) * t.stride[1] +
-            threadIdx.x % Pair::kChunks * 8),
+        thread_row(static_cast<const uint16_t *>(tensor.data) +
+                   (first + Roles::producer_thread() / 32 * kRows + threadIdx.x % 32 / Pair::kChunks) * t.stride[1] +
+                   threadIdx.x % Pair::kChunks * 8),
         inside(int(threadIdx.x % Pair::kChunks) * 8 < head_dim) {}
 
   __device__ __forceinline__ const uint16_t *row_of(int64_t batch, int64_t head) const {
-    return own + batch * t.stride[0] + head * t.stride[2];
+    return thread_row + batch * t.stride[0] + head * t.stride[2];
   }
 
-  // Copies rows from row_of(), or a number of rows further, to a tile of a pair: those of which bit r of `there` is set.
-  // The others, and columns from head_dim on, become zeros.
+  // Copies rows from row_of(), or a number of rows further, to a tile of a pair: those of which bit r of `there` is
+  // set. The others, and columns from head_dim on, become zeros.
   __device__ __forceinline__ void copy(const char *tile, int which, const uint16_t *row, uint32_t there) const {
     const int lane_row = threadIdx.x % 32 / Pair::kChunks, first_row = Roles::producer_thread() / 32 * kRows;
     const uint32_t base = ptx::shared_address(tile), rows = inside ? there >> lane_row : 0;
@@ -107,13 +107,13 @@ struct DroppedKeys {
   alignas(4) uint16_t numbers[kPairBiasTileSm90]; // bfloat16
   bool found[Roles::kProducerWarps];
 
-  // A producer thread tells of its key, with the number of one that is kept. Returns which keys of its warp are kept, as
-  // bits.
+  // A producer thread tells of its key, with the number of one that is kept. Returns which keys of its warp are kept,
+  // as bits.
   __device__ __forceinline__ uint32_t set(bool kept, uint16_t number = 0) {
-    const int own = Roles::producer_thread();
+    const int thread = Roles::producer_thread();
     const uint32_t all = __ballot_sync(0xffffffffu, kept);
-    numbers[own] = kept ? number : kBfloat16Inf | 0x8000;
-    if (own % 32 == 0) found[own / 32] = all != ~0u;
+    numbers[thread] = kept ? number : kBfloat16Inf | 0x8000;
+    if (thread % 32 == 0) found[thread / 32] = all != ~0u;
     return all;
   }
   __device__ __forceinline__ bool any() const {
@@ -123,9 +123,9 @@ struct DroppedKeys {
     return some;
   }
   // Reads the numbers of this thread's two keys of tile n of 8.
-  __device__ __forceinline__ void read(int n, float (&own)[2]) const {
+  __device__ __forceinline__ void read(int n, float (&values)[2]) const {
     const uint32_t pair = reinterpret_cast<const uint32_t *>(numbers)[4 * n + threadIdx.x % 4];
-    ptx::unpack<__nv_bfloat16>(pair, own[0], own[1]);
+    ptx::unpack<__nv_bfloat16>(pair, values[0], values[1]);
   }
 };
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A bias for each column as operands of a product: one more step of 16 columns, in which every row of Q has ones, adds it
-// to the scores on the tensor cores.
+// A bias for each column as operands of a product: one more step of 16 columns, in which every row of Q has ones, adds
+// it to the scores on the tensor cores.
 #pragma once
 
 #include "operand_chunk.cuh"
@@ -14,9 +14,10 @@ template <class Element> __device__ __forceinline__ OperandChunk<Element> ones_c
   return OperandChunk<Element>::make(1.0f, 1.0f, 1.0f, kFourth);
 }
 
-// A bias times `factor`, in units of the product of Q and K; only a bias of -inf drops a key. One of float16 that four columns
-// have no room for becomes NaN. One of bfloat16 is cut off at kLargest: times the scale, which is between 2^-30 and 2^30, that is
-// far beyond what quick_softmax() takes, and far from the lowest float, by which it shifts a row that has no maximum yet.
+// A bias times `factor`, in units of the product of Q and K; only a bias of -inf drops a key. One of float16 that four
+// columns have no room for becomes NaN. One of bfloat16 is cut off at kLargest: times the scale, which is between 2^-30
+// and 2^30, that is far beyond what quick_softmax() takes, and far from the lowest float, by which it shifts a row that
+// has no maximum yet.
 template <class Element> __device__ __forceinline__ OperandChunk<Element> bias_chunk(float given, float factor) {
   using Chunk = OperandChunk<Element>;
   constexpr bool kHalf = __is_same(Element, __half);
@@ -67,8 +68,8 @@ template <class Element, int kColumns, int kSlotCount> struct BiasOperand : Bias
   }
 };
 
-// The same in little memory: eight rows of ones are all rows of Q. The second eight columns of the biases, which meet zeros, are
-// the first again: one that is not finite reaches its own key alone.
+// The same in little memory: eight rows of ones are all rows of Q. The second eight columns of the biases, which meet
+// zeros, are the first again: one that is not finite reaches its own key alone.
 template <class Element, int kColumns, int kSlotCount>
 struct SmallBiasOperand : BiasSlots<Element, kColumns, kSlotCount> {
   using Chunk = OperandChunk<Element>;

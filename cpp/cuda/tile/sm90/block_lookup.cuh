@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Lookup warps that take turns at blocks: each finds what the producer and consumer warps need to know of the columns of a
-// whole block, some blocks ahead.
+// Lookup warps that take turns at blocks: each finds what the producer and consumer warps need to know of the columns
+// of a whole block, some blocks ahead.
 #pragma once
 
 #include "stream_lookup.cuh"
 
 namespace fdm::cuda {
 
-// A lookup warp. The blocks of all tasks are one stream, of which each warp has its share. What a block needs is a chain of
-// loads, key -> bias, and so several of them are under way at a time. Lanes have columns that lie side by side, then the
-// next 32.
+// A lookup warp. The blocks of all tasks are one stream, of which each warp has its share. What a block needs is a
+// chain of loads, key -> bias, and so several of them are under way at a time. Lanes have columns that lie side by
+// side, then the next 32.
 template <class Stream, class OnColumn> struct BlockLookup : StreamLookup<Stream, OnColumn> {
   using Base = StreamLookup<Stream, OnColumn>;
   using Base::kColumns, Base::k_state, Base::pass_block, Base::stream;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The pipeline of K and V where the columns of a tile are consecutive keys: they are copied as boxes of rows, and nothing is
-// gathered. One warp starts the copies. The lookup warpgroup finds the bias of each key and which queries keep it, and makes
-// zeros of V of keys that no query of the tile keeps: 0 times NaN is NaN. Each stage has barriers that say "full" and
-// "empty".
+// The pipeline of K and V where the columns of a tile are consecutive keys: they are copied as boxes of rows, and
+// nothing is gathered. One warp starts the copies. The lookup warpgroup finds the bias of each key and which queries
+// keep it, and makes zeros of V of keys that no query of the tile keeps: 0 times NaN is NaN. Each stage has barriers
+// that say "full" and "empty".
 #pragma once
 
 #include "key_columns.cuh"
@@ -78,8 +78,8 @@ template <class Boxes> struct BoxCopier {
   }
 };
 
-// A lookup thread. The facts about the columns of a block are requested when those of the block before have been stored,
-// which may be of the task before.
+// A lookup thread. The facts about the columns of a block are requested when those of the block before have been
+// stored, which may be of the task before.
 //
 // on_column(task, stage, i, bias) is called for each column of a block whose facts have been stored.
 template <class Boxes, class OnColumn> struct BoxLookup {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What lookup warps find of consecutive keys that are copied as boxes: the bias, and which queries of the tile keep each.
+// The facts that lookup warps find of consecutive keys, which are copied as boxes: the bias, and which queries of the
+// tile keep each.
 #pragma once
 
 #include "../key_ring.cuh"
@@ -32,8 +33,8 @@ struct alignas(8) BlockFlags {
   }
 };
 
-// The flags of the block in each stage, and of the block that was there before: consumers need not hold those of a block that
-// they have released.
+// The flags of the block in each stage, and of the block that was there before: consumers need not hold those of a
+// block that they have released.
 template <int kStages> struct FlagsOfBlocks {
   BlockFlags slots[2][kStages];
 
@@ -51,7 +52,7 @@ struct BoxPlace {
   int32_t row, head, batch;
 };
 
-// Copies a tile of rows. The barrier is told of the bytes, and gets no arrival.
+// Copies a row tile. The barrier is told of the bytes, and gets no arrival.
 template <class Tile>
 __device__ __forceinline__ void copy_tile(const char *tile, const CUtensorMap &map, const BoxPlace &place,
                                           uint64_t &full) {

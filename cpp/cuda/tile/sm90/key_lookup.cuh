@@ -9,8 +9,8 @@
 namespace fdm::cuda {
 
 // A lookup thread, which knows one column of each block, or none. The blocks of all tasks are one stream: the first
-// columns of a task are asked for before those of the task before are stored. What is needed of a task for each block is
-// held in registers: it would be read from shared memory again each time.
+// columns of a task are asked for before those of the task before are stored. What is needed of a task for each block
+// is held in registers: it would be read from shared memory again each time.
 template <class Stream, class OnColumn> struct KeyLookup : StreamLookup<Stream, OnColumn> {
   using Base = StreamLookup<Stream, OnColumn>;
   using Base::blocks_of, Base::kColumns, Base::k_state, Base::p, Base::row_state, Base::stream;
@@ -37,8 +37,8 @@ template <class Stream, class OnColumn> struct KeyLookup : StreamLookup<Stream, 
     next_key = fetch_key(*keys, column(*keys, 1));
   }
 
-  // Stores the facts of the blocks of the current task. meanwhile() is called once, where it delays least. What is read of
-  // tasks comes from shared memory each time: registers are scarce.
+  // Stores the facts of the blocks of the current task. meanwhile() is called once, where it delays least. What is read
+  // of tasks comes from shared memory each time: registers are scarce.
   template <class Tasks, class Meanwhile> __device__ void run(const Tasks &tasks, const Meanwhile &meanwhile) {
     hold(tasks, 0);
 #pragma unroll 1

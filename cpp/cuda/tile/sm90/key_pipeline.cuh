@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The pipeline of K and V of a kernel without lookup warps (key_stream.cuh): a producer warpgroup finds and gathers rows of
-// K and V, kColumns at a time, while consumer warpgroups multiply those of earlier blocks. Each stage has barriers that
-// say "full" and "empty".
+// The pipeline of K and V of a kernel without lookup warps (key_stream.cuh): a producer warpgroup finds and gathers
+// rows of K and V, kColumns at a time, while consumer warpgroups multiply those of earlier blocks. Each stage has
+// barriers that say "full" and "empty".
 #pragma once
 
 #include "../key_ring.cuh"

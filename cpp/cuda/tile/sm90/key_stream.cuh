@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The pipeline of K and V: producer warps gather rows of K and V, kColumns at a time, while consumer warpgroups multiply
-// those of earlier blocks. Which rows they are, lookup warps have found before (key_lookup.cuh, block_lookup.cuh). Each
-// stage has barriers that say "full" and "empty".
+// The pipeline of K and V: producer warps gather rows of K and V, kColumns at a time, while consumer warpgroups
+// multiply those of earlier blocks. Which rows they are, lookup warps have found before (key_lookup.cuh,
+// block_lookup.cuh). Each stage has barriers that say "full" and "empty".
 #pragma once
 
 #include "../key_ring.cuh"
@@ -13,8 +13,8 @@ namespace fdm::cuda {
 template <int kHeadDim, int kColumnCount, int kKStageCount, int kVStageCount, Lookup kLookupChoice> struct KeyStream {
   static constexpr int kColumns = kColumnCount, kKStages = kKStageCount, kVStages = kVStageCount;
   static constexpr Lookup kLookup = kLookupChoice;
-  // A warp that waits for a stage to become empty must know that it was so the time before: the parity of a barrier does
-  // not tell two rounds apart. With no more warps than stages, it was when the warp stored the block before.
+  // A warp that waits for a stage to become empty must know that it was so the time before: the parity of a barrier
+  // does not tell two rounds apart. With no more warps than stages, it was when the warp stored the block before.
   static constexpr int kTurnWarps = kKStages < Roles::kTurnWarpRoom ? kKStages : Roles::kTurnWarpRoom;
   // Lookup threads that release tasks.
   static constexpr int kTaskReaders = kLookup == Lookup::warps ? 32 * kTurnWarps : 0;
@@ -28,8 +28,8 @@ template <int kHeadDim, int kColumnCount, int kKStageCount, int kVStageCount, Lo
   using Gather = RowGather<Tile, kColumns>;
   using KPipelineState = PipelineState<kKStages>;
   using VPipelineState = PipelineState<kVStages>;
-  // The facts of a block lie with its K, and are stored when that stage is free. Its rows are read once more for V, before
-  // K of the next block is released.
+  // The facts of a block lie with its K, and are stored when that stage is free. Its rows are read once more for V,
+  // before K of the next block is released.
   static constexpr int kRowSlots = kKStages + 1;
   using RowState = PipelineState<kRowSlots>;
 
@@ -95,10 +95,10 @@ private:
   __device__ int load_keys(const char *first_k) {
     const int stage = k_state.index, slot = row_state.index;
     ptx::wait(stream.found[stage], k_state.phase);
-    const auto sources = Gather::listed(first_k, k_stride, stream.rows[slot]);
+    const auto rows = Gather::listed(first_k, k_stride, stream.rows[slot]);
     // The lookup threads have waited for this before, so it takes no time.
     Roles::producer_acquire(stream.k_empty[stage], k_state.phase);
-    Gather::copy(ptx::shared_address(stream.sK[stage]), sources, head_dim);
+    Gather::copy(ptx::shared_address(stream.sK[stage]), rows, head_dim);
     Roles::producer_commit(stream.k_full[stage]);
     ++k_state;
     ++row_state;
@@ -107,9 +107,9 @@ private:
   __device__ void load_values() {
     if (v_slot < 0) return;
     const int stage = v_state.index;
-    const auto sources = Gather::listed(first_v, v_stride, stream.rows[v_slot]);
+    const auto rows = Gather::listed(first_v, v_stride, stream.rows[v_slot]);
     Roles::producer_acquire(stream.v_empty[stage], v_state.phase);
-    Gather::copy(ptx::shared_address(stream.sV[stage]), sources, head_dim);
+    Gather::copy(ptx::shared_address(stream.sV[stage]), rows, head_dim);
     Roles::producer_commit_copies(stream.v_full[stage]);
     ++v_state;
   }

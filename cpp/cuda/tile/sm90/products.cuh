@@ -109,7 +109,8 @@ __device__ __forceinline__ void warpgroup_add_rs(float (&sums)[kTiles][4], uint3
   ptx::warpgroup_fence_operand(left);
 }
 
-// sums += A B' by mma.sync, for 16 rows of a warp and 16 columns of both; `chunk` is the first of B's two chunks of eight.
+// sums += A B' by mma.sync, for 16 rows of a warp and 16 columns of both; `chunk` is the first of B's two chunks of
+// eight.
 template <class Element, class RightTile, int kTiles>
 __device__ __forceinline__ void warp_add_transposed(float (&sums)[kTiles][4], const uint32_t (&left)[4], uint32_t base,
                                                     int chunk) {

@@ -12,7 +12,7 @@ namespace fdm::cuda {
 // A value that all lanes of a warp have. Lane 0's tells the compiler so: what follows from it takes uniform registers.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
 
-// The roles of the warps of a block of threads: the consumer warpgroups come first, then the producers. The functions have
+// The roles of the warps of a thread block: the consumer warpgroups come first, then the producers. The functions have
 // the names of CUTLASS's pipelines, but take a stage's barriers.
 template <int kGroups> struct WarpRoles {
   static constexpr int kConsumerGroups = kGroups, kConsumerWarps = 4 * kGroups, kProducerWarps = 4;
@@ -68,8 +68,8 @@ template <int kGroups> struct WarpRoles {
   // A producer thread arrives when its copies are done, where a stage holds nothing else.
   __device__ static __forceinline__ void producer_commit_copies(uint64_t &full) { ptx::arrive_after_copies(full); }
 
-  // A consumer waits until a stage is full. Its products may then read the stage. Boxes, and what producers have put behind a
-  // fence themselves, need none here (kFenced): it would wait for all that the consumer has stored, too.
+  // A consumer waits until a stage is full. Its products may then read the stage. Boxes, and what producers have put
+  // behind a fence themselves, need none here (kFenced): it would wait for all that the consumer has stored, too.
   template <bool kFenced = false> __device__ static __forceinline__ void consumer_wait(uint64_t &full, uint32_t phase) {
     ptx::wait(full, phase);
     if constexpr (!kFenced) ptx::fence_async_proxy();
@@ -98,8 +98,8 @@ template <int kConsumer, int kProducer, int kLookup> struct LookupRoleRegisters 
   __device__ static __forceinline__ void consume() { ptx::warpgroup_reg_alloc<kConsumer>(); }
 };
 
-// Registers of a thread of each role of the forward kernels. None should need local memory, whose loads wait behind all copies that
-// were started before: a thousand cycles and more.
+// Registers of a thread of each role of the forward kernels. None should need local memory, whose loads wait behind all
+// copies that were started before: a thousand cycles and more.
 template <int kHeadDim>
 using ForwardRegisters =
     std::conditional_t<kHeadDim <= 192, LookupRoleRegisters<200, 56, 56>, LookupRoleRegisters<216, 40, 40>>;

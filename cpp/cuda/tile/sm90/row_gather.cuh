@@ -8,17 +8,17 @@
 
 namespace fdm::cuda {
 
-// Each producer warp copies its own kOwnRows rows of a tile. A step copies a panel of kStepRows rows, and a thread has the
-// same chunk of its row in all steps.
+// Each producer warp copies its own kOwnRows rows of a tile. A step copies a panel of kStepRows rows, and a thread has
+// the same chunk of its row in all steps.
 template <class Tile, int kRows> struct RowGather {
   static constexpr int kOwnRows = kRows / Roles::kProducerWarps;
   static constexpr int kRowLanes = Tile::kChunks < 8 ? Tile::kChunks : 8, kStepRows = 32 / kRowLanes;
-  static constexpr int kSteps = kOwnRows / kStepRows, kBatch = kSteps < 4 ? kSteps : 4;
-  static_assert(Tile::kHasPanels && kOwnRows % 8 == 0 && 8 % kRowLanes == 0 && kSteps % kBatch == 0);
+  static constexpr int kSteps = kOwnRows / kStepRows, kRowsInFlight = kSteps < 4 ? kSteps : 4;
+  static_assert(Tile::kHasPanels && kOwnRows % 8 == 0 && 8 % kRowLanes == 0 && kSteps % kRowsInFlight == 0);
 
   // What a thread copies. It is found before the thread waits for the tile's place, and in registers of its own: a
   // register that a copy reads cannot be written until the copy has left the queue.
-  struct Sources {
+  struct RowAddresses {
     uint64_t chunk[kSteps];
     uint32_t valid; // a bit for each step; the others copy zeros
 
@@ -38,42 +38,44 @@ template <class Tile, int kRows> struct RowGather {
 
   // Where the number of row r of a tile lies in a list: those of a thread lie side by side.
   __device__ static __forceinline__ int place(int r) {
-    const int own = r % kOwnRows;
-    return r - own + own % kStepRows * kSteps + own / kStepRows;
+    const int warp_row = r % kOwnRows;
+    return r - warp_row + warp_row % kStepRows * kSteps + warp_row / kStepRows;
   }
 
   // The rows whose numbers lie in shared memory, each at its place(); -1: zeros.
-  __device__ static __forceinline__ Sources listed(const char *first, int32_t stride, const int32_t *list) {
-    struct alignas(4 * kBatch) Numbers {
-      int32_t of_step[kBatch];
+  __device__ static __forceinline__ RowAddresses listed(const char *first, int32_t stride, const int32_t *list) {
+    struct alignas(4 * kRowsInFlight) Numbers {
+      int32_t of_step[kRowsInFlight];
     };
     const uint32_t thread = ptx::thread_index();
     const uint32_t warp = thread / 32 % Roles::kProducerWarps, lane = thread % 32;
-    const int32_t *own = list + warp * kOwnRows + lane / kRowLanes * kSteps; // the place() of this thread's first row
-    Sources sources;
-    sources.valid = 0;
+    const int32_t *thread_list =
+        list + warp * kOwnRows + lane / kRowLanes * kSteps; // the place() of this thread's first row
+    RowAddresses addresses;
+    addresses.valid = 0;
 #pragma unroll
-    for (int batch = 0; batch < kSteps; batch += kBatch) {
-      const Numbers numbers = *reinterpret_cast<const Numbers *>(own + batch);
+    for (int batch = 0; batch < kSteps; batch += kRowsInFlight) {
+      const Numbers numbers = *reinterpret_cast<const Numbers *>(thread_list + batch);
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i)
-        sources.set(batch + i, first, stride, numbers.of_step[i], numbers.of_step[i] >= 0);
+      for (int i = 0; i < kRowsInFlight; ++i)
+        addresses.set(batch + i, first, stride, numbers.of_step[i], numbers.of_step[i] >= 0);
     }
-    return sources;
+    return addresses;
   }
   // Consecutive rows, `count` of them.
-  __device__ static __forceinline__ Sources consecutive(const char *first, int32_t stride, int count) {
-    const char *own = first + int64_t(first_row()) * stride;
+  __device__ static __forceinline__ RowAddresses consecutive(const char *first, int32_t stride, int count) {
+    const char *thread_first = first + int64_t(first_row()) * stride;
     const int left = count - first_row();
-    Sources sources;
-    sources.valid = 0;
+    RowAddresses addresses;
+    addresses.valid = 0;
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) sources.set(step, own, stride, step * kStepRows, step * kStepRows < left);
-    return sources;
+    for (int step = 0; step < kSteps; ++step)
+      addresses.set(step, thread_first, stride, step * kStepRows, step * kStepRows < left);
+    return addresses;
   }
 
   // Columns from head_dim on become zeros.
-  __device__ static __forceinline__ void copy(uint32_t tile, const Sources &sources, int head_dim) {
+  __device__ static __forceinline__ void copy(uint32_t tile, const RowAddresses &addresses, int head_dim) {
     // Swizzled for rows of either half of eight; all other addresses are constants away.
     uint32_t own_address[2];
 #pragma unroll
@@ -86,8 +88,8 @@ template <class Tile, int kRows> struct RowGather {
         const int r = step * kStepRows, chunk = 8 * panel + own_chunk();
         const uint32_t address = own_address[r / 4 % 2] + r * Tile::kRowBytes + panel * Tile::kPanelBytes;
         if (chunk < Tile::kChunks)
-          ptx::cp_async_16(address, reinterpret_cast<const char *>(sources.chunk[step]) + 128 * panel,
-                           (sources.valid >> step & 1) && chunk * 8 < head_dim);
+          ptx::cp_async_16(address, reinterpret_cast<const char *>(addresses.chunk[step]) + 128 * panel,
+                           (addresses.valid >> step & 1) && chunk * 8 < head_dim);
       }
     }
   }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What lookup warps have in common, whether they look up each block together or take turns at blocks.
+// Shared by lookup warps that look up each block together and by those that take turns at blocks.
 #pragma once
 
 #include "../row_places.cuh"
@@ -33,8 +33,8 @@ template <class Stream, class OnColumn> struct StreamLookup {
     ++row_state;
   }
 
-  // Stores the facts and the row of a column of the block, which is column c of the task. `partial` says that the block is
-  // not one of full columns only.
+  // Stores the facts and the row of a column of the block, which is column c of the task. `partial` says that the block
+  // is not one of full columns only.
   template <class Task>
   __device__ void store_column(const Task &task, const ScoreView &bias, int c, bool partial,
                                const ColumnEntry &entry) const {

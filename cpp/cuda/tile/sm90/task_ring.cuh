@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The tile scheduler of persistent kernels with lookup warps: some make tasks, a few tiles ahead; all others take them one
-// after the other.
+// The tile scheduler of persistent kernels with lookup warps: some make tasks, a few tiles ahead; all others take them
+// one after the other.
 #pragma once
 
 #include "ptx/registers.cuh"
@@ -10,8 +10,8 @@ namespace fdm::cuda {
 
 // kLoads is how many tasks may be loaded at a time: the stages of Q.
 template <class Task, int kLoads = 1> struct TaskRing {
-  // Consumers may still write out a task when they have released the next; then come those that wait for their keys, the
-  // one that is looked up, the next, and the one that is made meanwhile.
+  // Consumers may still write out a task when they have released the next; then come those that wait for their keys,
+  // the one that is looked up, the next, and the one that is made meanwhile.
   static constexpr int kSlots = 8;
 
   Task tasks[kSlots];
@@ -21,10 +21,10 @@ template <class Task, int kLoads = 1> struct TaskRing {
   uint64_t made[kSlots], released[kSlots], full[kLoads];
 
   __device__ uint32_t own_number() const { return number[ptx::thread_index() / 32]; }
-  __device__ void set_own_number(uint32_t own) {
+  __device__ void set_own_number(uint32_t task_number) {
     __syncwarp();
     const uint32_t index = ptx::thread_index();
-    if (index % 32 == 0) number[index / 32] = own;
+    if (index % 32 == 0) number[index / 32] = task_number;
     __syncwarp();
   }
   // The parity of the barriers of a slot when it has task n.
@@ -54,7 +54,7 @@ template <class Task, class Make, int kLoads = 1> struct TaskMaker {
 
   const fdm_problem &p;
   const TileOrder &order;
-  uint32_t *const &tickets; // the next tile of all but the first of each block of threads; null: their order is fixed
+  uint32_t *const &tickets; // the next tile of all but the first of each thread block; null: their order is fixed
   Ring &ring;
   Make make;
 
@@ -125,8 +125,9 @@ private:
   }
 };
 
-// One warp of the lookup warpgroup makes all tasks, and the other lookup warps go through them as they like. Tiles go to
-// the block that asks first, and should not be requested much too early: consumers are at the first of so many tasks.
+// One warp of the lookup warpgroup makes all tasks, and the other lookup warps go through them as they like. Tiles go
+// to the block that asks first, and should not be requested much too early: consumers are at the first of so many
+// tasks.
 constexpr uint32_t kTasksAhead = 3;
 
 // on_task(task) is called for each task, by all lanes of the warp that makes them.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The tile scheduler of persistent kernels: producer warps take turns at making tasks, two tiles before they are loaded;
-// the consumers take them one after the other.
+// The tile scheduler of persistent kernels: producer warps take turns at making tasks, two tiles before they are
+// loaded; the consumers take them one after the other.
 #pragma once
 
 #include "../../../indexing.h"
@@ -33,9 +33,9 @@ __device__ __forceinline__ int64_t find_packed_sequence(const fdm_problem &p, in
   return first;
 }
 
-// The tile of a number below sequence_tiles() * heads. The heads that go together go fastest, and those of a group meet in
-// L2; then come the sequences that do. Their last tiles, which a causal mask makes the longest, come first. All lanes of a
-// warp call this.
+// The tile of a number below sequence_tiles() * heads. The heads that go together go fastest, and those of a group meet
+// in L2; then come the sequences that do. Their last tiles, which a causal mask makes the longest, come first. All
+// lanes of a warp call this.
 __device__ __forceinline__ HeadTile find_tile(const fdm_problem &p, const TileOrder &order, uint32_t number) {
   const auto heads = static_cast<uint32_t>(order.heads);
   HeadTile found;
@@ -63,7 +63,7 @@ __device__ __forceinline__ HeadTile find_tile(const fdm_problem &p, const TileOr
   return found;
 }
 
-// The tile that a block of threads takes as its `index`th in a fixed order. Tiles get shorter towards the end. Every other
+// The tile that a thread block takes as its `index`th in a fixed order. Tiles get shorter towards the end. Every other
 // round goes backwards, so that no block always has the longest.
 __device__ __forceinline__ int64_t tile_of_round(uint32_t index) {
   const uint32_t place = index % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
@@ -81,9 +81,9 @@ template <class Task> struct TaskPipeline {
   uint32_t number[Roles::kThreads / 32];
 
   __device__ uint32_t own_number() const { return number[threadIdx.x / 32]; }
-  __device__ void set_own_number(uint32_t own) {
+  __device__ void set_own_number(uint32_t task_number) {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) number[threadIdx.x / 32] = own;
+    if (threadIdx.x % 32 == 0) number[threadIdx.x / 32] = task_number;
     __syncwarp();
   }
   uint64_t full, empty;

@@ -5,8 +5,8 @@
 
 namespace fdm::cuda {
 
-// How the columns of a block are looked up: by all threads of the lookup warpgroup, or by one warp while others look up other
-// blocks.
+// How the columns of a block are looked up: by all threads of the lookup warpgroup, or by one warp while others look up
+// other blocks.
 enum class Lookup { warpgroup, warps };
 
 struct ForwardTileSm90 {
@@ -14,22 +14,22 @@ struct ForwardTileSm90 {
 };
 
 // Accumulators take head_dim / 2 + columns / 2 registers of a thread, probabilities columns / 4. Wide products read
-// less shared memory for each operation. K of a block is needed long before its V, so where there is no room for more of both,
-// it has a stage more. Up to 64 columns, five stages of both took 1 to 3 % less than four of K and three of V (seen on an
-// H100). Boxes keep the latter: with five and four, sequences of 512 tokens without a mask took 5 % more.
+// less shared memory for each operation. K of a block is needed long before its V, so where there is no room for more
+// of both, it has a stage more. Up to 64 columns, five stages of both took 1 to 3 % less than four of K and three of V
+// (seen on an H100). Boxes keep the latter: with five and four, sequences of 512 tokens without a mask took 5 % more.
 constexpr ForwardTileSm90 forward_tile_sm90(int head_dim) {
   if (head_dim <= 64) return {128, 5, 5};
   if (head_dim <= 128) return {128, 3, 2};
   return head_dim <= 192 ? ForwardTileSm90{64, 3, 2} : ForwardTileSm90{64, 2, 2};
 }
 
-// What a block needs is a chain of loads, key -> bias, which takes longer than the products of a small head dimension. Where
-// warps take turns at blocks, several chains are under way: 6 to 11 % less time with 64 columns of a head, but 4 % more with
-// 128 (seen on an H200).
+// What a block needs is a chain of loads, key -> bias, which takes longer than the products of a small head dimension.
+// Where warps take turns at blocks, several chains are under way: 6 to 11 % less time with 64 columns of a head, but 4
+// % more with 128 (seen on an H200).
 constexpr Lookup forward_lookup(int head_dim) { return head_dim <= 64 ? Lookup::warps : Lookup::warpgroup; }
 
-// Where the columns of a tile are consecutive keys. Q of the next tile need not wait until this tile is done, where there is
-// room for it.
+// Where the columns of a tile are consecutive keys. Q of the next tile need not wait until this tile is done, where
+// there is room for it.
 struct BoxTileSm90 {
   int columns, k_stages, v_stages, query_stages;
 };
@@ -51,9 +51,9 @@ constexpr SmallTileChoice small_tile(int head_dim) {
   return head_dim <= 128 ? SmallTileChoice{32, 3} : SmallTileChoice{0, 0};
 }
 
-// Short sequences whose columns are consecutive keys: stages of 64 columns for 64 rows, and how many blocks of threads share an SM.
-// A thread has 96 registers, of which accumulators take head_dim / 2 + 32. Four took 10 % more than five (seen on an H100 with
-// 512 keys). 0: there is no such kernel.
+// Short sequences whose columns are consecutive keys: stages of 64 columns for 64 rows, and how many thread blocks
+// share an SM. A thread has 96 registers, of which accumulators take head_dim / 2 + 32. Four took 10 % more than five
+// (seen on an H100 with 512 keys). 0: there is no such kernel.
 struct SmallBoxChoice {
   int stages, blocks;
 };

@@ -21,7 +21,7 @@ class Blocks(NamedTuple):
     Rows and keys are padded to whole blocks; nothing is kept there.
     """
 
-    partial: Tensor  # bool ({B|1}, {H|1}, blocks of rows, blocks of keys)
+    partial: Tensor  # bool ({B|1}, {H|1}, blocks of rows, key blocks)
     full: Tensor  # the same shape; never where partial is
     keys: Tensor  # bool ({B|1}, {H|1}, K): True if a row keeps the key
 

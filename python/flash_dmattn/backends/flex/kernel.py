@@ -296,6 +296,6 @@ def _block_mask(
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many blocks of keys each block of rows has, and their numbers first."""
+    """Return how many key blocks each block of rows has, and their numbers first."""
     order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32), order.to(torch.int32).contiguous()

@@ -193,10 +193,10 @@ def _key_gradients(
 
 
 def _parts(problem: Problem, whole: int) -> tuple[int, int]:
-    """Return into how many parts the work of a block of keys is divided: by heads, and by rows.
+    """Return into how many parts the work of a key block is divided: by heads, and by rows.
 
     As few as keep the device busy, for each has sums of its own. Query heads with lists of their
-    own have other blocks of keys, and are always apart.
+    own have other key blocks, and are always apart.
     """
     group = problem.heads // problem.kv_heads
     enough = _PROGRAMS_PER_SM * sm_count(problem.inputs.query.device)

@@ -13,7 +13,7 @@ from .layout import plan_views
 from .make_plan import ordered_keys
 from .problem import Problem
 
-# Blocks of keys take very different times.
+# Key blocks take very different times.
 _PROGRAMS_PER_SM = 8
 _MOST_ROW_PARTS = 8
 

@@ -95,13 +95,13 @@ def _parts(layout: Layout) -> list[tuple[str, torch.dtype, int]]:
     """Return the name, the dtype and the number of elements of each part of a plan."""
     if layout.kind == RANGE:
         return []
-    slots, keys = layout.lists * layout.tiles, layout.lists * layout.list_keys
+    tiles, keys = layout.lists * layout.tiles, layout.lists * layout.list_keys
     listed = [
-        ("counts", torch.int32, 2 * slots),
-        ("columns", torch.int32, slots * layout.tile_keys),
+        ("counts", torch.int32, 2 * tiles),
+        ("columns", torch.int32, tiles * layout.tile_keys),
     ]
     if layout.kind == ROWS:
-        words = slots * (LIST_ROWS // WORD_ROWS) * layout.tile_keys
+        words = tiles * (LIST_ROWS // WORD_ROWS) * layout.tile_keys
         return [("words", torch.int64, words), *listed]
     kept = [(name, torch.int32, keys) for name in ("kept", "first", "past")]
     return [("kept_count", torch.int32, layout.lists * layout.sequences), *kept, *listed]

@@ -74,25 +74,25 @@ def sequence_place(index, cu_q, cu_k, rows, queries, total_keys, keys, VARLEN: t
 
 
 @triton.jit
-def list_slot(this_list, list_tiles, index, q_begin, row, VARLEN: tl.constexpr):
+def list_tile(this_list, list_tiles, index, q_begin, row, VARLEN: tl.constexpr):
     """Return the number of a row's tile among those of all lists: never one for two sequences."""
-    slot = this_list * list_tiles + row // LIST_ROWS
+    tile = this_list * list_tiles + row // LIST_ROWS
     if VARLEN:
-        slot += q_begin // LIST_ROWS + index
-    return slot
+        tile += q_begin // LIST_ROWS + index
+    return tile
 
 
 @triton.jit
-def word_place(slot, row):
+def word_place(tile, row):
     """Return the number of the words of a block of rows."""
-    row += slot * 0  # of a loop, for the interpreter a plain integer
-    return slot * (LIST_ROWS // WORD_ROWS) + row % LIST_ROWS // WORD_ROWS
+    row += tile * 0  # of a loop, for the interpreter a plain integer
+    return tile * (LIST_ROWS // WORD_ROWS) + row % LIST_ROWS // WORD_ROWS
 
 
 @triton.jit
 def tile_counts(
     counts,
-    slot,
+    tile,
     row0,
     block_rows,
     q_count,
@@ -111,8 +111,8 @@ def tile_counts(
             full = tl.maximum(tl.minimum(seen, k_count), 0)
             count = tl.maximum(tl.minimum(seen + block_rows - 1, k_count), 0)
     else:
-        count = tl.load(counts + 2 * slot)
-        full = tl.load(counts + 2 * slot + 1)
+        count = tl.load(counts + 2 * tile)
+        full = tl.load(counts + 2 * tile + 1)
     return count, full, full // block_keys * block_keys
 
 

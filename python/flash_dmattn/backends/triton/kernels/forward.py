@@ -14,7 +14,7 @@ from .common import (
     ROWS,
     SIZES,
     dot,
-    list_slot,
+    list_tile,
     load_tile,
     rest_of,
     sequence_place,
@@ -129,16 +129,16 @@ def forward_kernel(
         elif BIAS == ROW_BIAS:
             bias += index * bias_batch + head // bias_share * bias_head + q_begin * bias_row
         this_list = index * list_batch + head // list_share
-        slot = list_slot(this_list, list_tiles, index, q_begin, row0, VARLEN)
+        tile = list_tile(this_list, list_tiles, index, q_begin, row0, VARLEN)
         if KIND != RANGE:
-            columns += slot * keys
+            columns += tile * keys
         if KIND == INTERVALS:
             first += this_list * list_keys + k_begin
             past += this_list * list_keys + k_begin
         elif KIND == ROWS:
-            words += word_place(slot, row0) * keys
+            words += word_place(tile, row0) * keys
         count, full, whole = tile_counts(
-            counts, slot, row0, BLOCK_ROWS, q_count, k_count, BLOCK_KEYS, KIND, CAUSAL
+            counts, tile, row0, BLOCK_ROWS, q_count, k_count, BLOCK_KEYS, KIND, CAUSAL
         )
         top = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_ROWS], tl.float32)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The gradients of key and value, and of a bias for each key: by blocks of keys.
+"""The gradients of key and value, and of a bias for each key: by key blocks.
 
 A program goes through the rows that keep any key of its block, for some of the query heads of a
 group. Where a block is divided into parts, each writes its own sums, in float32.
@@ -18,7 +18,7 @@ from .common import (
     capped_scores,
     dot,
     kept_intervals,
-    list_slot,
+    list_tile,
     load_tile,
     probabilities,
     scaled_bias,
@@ -85,7 +85,7 @@ def key_gradients_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ):
-    """Write dk, dv and dbias of a part of a block of keys. ``programs`` are B * Hk."""
+    """Write dk, dv and dbias of a part of a key block. ``programs`` are B * Hk."""
     head_dim *= UNIT
     kv_row *= UNIT
     group = heads // kv_heads
@@ -154,8 +154,8 @@ def key_gradients_kernel(
                 )
                 any_kept = True
                 if KIND == ROWS:
-                    slot = list_slot(this_list, list_tiles, index, q_begin, row0, VARLEN)
-                    word_base = words + word_place(slot, row0) * keys
+                    tile = list_tile(this_list, list_tiles, index, q_begin, row0, VARLEN)
+                    word_base = words + word_place(tile, row0) * keys
                     word = tl.load(word_base + cols, mask=valid, other=0)
                     bit = (tile_rows % WORD_ROWS).to(tl.int64)
                     kept = ((word[:, None] >> bit[None, :]) & 1) != 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The attention that each key received: by blocks of keys, over the rows that keep any of a block.
+"""The attention that each key received: by key blocks, over the rows that keep any of a block.
 
 A program has one query head. Where a block's rows are divided, each part writes sums of its own.
 """
@@ -18,7 +18,7 @@ from .common import (
     capped_scores,
     dot,
     kept_intervals,
-    list_slot,
+    list_tile,
     load_tile,
     probabilities,
     row_shifts,
@@ -90,7 +90,7 @@ def key_mass_kernel(
     SINK: tl.constexpr,
     SUMS: tl.constexpr,
 ):
-    """Write the sums of a part of a block of keys, float32 ``(row_parts, batch, heads, keys)``."""
+    """Write the sums of a part of a key block, float32 ``(row_parts, batch, heads, keys)``."""
     head_dim *= UNIT
     kv_row *= UNIT
     index = (tl.program_id(0) % batch_heads // heads).to(tl.int64)
@@ -154,8 +154,8 @@ def key_mass_kernel(
             kept = alive[:, None] & (tile_rows < q_count)[None, :]
             any_kept = True
             if KIND == ROWS:
-                slot = list_slot(this_list, list_tiles, index, q_begin, row0, VARLEN)
-                word_base = words + word_place(slot, row0) * keys
+                tile = list_tile(this_list, list_tiles, index, q_begin, row0, VARLEN)
+                word_base = words + word_place(tile, row0) * keys
                 word = tl.load(word_base + cols, mask=valid, other=0)
                 bit = (tile_rows % WORD_ROWS).to(tl.int64)
                 kept &= ((word[:, None] >> bit[None, :]) & 1) != 0

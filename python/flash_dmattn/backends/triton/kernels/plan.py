@@ -8,7 +8,7 @@ number of those found so far, so that lists are in key order and equal masks giv
 import triton
 import triton.language as tl
 
-from .common import LIST_ROWS, SIZES, WORD_ROWS, list_slot, sequence_place
+from .common import LIST_ROWS, SIZES, WORD_ROWS, list_tile, sequence_place
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -77,10 +77,10 @@ def tile_of_program(lists, sequences):
 
 
 @triton.jit
-def store_counts(counts, slot, full_count, partial_count):
+def store_counts(counts, tile, full_count, partial_count):
     """Store how many columns a tile has, and how many of them are full."""
-    tl.store(counts + 2 * slot, full_count + partial_count)
-    tl.store(counts + 2 * slot + 1, full_count)
+    tl.store(counts + 2 * tile, full_count + partial_count)
+    tl.store(counts + 2 * tile + 1, full_count)
 
 
 @triton.jit
@@ -124,8 +124,8 @@ def list_intervals_kernel(
     if row0 < q_count:
         row_end = tl.minimum(row0 + LIST_ROWS, q_count)
         base = this_list * list_keys + k_begin
-        slot = list_slot(this_list, list_tiles, index, q_begin, row0, VARLEN)
-        columns += slot * keys
+        tile = list_tile(this_list, list_tiles, index, q_begin, row0, VARLEN)
+        columns += tile * keys
         kept_keys = tl.load(kept_count + list_sequence)
         full_count, partial_count = 0, 0
         for at0 in range(0, kept_keys, BLOCK_KEYS):
@@ -139,7 +139,7 @@ def list_intervals_kernel(
             full_count, partial_count = append_columns(
                 columns, keys, cols, full, valid & seen & ~full, full_count, partial_count
             )
-        store_counts(counts, slot, full_count, partial_count)
+        store_counts(counts, tile, full_count, partial_count)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -172,9 +172,9 @@ def list_rows_kernel(
         index, cu_q, cu_k, rows, queries, total_keys, keys, VARLEN
     )
     if row0 < q_count:
-        slot = list_slot(this_list, list_tiles, index, q_begin, row0, VARLEN)
-        columns += slot * keys
-        words += slot * (LIST_ROWS // WORD_ROWS) * keys
+        tile = list_tile(this_list, list_tiles, index, q_begin, row0, VARLEN)
+        columns += tile * keys
+        words += tile * (LIST_ROWS // WORD_ROWS) * keys
         mask += this_list // list_heads * mask_batch + this_list % list_heads * mask_head
         full_count, partial_count = 0, 0
         for key0 in range(0, k_count, BLOCK_KEYS):
@@ -199,4 +199,4 @@ def list_rows_kernel(
             full_count, partial_count = append_columns(
                 columns, keys, cols, full, seen & ~full, full_count, partial_count
             )
-        store_counts(counts, slot, full_count, partial_count)
+        store_counts(counts, tile, full_count, partial_count)

@@ -17,7 +17,7 @@ from .common import (
     ROWS,
     SIZES,
     dot,
-    list_slot,
+    list_tile,
     load_tile,
     probabilities,
     sequence_place,
@@ -123,17 +123,17 @@ def row_gradients_kernel(
                 bias_place = index * bias_batch + head // bias_share * bias_head
                 bias_base = bias + bias_place + q_begin * bias_row
             this_list = index * list_batch + head // list_share
-            slot = list_slot(this_list, list_tiles, index, q_begin, row0, VARLEN)
+            tile = list_tile(this_list, list_tiles, index, q_begin, row0, VARLEN)
             first_base, past_base, columns_base, words_base = first, past, columns, words
             if KIND != RANGE:
-                columns_base = columns + slot * keys
+                columns_base = columns + tile * keys
             if KIND == INTERVALS:
                 first_base = first + this_list * list_keys + k_begin
                 past_base = past + this_list * list_keys + k_begin
             elif KIND == ROWS:
-                words_base = words + word_place(slot, row0) * keys
+                words_base = words + word_place(tile, row0) * keys
             count, full, whole = tile_counts(
-                counts, slot, row0, BLOCK_ROWS, q_count, k_count, BLOCK_KEYS, KIND, CAUSAL
+                counts, tile, row0, BLOCK_ROWS, q_count, k_count, BLOCK_KEYS, KIND, CAUSAL
             )
             dq_tile = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
             for partial in tl.static_range(2):
