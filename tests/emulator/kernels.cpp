@@ -36,7 +36,8 @@ template <bool kWaits> void copies(const int *in, int *out) {
   if (kWaits) ptx::cp_async_wait<0>();
   __syncthreads();
   const int copied = words[4 * (threadIdx.x ^ 1)];
-  out[threadIdx.x] = kWaits ? copied : __syncthreads_or(copied >= 0) && __syncthreads_or(copied < 0);
+  const bool is_there = copied >= 0 && copied < 4 * kThreads;
+  out[threadIdx.x] = kWaits ? copied : __syncthreads_or(is_there) && __syncthreads_or(!is_there);
 }
 
 // The warps of a block ask each other in one place, or each role in its own.
