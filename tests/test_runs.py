@@ -11,6 +11,7 @@ import copy
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from flash_dmattn import IntervalMask, explain, flash_dmattn_varlen_func, forgetting_bias
 from flash_dmattn.forgetting_formula import remembered
@@ -145,7 +146,8 @@ def test_which_masks_say_so() -> None:
     _, mask = forgetting_bias(gates, -2.0)
     assert mask is not None
     sums = gates.double().cumsum(-1)
-    for says in (mask, mask.to("cpu"), copy.deepcopy(mask), remembered(sums, sums, -2.0)):
+    mapped = pytree.tree_map(torch.clone, mask)
+    for says in (mask, mask.to("cpu"), copy.deepcopy(mask), mapped, remembered(sums, sums, -2.0)):
         assert says._keeps_runs
     other = IntervalMask.sliding_window(3, 0, 40, 40)
     for silent in (other, mask & other, IntervalMask(mask.start, mask.end)):

@@ -431,7 +431,7 @@ _Settings: TypeAlias = list[int | None]
 
 
 def _flatten(mask: IntervalMask) -> tuple[list[Any], _Settings]:
-    return [mask.start, mask.end], [mask.query_length, mask.max_kept]
+    return [mask.start, mask.end], [mask.query_length, mask.max_kept, mask._keeps_runs]
 
 
 def _flatten_with_keys(
@@ -446,7 +446,8 @@ def _unflatten(children: Any, settings: _Settings) -> IntervalMask:
     # The constructor would check tensors, but tree maps put other objects here.
     mask = object.__new__(IntervalMask)
     mask.start, mask.end = children
-    mask.query_length, mask.max_kept = settings
+    mask.query_length, mask.max_kept, *hint = settings
+    mask._keeps_runs = any(hint)  # programs that were exported without it have none
     return mask
 
 
