@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Time the pass that sums the attention of each key, beside the forward pass of the same call.
 
-    python scripts/time_key_mass.py                # on a GPU, by Triton's kernel or by PyTorch
-    python scripts/time_key_mass.py --pack-kernel  # by the kernel of its pack
+    python scripts/time_key_mass.py                # on a GPU, as calls do it
+    python scripts/time_key_mass.py --pack-kernel  # always by the kernel of its pack
     python scripts/time_key_mass.py --device cpu
 
 Each line has the forward pass, what return_key_mass adds to it, and their ratio.
@@ -75,12 +75,14 @@ def main() -> None:
     """Print a line for each call."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--pack-kernel", action="store_true", help="of a GPU's kernel pack")
+    parser.add_argument(
+        "--pack-kernel", action="store_true", help="of a GPU's pack, without a mask, too"
+    )
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--most-tokens", type=int, default=16384)
     arguments = parser.parse_args()
     device = arguments.device
-    pack.KEY_MASS_OF_GPU_PACKS = arguments.pack_kernel
+    pack.KEY_MASS_WITHOUT_MASK = arguments.pack_kernel
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     for tokens, heads, kv_heads, head_dim, kept in CALLS:
         if tokens > arguments.most_tokens:

@@ -99,8 +99,8 @@ def compare(drawn: Drawn, call: Call, want: Expected, target: Target) -> None:
     options: dict[str, Any] = {"backend": target.backend}
     if drawn.deterministic:
         options["deterministic"] = True
-    # Calls do not take the kernels of GPU packs for it by default; every other seed does.
-    own = mock.patch.object(pack, "KEY_MASS_OF_GPU_PACKS", drawn.seed % 2 == 0)
+    # By default calls without a mask do not take the kernels of GPU packs; every other seed does.
+    own = mock.patch.object(pack, "KEY_MASS_WITHOUT_MASK", drawn.seed % 2 == 0)
     with threads(drawn.threads), own:
         if drawn.planned:
             options |= {"plan": plan_of(call, target), "attn_mask": None, "is_causal": None}

@@ -14,7 +14,7 @@ from test_key_mass import KINDS, assert_near, dense_tensors, mass_of, wanted
 
 @pytest.fixture(autouse=True)
 def own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pack, "KEY_MASS_OF_GPU_PACKS", True)
+    monkeypatch.setattr(pack, "KEY_MASS_WITHOUT_MASK", True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

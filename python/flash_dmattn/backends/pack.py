@@ -27,8 +27,8 @@ _ALLOCATOR = _core.Allocator(
     torch.empty_like, torch.contiguous_format, torch.float32, torch.float64, torch.uint8
 )
 _TENSORS = ATTENTION.tensor_count
-# Whether packs of GPUs sum the attention of keys by kernels of their own, and not by Triton's.
-KEY_MASS_OF_GPU_PACKS = False
+# Whether packs of GPUs sum the attention of keys without a mask, too. Triton does it faster.
+KEY_MASS_WITHOUT_MASK = False
 _MOST_PLACES = 2**31 - 1
 
 
@@ -256,9 +256,13 @@ class PackBackend(Backend):
 
     def _has_key_mass(self, inputs: AttentionInputs) -> bool:
         biases = self.pack.key_mass_biases
-        if biases == "none" or (self.name == "cuda" and not KEY_MASS_OF_GPU_PACKS):
+        serves = biases == "all" or inputs.bias is None or inputs.bias.shape[-2] == 1
+        if biases == "none" or not serves:
             return False
-        return biases == "all" or inputs.bias is None or inputs.bias.shape[-2] == 1
+        has_mask = any(t is not None for t in (inputs.mask, inputs.start, inputs.given_plan))
+        if has_mask or self.name != "cuda" or KEY_MASS_WITHOUT_MASK:
+            return True
+        return not self._triton_sums(inputs)
 
     def _triton_sums(self, inputs: AttentionInputs) -> bool:
         is_exact = inputs.bias is not None and inputs.bias.dtype == torch.float64
