@@ -42,7 +42,7 @@ class IntervalMask:
     query_length: int | None
     max_kept: int | None
     # The keys that a query keeps follow each other, but for few: kernels then compute runs of keys.
-    # Results do not depend on it.
+    # Results do not depend on it, where no key's rows begin behind the last query.
     _keeps_runs: bool = False
 
     def __init__(

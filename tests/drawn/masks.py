@@ -76,8 +76,10 @@ def with_bytes(source: Source, mask: Tensor) -> Tensor:
 
 def draw_intervals(source: Source, sizes: Sizes) -> IntervalMask:
     mask = _drawn_intervals(source, sizes)
-    # Results do not depend on it. No draw tells, so that seeds draw what they have drawn before.
-    mask._keeps_runs = sizes.keys % 3 == 0
+    # No draw tells, so that seeds draw what they have drawn before.
+    last = min(sizes.q_lengths)
+    begins_at_a_query = (mask.start < last) | (mask.start >= mask.end)
+    mask._keeps_runs = sizes.keys % 3 == 0 and bool(begins_at_a_query.all())
     return mask
 
 
