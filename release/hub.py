@@ -77,7 +77,7 @@ Modules for Python {{pythons}}; no other serves them.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("wheels", nargs="+", type=Path, help="one for each Python, of one version")
-    parser.add_argument("--output", required=True, type=Path, help="folder; replaced")
+    parser.add_argument("--output", required=True, type=Path, help="folder; its build/ is replaced")
     parser.add_argument(
         "--number", type=int, default=0, help="the hub's version of what is public; 0 is a trial"
     )
@@ -91,8 +91,8 @@ def run(options: argparse.Namespace) -> None:
     if first.system != "linux":
         raise ReleaseError(f"{first.path.name} is not for Linux")
     version = first.metadata("METADATA", "Version")[0]
-    if options.output.exists():
-        shutil.rmtree(options.output)
+    if (options.output / "build").exists():
+        shutil.rmtree(options.output / "build")
     for backend, rows in _backends(first):
         framework = "torch-stable-abi" + targets.load().min_torch.replace(".", "")
         variant = f"{framework}-{backend}-{first.machine}-linux"

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+import flash_dmattn
 from flash_dmattn import _core
 from flash_dmattn.loader import pack_for
 
@@ -27,6 +28,17 @@ MACHINE_OFFSET = 18  # of e_machine in an ELF file
 def real_pack() -> Path:
     """Return the cpu pack of the installation under test."""
     return Path(pack_for("cpu").path)
+
+
+def package_files() -> dict[str, bytes]:
+    """Return the files of the package under test, without packs, by their names in a wheel."""
+    files: dict[str, bytes] = {}
+    for directory in map(Path, flash_dmattn.__path__):
+        for path in directory.rglob("*"):
+            inside = path.relative_to(directory)
+            if path.is_file() and "__pycache__" not in path.parts and inside.parts[0] != "packs":
+                files[f"flash_dmattn/{inside.as_posix()}"] = path.read_bytes()
+    return files
 
 
 def listed_pack(name: str, content: bytes) -> dict[str, Any]:

@@ -16,8 +16,7 @@ from pathlib import Path
 
 import pytest
 
-import flash_dmattn
-from pack_files import listed_pack, real_pack
+from pack_files import listed_pack, package_files, real_pack
 from release.__main__ import main
 from release.distributions import Wheel
 from release.wheel_files import write_wheel
@@ -124,12 +123,7 @@ print(module.flash_dmattn_func.__module__)
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel that this Python built for itself, with packs for GPUs that are no libraries."""
-    files: dict[str, bytes] = {}
-    for directory in map(Path, flash_dmattn.__path__):
-        for path in directory.rglob("*"):
-            inside = path.relative_to(directory)
-            if path.is_file() and "__pycache__" not in path.parts and inside.parts[0] != "packs":
-                files[f"flash_dmattn/{inside.as_posix()}"] = path.read_bytes()
+    files = package_files()
     files.pop("flash_dmattn/_core.abi3.so", None)
     if "FDM_LINKED_WHEEL" in os.environ:
         linked = Wheel.read(Path(os.environ["FDM_LINKED_WHEEL"])).contents

@@ -21,9 +21,8 @@ from typing import Any
 
 import pytest
 
-import flash_dmattn
 from flash_dmattn.loader.candidates import ENTRY_POINT_GROUP
-from pack_files import listed_pack, real_pack
+from pack_files import listed_pack, package_files, real_pack
 from release.__main__ import main
 from release.distributions import Wheel, sha256
 from release.project import ROOT, abi_version
@@ -43,12 +42,7 @@ def manifest(rows: list[dict[str, Any]]) -> bytes:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel of the package under test, whose packs for GPUs are no libraries."""
-    files: dict[str, bytes] = {}
-    for directory in map(Path, flash_dmattn.__path__):
-        for path in directory.rglob("*"):
-            inside = path.relative_to(directory)
-            if path.is_file() and "__pycache__" not in path.parts and inside.parts[0] != "packs":
-                files[f"flash_dmattn/{inside.as_posix()}"] = path.read_bytes()
+    files = package_files()
     files.setdefault("flash_dmattn/_core.abi3.so", b"the core")  # linked, it has another name
     libraries = {"cpu": real_pack().read_bytes()}
     libraries |= {name: f"pack {name}".encode() for name in GPU_PACKS}
