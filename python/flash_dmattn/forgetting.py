@@ -20,7 +20,7 @@ from .arguments import resolved_deterministic, scale_of
 from .forgetting_formula import plain_results, read_by
 from .interface import flash_dmattn_func
 from .mask_checks import check_token_mask
-from .masks import IntervalMask
+from .masks import IntervalMask, telling_runs
 from .wrong_keywords import refuse_keywords, without_unknown
 
 __all__ = [
@@ -136,10 +136,8 @@ def _bias_and_mask(
     if prune is None:
         return bias, None
     length = log_forget.shape[-1] if cu_seqlens is None else None
-    mask = IntervalMask(start, end, query_length=length)
     # What decays later comes later: only padding interrupts the keys that a query keeps.
-    mask._keeps_runs = True
-    return bias, mask
+    return bias, telling_runs(IntervalMask(start, end, query_length=length))
 
 
 def pruning_threshold(score_bound: float, length: int, *, error: float = 1e-4) -> float:

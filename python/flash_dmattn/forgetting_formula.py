@@ -9,7 +9,7 @@ from torch import Tensor
 from .arguments import backend_name
 from .backends import portable
 from .loader import environment
-from .masks import IntervalMask
+from .masks import IntervalMask, telling_runs
 
 __all__ = [
     "Results",
@@ -150,9 +150,8 @@ def remembered(
     if capacity is not None:
         end = torch.minimum(end, row + capacity)
     start = row.clamp(min=0).to(torch.int32).expand_as(end).contiguous()
-    mask = IntervalMask(start, end.clamp(min=0).to(torch.int32), query_length=count)
-    mask._keeps_runs = True
-    return mask
+    end = end.clamp(min=0).to(torch.int32)
+    return telling_runs(IntervalMask(start, end, query_length=count))
 
 
 def _intervals(
