@@ -36,13 +36,15 @@ def test_tiles(queries: int, keys: int, is_causal: bool, mask_heads: int, target
 
 @pytest.mark.parametrize("head_dim", [32, 64])
 @pytest.mark.parametrize("hole", HOLES, ids=str)
-def test_one_pair_that_is_dropped(hole: tuple[int, int], head_dim: int, target: Target) -> None:
+def test_one_pair_that_is_dropped(
+    hole: tuple[int, int], head_dim: int, pack_target: Target
+) -> None:
     """The pair would have nearly all of the weight of its row."""
     row, key = hole
     problem = simple_problem(
-        target.dtypes[-1], batch=1, queries=384, keys=256, group=1, head_dim=head_dim
+        pack_target.dtypes[-1], batch=1, queries=384, keys=256, group=1, head_dim=head_dim
     )
     problem.key[:, key] = 4 * problem.query[:, row]
     problem.mask = torch.ones(1, 1, 384, 256, dtype=torch.bool)
     problem.mask[..., row, key] = False
-    check(problem, target)
+    check(problem, pack_target)
