@@ -180,7 +180,14 @@ def pack_table(table: Table) -> str:
                 ]
             budget, record = str(cuda.packs[arch.name]), table.record[arch.capabilities[0]]
             rows.append([name, budget, *cells, RECORDS[record]])
-    head = ["pack", "MB at most", "MB", "CPU minutes", "kernels that spill", "run on such a GPU"]
+    head = [
+        "pack",
+        "MB at most",
+        "MB",
+        "CPU minutes",
+        "kernels that spill",
+        "run on such a GPU, as built by CUDA 13.0",
+    ]
     return markdown(head, rows)
 
 
