@@ -140,6 +140,19 @@ def test_judge_wants_exact_zeros_of_what_is_dropped() -> None:
     refuses(call, got, "dkey")
 
 
+def test_judge_allows_what_rounding_leaves_of_subnormal_numbers() -> None:
+    """The sink leaves 1e-7 of out, which float16 rounds by a third of that."""
+    call = a_call(torch.float16, sink=torch.full((4,), 22.0))
+    want = expected(call)
+    rounded = want.results["out"].half().double()
+    assert 0 < rounded.abs().max() < torch.finfo(torch.float16).smallest_normal
+    got = call.results()
+    got["dsink"] = -(call.dout * rounded).sum((0, 1, 3)).float()
+    want.check(got)
+    got["dsink"] += 2e-6
+    refuses(call, got, "dsink")
+
+
 def test_judge_ignores_only_heads_that_keep_poison() -> None:
     """The second pair of heads keeps a key that holds NaN; the first pair does not."""
     mask = torch.ones(1, 4, 1, 40, dtype=torch.bool)

@@ -198,7 +198,8 @@ def terms(part: Part, softcap: float, dtype: torch.dtype) -> tuple[Terms, Terms,
             sink_p * (ALLOWED * delta_error + FLOAT32_SUM * (p * dp_abs).sum(-1))
             + sink_p * delta.abs() * (FLOAT32_SUM + sink_error + lse_error)
             + (of_keys * dp_abs).sum(-1) / MOST_SINK
-        ).sum((0, 2)),
+        ).sum((0, 2))
+        + subnormal_error(dtype, sink_p.unsqueeze(-1) * dout, out),
         mass_error.sum(2),
     )
     return exact, bounds, p
@@ -207,6 +208,17 @@ def terms(part: Part, softcap: float, dtype: torch.dtype) -> tuple[Terms, Terms,
 def unit(dtype: torch.dtype) -> float:
     """Return by what P and dS are rounded; of float32 what a sum of many terms loses."""
     return 16 * EPS32 if dtype == torch.float32 else torch.finfo(dtype).eps
+
+
+def subnormal_error(dtype: torch.dtype, factor: Tensor, rounded: Tensor) -> Tensor:
+    """Return for each head by what products with numbers change whose subnormal ones are rounded.
+
+    The errors are independent. A sink may leave only subnormal numbers of out.
+    """
+    info = torch.finfo(dtype)
+    is_subnormal = rounded.abs() < info.smallest_normal
+    step = info.smallest_normal * info.eps
+    return 2 * step * (factor * is_subnormal).square().sum((0, 2, 3)).sqrt()
 
 
 def smallest(dtype: torch.dtype) -> float:
