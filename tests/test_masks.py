@@ -173,6 +173,16 @@ def test_intersection_across_devices_or_query_lengths() -> None:
         mask & IntervalMask.sliding_window(1, 0, 4, 5)
 
 
+def test_a_device_of_a_number_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    mask = IntervalMask.sliding_window(1, 0, 3, 5)
+    with pytest.raises(ValueError, match="device is 'cuda:7', but must be one of the 2 cuda"):
+        mask.to("cuda:7")
+    with pytest.raises(ValueError, match="device is 'cuda:2', but must be one of the 2 cuda"):
+        IntervalMask.sliding_window(1, 0, 3, 5, device=torch.device("cuda", 2))
+
+
 def test_varlen_mask_has_no_boolean_form_by_itself() -> None:
     mask = IntervalMask(*[torch.zeros(1, 5, dtype=torch.int32)] * 2)
     with pytest.raises(ValueError, match=r"to_bool cannot convert a varlen .*\(1, 5\).*sequence"):

@@ -13,17 +13,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from flash_dmattn import IntervalMask, explain, flash_dmattn_varlen_func, forgetting_bias, masks
+from flash_dmattn import IntervalMask, explain, flash_dmattn_varlen_func, forgetting_bias
 from flash_dmattn.forgetting_formula import remembered
 from support import Problem, Target, check, randn, reads_float64
 from test_plan_room import results
 
 KINDS = ("run", "any", "padded", "one is kept for ever", "few", "none")
-
-
-@pytest.fixture(autouse=True)
-def tells_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masks, "TELLS_RUNS", True)
 
 
 def intervals(kind: str, heads: int, queries: int, keys: int) -> IntervalMask:

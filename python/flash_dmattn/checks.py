@@ -173,7 +173,7 @@ def device(name: str, value: Any) -> torch.device | None:
 
     Raises:
         TypeError: it is neither a name nor a number nor a torch.device.
-        ValueError: no device has this name.
+        ValueError: no device has this name or number.
         RuntimeError: torch cannot use such a device here.
     """
     if value is None or torch.compiler.is_compiling():
@@ -188,5 +188,10 @@ def device(name: str, value: Any) -> torch.device | None:
     if is_available is not None and not is_available():
         raise RuntimeError(
             f"{name} is {str(found)!r}, which torch {torch.__version__} cannot use here"
+        )
+    count = getattr(getattr(torch, found.type, None), "device_count", None)
+    if count is not None and found.index is not None and found.index >= count():
+        raise ValueError(
+            f"{name} is {str(found)!r}, but must be one of the {count()} {found.type} devices here"
         )
     return found

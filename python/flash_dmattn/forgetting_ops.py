@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
-from . import dispatch_state, loader, masks
+from . import dispatch_state, loader
 from .arguments import any_autocast
 from .backends import select_backend
 from .forgetting_formula import (
@@ -113,7 +113,7 @@ def _call(
             scale=scale,
             causal=True,
             deterministic=deterministic,
-            keeps_runs=is_pruned and masks.TELLS_RUNS,
+            keeps_runs=is_pruned,
         )
     )
 

@@ -19,11 +19,6 @@ def intervals_to_bool(start: Tensor, end: Tensor, query_length: int) -> Tensor:
     return (start.unsqueeze(-2) <= row) & (row < end.unsqueeze(-2))
 
 
-# Whether masks of forget gates tell kernels that they keep runs of keys. Drawn calls have not
-# launched the kernels that plan runs on a GPU.
-TELLS_RUNS = False
-
-
 class IntervalMask:
     """A mask that keeps each key for one contiguous range of queries: O(K) memory.
 
@@ -432,8 +427,8 @@ def _refuse_to_combine(other: object) -> NoReturn:
 
 
 def telling_runs(mask: IntervalMask) -> IntervalMask:
-    """Return a mask that is known to keep runs of keys, and tells so where `TELLS_RUNS`."""
-    mask._keeps_runs = TELLS_RUNS
+    """Return a mask that is known to keep runs of keys, and tells kernels so."""
+    mask._keeps_runs = True
     return mask
 
 
