@@ -113,9 +113,8 @@ template <class Element, int kHeadDim> cudaError_t launch_dkdv_sm90(const Backwa
 }
 
 template <class Element, int kHeadDim> cudaError_t launch_key_mass(const BackwardParams &params, cudaStream_t stream) {
-  constexpr DkdvTileSm90 tile = dkdv_tile_sm90(kHeadDim);
-  using Config = KeyStationaryConfig<Element, kHeadDim, 128, tile.rows, tile.stages, Softcap::none, QueryRows::mask,
-                                     KeyProducts::scores>;
+  using Config = KeyStationaryConfig<Element, kHeadDim, 128, kMassTile.rows, kMassTile.stages, Softcap::none,
+                                     QueryRows::mask, KeyProducts::scores>;
   const FusedParams with_maps = fused_params(params, RowProducer<Config>::kOwnRows);
   return launch_sm90<KeyStationaryShared<Config>, key_mass_kernel_sm90<Config>>(with_maps, params.keys.max_items,
                                                                                 stream);

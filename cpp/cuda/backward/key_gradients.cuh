@@ -151,9 +151,9 @@ struct KeyGradients {
       }
   }
 
-  // The same in two parts, where there is no softcap: P' as soon as the scores are there, dS' when dP' is. `first` is
+  // The same in two parts: P' as soon as the scores are there, dS', which has no softcap, when dP' is. `first` is
   // the first row of the tile, `buffer` that of the step. row_bias.element(half, n, i) is that of this thread's pair.
-  template <PairTests kPairTests, class RowBias = NoRowBias>
+  template <PairTests kPairTests, class RowBias = NoRowBias, Softcap kSoftcap = Softcap::none>
   __device__ void make_probabilities(const Stage &stage, int first, int buffer,
                                      float (&scores)[kKeyTiles][kRowTiles][4], const ScoreFactors &factors,
                                      const RowBias &row_bias = {}) {
@@ -174,7 +174,7 @@ struct KeyGradients {
           for (int i = 0; i < 2; ++i) {
             float &score = scores[m][n][2 * half + i];
             float slope;
-            float x = factors.score<false>(score, bias, &slope);
+            float x = factors.score<kSoftcap == Softcap::applied>(score, bias, &slope);
             bool kept = kPairTests == PairTests::none || bits[n / 4] >> (8 * (n % 4) + i) & 1;
             if constexpr (kHasRowBias) {
               const float element = row_bias.element(half, n, i);

@@ -583,7 +583,10 @@ BackwardRoute key_mass_route(const fdm_problem &p, const DeviceFacts &device, co
   route.too_large = int64_t(route.division.blocks) * route.division.heads + device.table->items > INT32_MAX;
   route.order = tile_order(p, *device.table);
   route.keys = key_kernel(p, device, route, false);
-  if (route.keys == KeyKernel::wgmma) route.keys = KeyKernel::mass;
+  if (route.keys == KeyKernel::wgmma) {
+    route.keys = KeyKernel::mass;
+    route.division.tile_rows = kMassTile.rows;
+  }
   route.scheduled = route.division.parts == 0;
   route.key_launches = key_launches(route, device.built->tile_arch, {});
   Alignment rows = lies;

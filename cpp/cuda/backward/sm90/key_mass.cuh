@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // The sums of the probabilities of each key, with Hopper's wgmma: one thread block for a key block or a part of its
-// work, as ../dkdv.cuh tells. There is one product for each step, that of keys and queries.
+// work, as ../dkdv.cuh tells. There is one product for each step, that of keys and queries, which tensor cores compute
+// while the scores of the step before become probabilities.
 #pragma once
 
 #include "fused_kernel.cuh"
@@ -15,41 +16,64 @@ template <class Config> struct MassConsumer : KeyConsumer<Config> {
   using Base::kRows, Base::kHeadDim, Base::k_desc, Base::params, Base::shared, Base::sums;
   using typename Base::Element, typename Base::KeyTile, typename Base::RowTile, typename Base::Scores;
 
-  __device__ void run_step(const StepFacts &facts, int number) {
-    Scores scores;
+  PipelineState<Config::kStages> state; // of the last step whose scores were started
+
+  // Waits for the next step, and starts its scores. The end of the steps has a stage, too, whose scores nobody reads.
+  __device__ StepFacts start_step(Scores &scores) const {
+    Base::Roles::consumer_wait(shared.full[state.index], state.phase);
+    const StepFacts facts = shared.stages[state.index].facts.read();
     ptx::warpgroup_arrive();
-    warpgroup_gemm_ss<Element, KeyTile, RowTile, kHeadDim>(scores[0], k_desc, Base::row_desc(shared.sQ[number]), false);
+    warpgroup_gemm_ss<Element, KeyTile, RowTile, kHeadDim>(scores[0], k_desc, Base::row_desc(shared.sQ[state.index]),
+                                                           false);
     ptx::warpgroup_commit_batch();
+    return facts;
+  }
+
+  __device__ static void finish_scores(Scores &scores) {
+    ptx::warpgroup_wait<0>();
+    ptx::warpgroup_fence_operand(scores[0]);
+  }
+
+  // Adds the probabilities of a step, whose scores are there.
+  __device__ void add_step(const StepFacts &facts, int number, Scores &scores) {
     const auto &rows = this->own_rows(number);
-    if (params.p.softcap > 0) {
-      Scores nothing; // dP', from which P comes by a delta of -1
-      clear(nothing);
-      ptx::warpgroup_wait<0>();
-      ptx::warpgroup_fence_operand(scores[0]);
-      sums.template make<true>(rows, facts.any_tests(), scores, nothing);
-    } else {
-      const bool test = this->needs_test(facts, facts.first, kRows);
-      const ScoreFactors factors = ScoreFactors::uncapped(params.p);
-      ptx::warpgroup_wait<0>();
-      ptx::warpgroup_fence_operand(scores[0]);
-      if (test)
-        sums.template make_probabilities<PairTests::kept_and_cut>(rows, facts.first, facts.buffer, scores, factors);
-      else
-        sums.template make_probabilities<PairTests::none>(rows, facts.first, facts.buffer, scores, factors);
-      sums.add_probabilities(scores);
-    }
+    const auto make = [&](auto tests, auto softcap, const ScoreFactors &factors) {
+      sums.template make_probabilities<decltype(tests)::value, NoRowBias, decltype(softcap)::value>(
+          rows, facts.first, facts.buffer, scores, factors);
+    };
+    constexpr std::integral_constant<PairTests, PairTests::kept_and_cut> kTests;
+    constexpr std::integral_constant<Softcap, Softcap::none> kUncapped;
+    if (params.p.softcap > 0)
+      make(kTests, std::integral_constant<Softcap, Softcap::applied>{}, ScoreFactors(params.p));
+    else if (this->needs_test(facts, facts.first, kRows))
+      make(kTests, kUncapped, ScoreFactors::uncapped(params.p));
+    else
+      make(std::integral_constant<PairTests, PairTests::none>{}, kUncapped, ScoreFactors::uncapped(params.p));
+    sums.add_probabilities(scores);
+  }
+
+  // Starts the scores of the next step, and then adds those of this one. Returns the facts of the next.
+  __device__ StepFacts run_step(const StepFacts &facts, Scores &scores, Scores &next_scores) {
+    const int number = state.index;
+    ++state;
+    const StepFacts next = start_step(next_scores);
+    if (facts.concerns >> Base::Roles::consumer_group() & 1) add_step(facts, number, scores);
+    if (facts.ends) sums.write_bias(facts.head);
+    Base::Roles::consumer_release(shared.empty[number]);
+    finish_scores(next_scores);
+    return next;
   }
 
   __device__ void run() {
     sums.start();
     Base::Roles::consumer_wait(shared.keys_full, 0);
-    for (PipelineState<Config::kStages> state;; ++state) {
-      Base::Roles::consumer_wait(shared.full[state.index], state.phase);
-      const StepFacts facts = shared.stages[state.index].facts.read();
+    Scores even, odd; // of steps
+    StepFacts facts = start_step(even);
+    finish_scores(even);
+    while (facts.valid) {
+      facts = run_step(facts, even, odd);
       if (!facts.valid) break;
-      if (facts.concerns >> Base::Roles::consumer_group() & 1) run_step(facts, state.index);
-      if (facts.ends) sums.write_bias(facts.head);
-      Base::Roles::consumer_release(shared.empty[state.index]);
+      facts = run_step(facts, odd, even);
     }
   }
 };

@@ -85,6 +85,8 @@ struct DkdvTileSm90 {
 constexpr int kDkdvHeadDimSm90 = 128;
 
 constexpr DkdvTileSm90 dkdv_tile_sm90(int) { return {64, 3}; }
+// The sums of probabilities alone: the producers need as long for a step as the consumers for 128 rows of Q.
+constexpr DkdvTileSm90 kMassTile{128, 4};
 
 // All gradients at once: the stages that shared memory has room for.
 constexpr int fused_stages(int head_dim) {
