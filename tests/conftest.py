@@ -85,6 +85,9 @@ if WORKERS > 1:
     os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
 
 
+MOST_KEPT = 2**31  # bytes
+
+
 # Tests of calls that torch.compile or torch.export traces, by their names.
 TRACED = re.compile("compil|export")
 COMPILES = targets.load().compiling_torch
@@ -112,6 +115,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if is_chosen(item)]
+
+
+@pytest.hookimpl(trylast=True)  # a test may have patched torch
+def pytest_runtest_teardown() -> None:
+    """Give back what torch keeps after a large test: test processes share the GPU's memory."""
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > MOST_KEPT:
+        torch.cuda.empty_cache()
 
 
 def _why_absent(wanted: Target) -> str | None:

@@ -201,13 +201,19 @@ def functionalization() -> Iterator[None]:
         torch._disable_functionalization()
 
 
+def included_key() -> contextlib.AbstractContextManager[Any]:
+    """Include what no call has; the guard for one key leaves a part of it behind in torch 2.11."""
+    keys = torch._C._dispatch_tls_local_include_set().add(torch._C.DispatchKey.Meta)
+    return torch._C._ForceDispatchKeyGuard(keys, torch._C._dispatch_tls_local_exclude_set())
+
+
 # What else torch may be in the middle of. (Tracing and modes are above; fake tensors, subclasses
 # and the older vmap in test_direct_calls.py; torch.func in test_transforms.py.)
 STATES = {
     "Python dispatcher": enable_python_dispatcher,
     "functionalization": functionalization,
     "forward mode": forward_ad.dual_level,
-    "an included key": lambda: torch._C._IncludeDispatchKeyGuard(torch._C.DispatchKey.Meta),
+    "an included key": included_key,
     "emit_itt": lambda: torch.autograd.profiler.emit_itt(),
     "profiler": lambda: torch.autograd.profiler.profile(),
 }
