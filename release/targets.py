@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,11 +153,14 @@ class Table:
         return max(cuda.min_driver, arch.min_driver or cuda.min_driver, key=version_numbers)
 
     def oversize(self, pack: Mapping[str, Any]) -> str:
-        """Return what is wrong with the size of a manifest's pack; "" if nothing is."""
-        limit = self.wheel.max_cpu_pack_mb
+        """Return what is wrong with the size of a manifest's pack; "" if nothing is.
+
+        Packs that no release has may have any size.
+        """
+        limit: float = self.wheel.max_cpu_pack_mb
         if pack["cuda"] is not None:
             limits = {row.major: row.packs for row in self.cuda}
-            limit = limits.get(pack["cuda"].partition(".")[0], {}).get(pack["arch"], 0)
+            limit = limits.get(pack["cuda"].partition(".")[0], {}).get(pack["arch"], math.inf)
         size = pack["size"] / 10**6
         if size <= limit:
             return ""
