@@ -49,7 +49,7 @@ class Allowance:
 
 
 # The first that fits a kernel counts; one that none fits must not spill at all. The numbers are the
-# largest seen with CUDA 12.4, 13.0 and 13.1.
+# largest seen with CUDA 12.5 (ptxas 12.9), 13.0 and 13.1.
 ALLOWANCES = (
     Allowance(
         "*",
@@ -196,7 +196,7 @@ ALLOWANCES = (
     Allowance(
         "pair_bias_fused_kernel<*, 128, *>>",
         "*",
-        1148,
+        1172,
         "a tile of dbias beside two results of 128 columns fills 224 registers; mostly what a "
         "step is told, and outside of the loop over sources",
     ),
