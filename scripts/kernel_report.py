@@ -109,13 +109,7 @@ ALLOWANCES = (
         268,
         "the words and maps of a mask per query: 124 bytes at D 128, 268 at 96",
     ),
-    Allowance("fused_kernel<*, 64, 64, 2, *, 2>>", "sm_90a", 196, "sums of the bias gradient"),
-    Allowance(
-        "fused_kernel<*, 256, 64, 64, 2, 0, 2, 0>>",
-        "sm_90a",
-        234,
-        "a bias for each query; sums of its gradient",
-    ),
+    Allowance("fused_kernel<*, 64, 64, 2, *, 2, 0>>", "sm_90a", 234, "sums of the bias gradient"),
     Allowance("fused_kernel<*>", "sm_90a", 148, "the slope of each score, with a softcap"),
     Allowance(
         "dkdv_kernel_sm90<*, 128, 128, 64, 3, *>>",
