@@ -93,12 +93,7 @@ def cuda_version(program: Path) -> str:
 
 def listed_code(cuobjdump: Path, library: Path) -> set[str]:
     """Return what cuobjdump finds, such as ``sm_90a``; PTX as ``compute_90a``."""
-    found = set()
-    for option, prefix in (("--list-elf", "sm"), ("--list-ptx", "compute")):
-        done = subprocess.run(
-            [cuobjdump, option, library], capture_output=True, text=True, check=False
-        )
-        # Without any, it complains and fails.
-        names = re.findall(r"\.sm_(\d+[af]?)\.", done.stdout)
-        found |= {f"{prefix}_{number}" for number in names}
-    return found
+    # --list-elf gives code for 100f the name of code for 100.
+    done = subprocess.run([cuobjdump, library], capture_output=True, text=True, check=False)
+    codes = re.findall(r"^Fatbin (elf|ptx) code:\n=+\narch = sm_(\w+)$", done.stdout, re.MULTILINE)
+    return {f"{'sm' if kind == 'elf' else 'compute'}_{number}" for kind, number in codes}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from release import targets
 from release.binaries import read_library
 from release.gates import packs
 from release.programs import cuda_version, find_cuobjdump, find_nvcc, listed_code
@@ -74,31 +75,39 @@ def test_cuobjdump_agrees(ptx: bool, tmp_path: Path) -> None:
     library = tmp_path / "kernel.o"  # linking with nvcc would add a fat binary of its own
     cuda_12 = cuda_version(nvcc).startswith("12.")
     flags = ["-Xfatbin=-compress-all" if cuda_12 else "--compress-mode=size", "-Xcompiler=-fPIC"]
-    flags += [f"--generate-code=arch=compute_{arch},code=sm_{arch}" for arch in ("80", "90a")]
+    able = [arch.code.removeprefix("sm_") for arch in targets.load().archs_of(cuda_version(nvcc))]
+    flags += [f"--generate-code=arch=compute_{arch},code=sm_{arch}" for arch in able]
     flags += ["--generate-code=arch=compute_86,code=compute_86"] if ptx else []
     subprocess.run([nvcc, "-c", *flags, "-o", library, source], check=True)
 
-    expected = {"sm_80", "sm_90a"} | ({"compute_86"} if ptx else set())
+    expected = {f"sm_{arch}" for arch in able} | ({"compute_86"} if ptx else set())
     found = listed_code(cuobjdump, library)
     assert found == expected
-    assert read_library(library.read_bytes()).device_code == {code.rstrip("a") for code in expected}
+    assert read_library(library.read_bytes()).device_code == {
+        code.rstrip("af") for code in expected
+    }
 
 
 # --- the gate
 
 
 def fake_cuobjdump(folder: Path, version: str, listing: str) -> Path:
-    """Write a cuobjdump of that CUDA version, which runs ``listing`` for --list-elf."""
+    """Write a cuobjdump of that CUDA version, which runs ``listing`` for a library."""
     program = folder / "cuobjdump"
     program.write_text(
         "#!/bin/sh\n"
         "case $1 in\n"
         f"--version) echo 'Cuda compilation tools, release {version}, V{version}.0' ;;\n"
-        f"--list-elf) {listing} ;;\n"
+        f"*) {listing} ;;\n"
         "esac\n"
     )
     program.chmod(0o755)
     return program
+
+
+def listing(arch: str) -> str:
+    """Return the command that prints what cuobjdump does of a library with code of that arch."""
+    return f"printf 'Fatbin elf code:\\n================\\narch = {arch}\\n'"
 
 
 def test_old_cuobjdump_is_not_asked(
@@ -128,7 +137,7 @@ def test_without_cuobjdump_the_kind_of_code_is_not_known(
 def test_cuobjdump_tells_the_kinds_apart(
     wheel: SmallWheel, tmp_path: Path, run_gate: Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = fake_cuobjdump(tmp_path, "13.1", 'echo "ELF file 1: x.1.sm_90.cubin"')
+    program = fake_cuobjdump(tmp_path, "13.1", listing("sm_90"))
     monkeypatch.setattr(packs, "find_cuobjdump", lambda: program)
     wheel.packs = [row for row in wheel.packs if row["name"] != "cpu"]
     (failure,) = run_gate("device-code", wheel.save(tmp_path)).failures
@@ -138,8 +147,8 @@ def test_cuobjdump_tells_the_kinds_apart(
 def test_cuobjdump_is_given_the_pack(
     wheel: SmallWheel, tmp_path: Path, run_gate: Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    listing = f'cp "$2" {tmp_path}/given; echo "ELF file 1: x.1.sm_90a.cubin"'
-    program = fake_cuobjdump(tmp_path, "13.1", listing)
+    commands = f'cp "$1" {tmp_path}/given; {listing("sm_90a")}'
+    program = fake_cuobjdump(tmp_path, "13.1", commands)
     monkeypatch.setattr(packs, "find_cuobjdump", lambda: program)
     wheel.packs = [row for row in wheel.packs if row["name"] != "cpu"]
     assert run_gate("device-code", wheel.save(tmp_path)).failures == ()
