@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A rehearsal of the workflows: `ci` of a pull request, then `release` of a tag with its index.
 
-Then the release is installed from that index, and its self-test runs. docs/release.md tells what is
-replaced, and what only GitHub can show.
+Then the release is installed from that index, and its self-test runs. `--only nightly` runs, of
+the nightly jobs, the one that proposes digests of images, and the wheels that it waits for.
+docs/release.md tells what is replaced, and what only GitHub can show.
 """
 
 from __future__ import annotations
@@ -21,7 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from rehearsal.act import Act, JobsError
-from rehearsal.checks import check_dispatched, check_images, check_notes, check_release
+from rehearsal.checks import (
+    check_dispatched,
+    check_images,
+    check_notes,
+    check_pinned,
+    check_release,
+)
 from rehearsal.defects import DEFECTS, Defect, check_found, put_back
 from rehearsal.machine import Machine, missing_programs
 from rehearsal.source import make_repository
@@ -36,6 +43,7 @@ from release.trial import install, self_test
 OWNER = 1001  # of GitHub's checkouts
 RUNNER = "ubuntu-24.04"  # of jobs for every platform
 GPU = "a-gpu-of-the-rehearsal"
+PINNING = "pin-images"  # of nightly
 ELSEWHERE = frozenset({"cpu-wheels"})  # jobs of macOS and Windows alone
 PULL_REQUEST = {
     "number": 1,
@@ -65,9 +73,11 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="scripts/rehearse_workflows", description=__doc__)
     made.add_argument("--act", type=Path, required=True, help="the program")
     made.add_argument(
-        "--only", choices=["ci", "release"], help="one of the two; both unless it is given"
+        "--only",
+        choices=["ci", "release", "nightly"],
+        help="one of them; ci and release unless it is given",
     )
-    made.add_argument("--job", help="of ci only this job and what it needs")
+    made.add_argument("--job", help="of ci or nightly only this job and what it needs")
     made.add_argument(
         "--with-defect",
         choices=sorted(DEFECTS),
@@ -118,6 +128,9 @@ def rehearse(machine: Machine, options: argparse.Namespace) -> None:
     if defect:
         rehearse_defect(act, tag, defect)
         return
+    if options.only == "nightly":
+        rehearse_nightly(machine, act, options.job or PINNING)
+        return
     if options.only != "release":
         rehearse_ci(machine, act, options.job)
     if options.only != "ci":
@@ -148,6 +161,15 @@ def rehearse_ci(machine: Machine, act: Act, job: str | None) -> None:
         act.run("ci", "pull_request", PULL_REQUEST, ELSEWHERE, job)
         machine.artifacts.clear()
         check_images(machine)
+
+
+def rehearse_nightly(machine: Machine, act: Act, job: str) -> None:
+    """Run one job of the night, on the default branch."""
+    with step(f"nightly, of it {job}"):
+        act.run("nightly", "workflow_dispatch", {"ref": "refs/heads/main"}, ELSEWHERE, job)
+        used = check_images(machine)
+        if job == PINNING:
+            check_pinned(machine, used)
 
 
 def rehearse_release(machine: Machine, act: Act, tag: str, *, gpu: bool) -> None:

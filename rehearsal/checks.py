@@ -10,8 +10,10 @@ from typing import Any
 from rehearsal.machine import Machine
 from release.build_record import file_name, images_of_jobs
 from release.distributions import sha256
+from release.matrix import LOCK
+from release.pin import BRANCH
 from release.programs import output
-from release.project import ReleaseError
+from release.project import ROOT, ReleaseError
 
 
 def check_images(machine: Machine) -> dict[str, str]:
@@ -36,6 +38,16 @@ def check_dispatched(machine: Machine, expected: list[list[str]]) -> None:
     found = events(machine.hub / "dispatched.jsonl")
     if found != expected:
         raise ReleaseError(f"the release started {found}, not {expected}")
+
+
+def check_pinned(machine: Machine, used: dict[str, str]) -> None:
+    """Check that a pull request proposes the digest of each image that was used."""
+    if events(machine.hub / "pulls.jsonl") != [["main", BRANCH]]:
+        raise ReleaseError("there is no pull request of the digests, or more than one")
+    place = f"{BRANCH}:{LOCK.relative_to(ROOT)}"
+    proposed = json.loads(output(["git", "-C", machine.repository, "show", place]))
+    if differing := [image for image, digest in used.items() if proposed.get(image) != digest]:
+        raise ReleaseError(f"the pull request has other digests of {', '.join(differing)}")
 
 
 def check_notes(machine: Machine, tag: str, *, gpus: bool) -> None:

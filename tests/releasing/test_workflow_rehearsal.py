@@ -13,16 +13,17 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from release_files import CPU, CU13, make_sdist, make_wheel
 
 from rehearsal.act import Act, JobsError, expected
-from rehearsal.machine import USES, actions
-from rehearsal.source import date_changelog, lower_floor
-from rehearsal.stored import SERVICE, storing
-from release import targets
+from rehearsal.checks import check_pinned
+from rehearsal.machine import USES, Machine, actions
+from rehearsal.source import IDENTITY, date_changelog, lower_floor
+from rehearsal.stored import SERVICE, Server, storing
+from release import matrix, targets
 from release.project import ROOT, ReleaseError, pyproject_value
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -314,6 +315,40 @@ def test_a_draft_becomes_a_release_of_the_index(tmp_path: Path) -> None:
     ((listed,),) = json.loads(stand_in("gh", tmp_path, *api).stdout)
     assert not listed["draft"]
     assert [asset["name"] for asset in listed["assets"]] == sorted(path.name for path in files)
+
+
+def test_digests_are_proposed_once_and_renewed(tmp_path: Path) -> None:
+    """By `release pin`, as the job of the night does it, with the program that stands in for gh."""
+    repository, lock = tmp_path / "repository", matrix.LOCK.relative_to(ROOT)
+    (repository / lock).parent.mkdir(parents=True)
+    (repository / lock).write_text("{}")
+    git = ["git", "-C", repository]
+    for words in (
+        ["init", "--quiet", "--initial-branch", "main"],
+        ["add", "."],
+        [*IDENTITY, "commit", "--quiet", "--message", "Begin"],
+    ):
+        subprocess.run([*git, *words], check=True)
+    gh = tmp_path / "bin" / "gh"
+    gh.parent.mkdir()
+    gh.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m rehearsal.gh "$@"\n')
+    gh.chmod(0o755)
+    variables = {
+        "PATH": f"{gh.parent}{os.pathsep}{os.environ['PATH']}",
+        "REHEARSAL": str(tmp_path),
+        "REHEARSAL_URL": "",
+        "GITHUB_REPOSITORY": "a/b",
+    }
+    (tmp_path / "hub").mkdir()
+    for number in range(2):
+        image = f"quay.io/a@sha256:{number:064}"
+        build = json.dumps({"packs": [{"image": image}], "wheels": []})
+        command = [sys.executable, "-m", "release", "pin", "--build", build]
+        subprocess.run(command, cwd=ROOT, env={**os.environ, **variables}, check=True)
+        machine = Machine(tmp_path, "", 0, cast("Server", None))
+        check_pinned(machine, dict([image.split("@")]))
+        with pytest.raises(ReleaseError, match="has other digests"):
+            check_pinned(machine, {"quay.io/a": DIGEST.replace("0", "f")})
 
 
 def test_packs_are_as_the_options_ask(tmp_path: Path) -> None:
