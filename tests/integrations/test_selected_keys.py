@@ -88,8 +88,8 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "axk1": ("AXK1Config", "AXK1ForCausalLM", _LATENT),
     "longcat_flash": (
         "LongcatFlashConfig", "LongcatFlashForCausalLM",
-        {**_LATENT, "head_dim": 8, "num_experts_per_tok": 2, "ffn_hidden_size": 48,
-         "zero_expert_num": 1, "expert_ffn_hidden_size": 16},
+        {**_LATENT, "head_dim": 8, "num_layers": 2, "num_experts_per_tok": 2, "moe_topk": 2,
+         "ffn_hidden_size": 48, "zero_expert_num": 1, "expert_ffn_hidden_size": 16},
     ),
     "youtu": ("YoutuConfig", "YoutuForCausalLM", _LATENT),
     "bailing_hybrid": (

@@ -256,6 +256,10 @@ def test_the_declared_floors_are_tested_together() -> None:
     (torch,), (transformers,) = floors
     nightly = (ROOT / ".github/workflows/nightly.yml").read_text()
     assert f" torch: torch=={torch}.* transformers=={transformers}.* --extra-index-url" in nightly
+    # Benchmarks compare with what newer versions have.
+    (tests,) = re.findall(r"^      tests: >-\n((?: {8}.*\n)+)", nightly, re.MULTILINE)
+    (row,) = json.loads(tests)
+    assert row["tests"] == "--ignore=tests/benchmarks"
 
 
 def test_locked_tools_are_those_that_the_project_pins() -> None:
