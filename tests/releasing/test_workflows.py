@@ -250,6 +250,13 @@ def test_torch_is_called_on_the_newest_python_that_is_claimed() -> None:
     assert claimed[-1] == TARGETS["torch"]["newest_python"]
 
 
+def test_the_night_tries_musl() -> None:
+    loader = "/lib/ld-musl-x86_64.so.1"
+    assert f"if [[ -e {loader} ]]; then" in (ROOT / ".ci" / "nightly").read_text()
+    nightly = (ROOT / ".github/workflows/nightly.yml").read_text()
+    assert "install --yes musl\n      - run: .ci/nightly\n" in nightly
+
+
 def test_the_declared_floors_are_tested_together() -> None:
     project = (ROOT / "pyproject.toml").read_text()
     floors = [re.findall(rf'"{name}>=([\d.]+)"', project) for name in ("torch", "transformers")]
