@@ -191,8 +191,33 @@ def pack_table(table: Table) -> str:
     return markdown(head, rows)
 
 
+def wheel_table(table: Table) -> str:
+    """Return what one wheel is made of, and what the jobs take that build its packs."""
+    measured = json.loads(MEASURED.read_text(encoding="utf-8"))
+    wheel = measured["wheel"]
+    rows = []
+    for cuda in table.cuda:
+        archs = table.released(cuda, wheel["machine"])
+        packs = [measured["packs"][f"cu{cuda.major}-{arch.name}"] for arch in archs]
+        rows.append(
+            [
+                f"{len(packs)} packs of CUDA {cuda.major}",
+                f"{wheel['parts'][f'cu{cuda.major}'] / 10**6:.1f}",
+                f"{sum(pack['cpu_seconds'] for pack in packs) / 60:.0f}",
+                f"{max(pack['compiler_mb'] for pack in packs)} MB",
+                f"{sum(pack['disk_mb'] for pack in packs)} MB",
+            ]
+        )
+    rows.append(["the rest", f"{wheel['parts']['base'] / 10**6:.1f}", "", "", ""])
+    whole = f"{wheel['bytes'] / 10**6:.1f}, at most {table.wheel.max_wheel_mb}"
+    rows.append(["the wheel", whole, "", "", ""])
+    head = ["part", "MB, compressed", "CPU minutes", "memory of a compiler", "disk"]
+    return markdown(head, rows)
+
+
 BLOCKS: Mapping[str, Callable[[Table], str]] = {
     "pack-table": pack_table,
+    "wheel-table": wheel_table,
     "support-table": support_table,
     "platform-table": platform_table,
     "build-options": build_options,

@@ -172,18 +172,44 @@ def test_support_table_says_what_was_run() -> None:
         assert row.endswith(f"| {tables.RECORDS[record]} |")
 
 
-def test_pack_table_tells_what_was_measured(
+def test_every_pack_of_the_wheel_was_measured() -> None:
+    measured = json.loads(tables.MEASURED.read_text())
+    machine = measured["wheel"]["machine"]
+    released = {f"cu{c.major}-{a.name}" for c in TABLE.cuda for a in TABLE.released(c, machine)}
+    assert released <= measured["packs"].keys()
+    sizes = [(name, pack["bytes"]) for name, pack in measured["packs"].items()]
+    for name, size in sizes:
+        cuda, _, arch = name.partition("-")
+        pack = {"name": name, "cuda": f"{cuda.removeprefix('cu')}.0", "arch": arch, "size": size}
+        assert TABLE.oversize(pack) == ""
+    wheel = measured["wheel"]
+    assert wheel["bytes"] < TABLE.wheel.max_wheel_mb * 10**6
+    assert set(wheel["parts"]) == {"base", *(f"cu{cuda.major}" for cuda in TABLE.cuda)}
+
+
+def test_tables_of_packs_tell_what_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = {"bytes": 12_340_000, "cpu_seconds": 900, "kernels": 150, "spilling": 2}
+    one = {"bytes": 12_340_000, "cpu_seconds": 900, "kernels": 150, "spilling": 2}
+    one |= {"spill_bytes": 64, "compiler_mb": 200, "disk_mb": 40}
+    released = [f"cu{c.major}-{arch.name}" for c in TABLE.cuda for arch in TABLE.released(c)]
+    packs = dict.fromkeys(released, one) | {"cu13-sm90": one | {"compiler_mb": 210}}
+    del packs["cu13-sm110"]
+    parts = {"cu12": 41_000_000, "cu13": 38_000_000, "base": 1_000_000}
+    wheel = {"machine": "x86_64", "bytes": 80_000_000, "parts": parts}
     record = tmp_path / "measured.json"
-    record.write_text(json.dumps({"packs": {"cu13-sm90": known | {"spill_bytes": 64}}}))
+    record.write_text(json.dumps({"packs": packs, "wheel": wheel}))
     monkeypatch.setattr(tables, "MEASURED", record)
     rows = {row.split(" | ")[0]: row for row in tables.pack_table(TABLE).splitlines()[2:]}
-    released = [f"| cu{c.major}-{arch.name}" for c in TABLE.cuda for arch in TABLE.released(c)]
-    assert list(rows) == released
+    assert list(rows) == [f"| {name}" for name in released]
     assert "| 12.3 | 15 | 2 of 150, 64 bytes | yes, all tests |" in rows["| cu13-sm90"]
-    assert rows["| cu12-sm90"].count("not measured") == 3
+    assert rows["| cu13-sm110"].count("not measured") == 3
+    twelve, thirteen, rest, whole = tables.wheel_table(TABLE).splitlines()[2:]
+    assert twelve == "| 4 packs of CUDA 12 | 41.0 | 60 | 200 MB | 160 MB |"
+    # That of sm110 is for another machine.
+    assert thirteen == "| 6 packs of CUDA 13 | 38.0 | 90 | 210 MB | 240 MB |"
+    assert rest.startswith("| the rest | 1.0 |")
+    assert whole.startswith(f"| the wheel | 80.0, at most {TABLE.wheel.max_wheel_mb} |")
 
 
 def test_platform_table_says_of_each_what_was_seen() -> None:
