@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 
 namespace fdm::cpu::FDM_SIMD_NAMESPACE {
 namespace {
@@ -29,16 +30,22 @@ inline vfloat as_float(vint x) { return reinterpret_cast<vfloat>(x); }
 
 inline vfloat maximum(vfloat a, vfloat b) { return a > b ? a : b; }
 
+// The lanes of x folded to one number, by halves: all lanes hold it in the end.
+template <int Half, class Combine, int... Lane>
+inline float fold(vfloat x, const Combine &combine, std::integer_sequence<int, Lane...> lanes) {
+  if constexpr (Half > 0)
+    return fold<Half / 2>(combine(x, __builtin_shufflevector(x, x, (Lane ^ Half)...)), combine, lanes);
+  else
+    return x[0];
+}
+
 inline float horizontal_max(vfloat x) {
-  float result = x[0];
-  for (int i = 1; i < kLanes; ++i) result = x[i] > result ? x[i] : result;
-  return result;
+  return fold<kLanes / 2>(x, maximum, std::make_integer_sequence<int, kLanes>{});
 }
 
 inline float horizontal_sum(vfloat x) {
-  float result = x[0];
-  for (int i = 1; i < kLanes; ++i) result += x[i];
-  return result;
+  const auto add = [](vfloat a, vfloat b) { return a + b; };
+  return fold<kLanes / 2>(x, add, std::make_integer_sequence<int, kLanes>{});
 }
 
 // exp(x) to about 2 units in the last place, for x <= 88; 0 below the smallest normal number. x = n log 2 + r with
