@@ -56,6 +56,7 @@ struct BackwardLayout {
   int64_t source_step;               // from one source to the next, among all KV heads of sequences
   int64_t matrix;                    // floats of the rows of a cluster's bias
   int64_t scratch;                   // bytes of each thread
+  bool copies_by_head;               // units copy the rows of K and V that they read
 
   explicit BackwardLayout(const fdm_problem &p) {
     const int64_t task_rows = lists_keys(p) ? kListRows : kMaxTileRows;
@@ -66,6 +67,7 @@ struct BackwardLayout {
     row_heads = row_bias_heads(p, group_size(p));
     divide_row_bias(p);
     if (row_bias == RowBias::shared) parts = 1;
+    copies_by_head = parts == 1 && row_bias != RowBias::again && cpu::copies_by_head(p);
     units = heads * parts;
     slots = parts == 1 ? threads : units;
     const int64_t key_floats = 2 * p.keys * padded_head_dim(p), key_sums = wants_key_bias(p) ? bias_heads * p.keys : 0;
@@ -115,9 +117,10 @@ private:
 
 class BackwardPass {
 public:
-  BackwardPass(const fdm_problem &p, const fdm_backward_args &args, const void *plan, void *workspace)
-      : p_(p), args_(args), plan_(plan), layout_(p), kernels_(best_kernels()), dim_(padded_head_dim(p)),
-        rows_(tile_rows(p, plan)), threads_(useful_threads(p.context.threads, backward_work(p, rows_))) {
+  BackwardPass(const fdm_problem &p, const fdm_backward_args &args, const void *plan, void *key_rows, void *workspace)
+      : p_(p), args_(args), plan_(plan), key_rows_(key_rows), layout_(p), kernels_(best_kernels()),
+        dim_(padded_head_dim(p)), rows_(tile_rows(p, plan)),
+        threads_(useful_threads(p.context.threads, backward_work(p, rows_))) {
     scratch_ = static_cast<char *>(workspace);
     slots_ = scratch_ + p.context.threads * layout_.scratch;
     bias_sums_ = reinterpret_cast<double *>(slots_ + layout_.slots * layout_.slot_bytes);
@@ -179,6 +182,7 @@ private:
     task.sequence_index = head / p_.kv_heads;
     task.sequence = sequence(p_, task.sequence_index);
     task.heads = heads_per_task(p_);
+    const fdm_problem p = layout_.copies_by_head ? with_key_rows(p_, task.sequence, kv_head, key_rows_, worker) : p_;
     clear(sums, task.sequence.k_count);
     double *const dsink = present(args_.dsink) ? sink_sums_ + unit * group_size(p_) : nullptr;
     if (dsink) std::memset(dsink, 0, size_t(group_size(p_)) * sizeof(double));
@@ -201,7 +205,7 @@ private:
         if (layout_.bias_heads > 1 && head_sums.dbias) head_sums.dbias += g * p_.keys;
         if (layout_.row_heads > 1 && head_sums.row_bias) head_sums.row_bias += g * head_sums.row_bias_head;
         if (dsink) head_sums.dsink = dsink + g;
-        kernels_.backward_tile(p_, args_, plan_, task, head_sums, scratch(worker));
+        kernels_.backward_tile(p, args_, plan_, task, head_sums, scratch(worker));
       }
       if (row_bias_ == RowBias::per_head)
         for (int64_t g = 0; g < layout_.row_heads; ++g)
@@ -380,6 +384,7 @@ private:
   const fdm_problem &p_;
   const fdm_backward_args &args_;
   const void *plan_;
+  void *key_rows_;
   const BackwardLayout layout_;
   const Kernels &kernels_;
   const int64_t dim_, rows_;
@@ -393,11 +398,15 @@ private:
 
 } // namespace
 
-int64_t backward_workspace_bytes(const fdm_problem &p) { return key_row_bytes(p) + BackwardLayout(p).bytes(p); }
+int64_t backward_workspace_bytes(const fdm_problem &p) {
+  const BackwardLayout layout(p);
+  return key_row_bytes(p, layout.copies_by_head) + layout.bytes(p);
+}
 
 void backward_pass(const fdm_problem &p, const fdm_backward_args &args, const void *plan, void *workspace) {
-  const fdm_problem gathered = with_key_rows(p, workspace);
-  BackwardPass(gathered, args, plan, static_cast<char *>(workspace) + key_row_bytes(p)).run();
+  const bool by_head = BackwardLayout(p).copies_by_head;
+  const fdm_problem gathered = by_head ? p : with_key_rows(p, workspace);
+  BackwardPass(gathered, args, plan, workspace, static_cast<char *>(workspace) + key_row_bytes(p, by_head)).run();
 }
 
 } // namespace fdm::cpu

@@ -14,29 +14,33 @@ int64_t tile_scratch_bytes(const fdm_problem &p, bool backward) {
 }
 
 int64_t forward_workspace_bytes(const fdm_problem &p) {
-  return p.context.threads * tile_scratch_bytes(p, false) + key_row_bytes(p);
+  return p.context.threads * tile_scratch_bytes(p, false) + key_row_bytes(p, copies_by_head(p));
 }
 
 void forward_pass(const fdm_problem &given, const fdm_forward_args &args, const void *plan, void *workspace) {
   if (given.batch == 0 || given.queries == 0 || given.heads == 0) return;
   const int64_t scratch = tile_scratch_bytes(given, false);
-  const fdm_problem p = with_key_rows(given, static_cast<char *>(workspace) + given.context.threads * scratch);
+  void *const copies = static_cast<char *>(workspace) + given.context.threads * scratch;
+  const bool by_head = copies_by_head(given);
+  const fdm_problem shared = by_head ? given : with_key_rows(given, copies);
   const Kernels &kernels = best_kernels();
-  const int64_t rows = tile_rows(p, plan), tiles = ceil_div(p.queries, rows);
-  const int64_t heads = heads_per_task(p), groups = p.heads / heads;
-  const int threads = useful_threads(p.context.threads, forward_work(p, rows));
-  parallel_for(threads, p.batch * groups * tiles, [&](int64_t number, int worker) {
+  const int64_t rows = tile_rows(given, plan), tiles = ceil_div(given.queries, rows), parts = by_head ? 1 : tiles;
+  const int64_t heads = heads_per_task(given), groups = given.heads / heads;
+  const int threads = useful_threads(given.context.threads, forward_work(given, rows));
+  parallel_for(threads, given.batch * groups * parts, [&](int64_t number, int worker) {
     TileTask task;
-    // The last tiles see the most keys under a causal mask, so they come first.
-    const int64_t tile = tiles - 1 - number % tiles;
-    task.sequence_index = number / tiles / groups;
-    task.sequence = sequence(p, task.sequence_index);
-    task.head = number / tiles % groups * heads;
+    task.sequence_index = number / parts / groups;
+    task.sequence = sequence(given, task.sequence_index);
+    const int64_t group = number / parts % groups;
+    task.head = group * heads;
     task.heads = heads;
-    task.first_row = tile * rows;
-    task.rows = min64(rows, task.sequence.q_count - task.first_row);
-    if (task.rows <= 0) return;
-    kernels.forward_tile(p, args, plan, task, static_cast<char *>(workspace) + worker * scratch);
+    const fdm_problem p = by_head ? with_key_rows(given, task.sequence, group, copies, worker) : shared;
+    // The last tiles see the most keys under a causal mask, so they come first.
+    for (int64_t tile = tiles - 1 - number % parts; tile >= 0; tile -= parts) {
+      task.first_row = tile * rows;
+      task.rows = min64(rows, task.sequence.q_count - task.first_row);
+      if (task.rows > 0) kernels.forward_tile(p, args, plan, task, static_cast<char *>(workspace) + worker * scratch);
+    }
   });
 }
 
