@@ -198,7 +198,7 @@ def to_4d(name: str, tensor: Tensor, *, batch: int, heads: int, kv_heads: int, k
     rank, sizes = tensor.dim(), tensor.shape
     if (
         sizes[0] != batch
-        or (rank == 3 and sizes[1] not in (1, kv_heads, heads))
+        or (rank == 3 and not checks.is_one_of(sizes[1], 1, kv_heads, heads))
         or sizes[-1] != keys
     ):
         head_choice = "|".join(map(str, dict.fromkeys((heads, kv_heads, 1))))

@@ -53,7 +53,7 @@ def lists_or_mask(
     _check(packing, query, key, checks.tensor("block_indices", block_indices), rows)
     is_dense, heads = packing.is_dense, block_indices.shape[-3]
     keys = key.shape[1] if is_dense else packing.max_seqlen_k
-    if rows == 1 and not by_mask and heads in (1, key.shape[-2]):
+    if rows == 1 and not by_mask and checks.is_one_of(heads, 1, key.shape[-2]):
         return _run("block_keys", _keys, block_indices, size, keys), None
     queries = query.shape[1] if is_dense else query.shape[0]
     return None, _run("block_keep", _keep, block_indices, rows, size, queries, keys)
@@ -82,7 +82,7 @@ def _check(packing: Packing, query: Tensor, key: Tensor, blocks: Tensor, rows: i
     if (
         len(shape) == query.dim()
         and shape[:-3] == batch
-        and shape[-3] in heads
+        and checks.is_one_of(shape[-3], *heads)
         and shape[-2] == count
     ):
         return

@@ -96,6 +96,18 @@ def same_device(name: str, value: Tensor, place: str, device: torch.device) -> N
         raise ValueError(f"{name} must be on {place} {device}, got a tensor on {value.device}")
 
 
+def is_one_of(size: int, *allowed: int) -> bool:
+    """Say whether a size is one of those that are allowed.
+
+    What is compiled must not ask ``size in (1, batch)``: where torch.compile (2.13) has found the
+    value of a symbolic size, the answer is wrong.
+    """
+    for other in allowed:  # noqa: SIM110 - what every version of the compiler traces
+        if size == other:
+            return True
+    return False
+
+
 def bounds(name: str, value: Any) -> Tensor:
     """Return a cu_seqlens argument, whose values are checked where they are read."""
     cu_seqlens = tensor(name, value)

@@ -174,7 +174,7 @@ def _of_equal_heads(*tensors: Tensor) -> list[Tensor]:
     """Repeat what has an entry for each KV head for the query heads of its group."""
     heads = max(t.shape[2] for t in tensors)
     return [
-        t if t.shape[2] in (1, heads) else t.repeat_interleave(heads // t.shape[2], 2)
+        t if checks.is_one_of(t.shape[2], 1, heads) else t.repeat_interleave(heads // t.shape[2], 2)
         for t in tensors
     ]
 
@@ -213,7 +213,8 @@ def _over_batches(
 
 def _is_mixed(tensor: Tensor, batch: tuple[int, int]) -> bool:
     """Say whether a tensor has one dimension of the batch, and is the same along the other."""
-    return tuple(tensor.shape[:2]) not in (batch, (1, 1))
+    own = tuple(tensor.shape[:2])
+    return own != batch and own != (1, 1)
 
 
 def _summed_in_float32(tensor: Tensor, along: int) -> Tensor:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from .checks import is_one_of
 from .masks import IntervalMask, intervals_to_bool
 from .record import AttentionInputs, Gradients, Packing
 from .wrong_keywords import refuse_keywords, without_unknown
@@ -360,7 +361,7 @@ def computing_inputs(
 
 def per_query_head(tensor: Tensor, heads: int, kv_heads: int) -> Tensor:
     """Repeat what has an entry for each KV head for the query heads of its group."""
-    if tensor.shape[1] in (1, heads):
+    if is_one_of(tensor.shape[1], 1, heads):
         return tensor
     return tensor.repeat_interleave(heads // kv_heads, 1)
 

@@ -69,7 +69,7 @@ def parallel_forgetting_attn(
             raise ValueError(f"{name} must have shape {form}, got {tuple(tensor.shape)}")
     check_together("q", q, {"k": k, "v": v, "g": g, "cu_seqlens": cu_seqlens})
     batch, length, heads, _ = q.shape
-    if tuple(g.shape[:2]) != (batch, length) or g.shape[2] not in (heads, k.shape[2]):
+    if tuple(g.shape[:2]) != (batch, length) or not checks.is_one_of(g.shape[2], heads, k.shape[2]):
         raise ValueError(
             f"g must have shape (B, N, {{H|Hk}}) = ({batch}, {length}, {{{heads}|{k.shape[2]}}}), "
             f"to go with q and k, got {tuple(g.shape)}"

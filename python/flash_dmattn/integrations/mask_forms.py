@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flash_dmattn.checks import is_one_of
 from flash_dmattn.masks import IntervalMask
 
 from .packed_documents import Documents
@@ -97,7 +98,7 @@ def _sum(bias: Tensor, added: Tensor) -> Tensor:
     """Add, where of two head counts the smaller one is that of the KV heads."""
     heads = max(bias.shape[1], added.shape[1])
     bias, added = (
-        t if t.shape[1] in (1, heads) else t.repeat_interleave(heads // t.shape[1], 1)
+        t if is_one_of(t.shape[1], 1, heads) else t.repeat_interleave(heads // t.shape[1], 1)
         for t in (bias, added)
     )
     return bias + added

@@ -194,7 +194,7 @@ def _may_hold_documents(position_ids: Tensor, query: Tensor, key: Tensor) -> boo
         1 < queries == key.shape[1]
         and position_ids.dim() == 2
         and position_ids.shape[1] == queries
-        and position_ids.shape[0] in (1, batch)
+        and checks.is_one_of(position_ids.shape[0], 1, batch)
     )
 
 

@@ -85,7 +85,7 @@ def key_lists(
     def looked_up(tensor: Tensor) -> Tensor:
         """Return ``({lists|h}, Q, k)`` of each batch, of a tensor that broadcasts to Q and K."""
         heads = max(lists, tensor.shape[1])
-        if tensor.shape[1] not in (1, heads):
+        if tensor.shape[1] != 1 and tensor.shape[1] != heads:
             tensor = tensor.repeat_interleave(heads // tensor.shape[1], 1)
         own = places if lists == heads else places.repeat_interleave(heads // lists, 1)
         return tensor.expand(batch, heads, queries, keys).gather(-1, own)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from flash_dmattn.backends.shapes import check_attention
+from flash_dmattn.checks import is_one_of
 from flash_dmattn.record import KeyListInputs
 
 # Of a latent cache of 512 that has 64 rotated columns besides.
@@ -60,9 +61,9 @@ def _check_shape(
     if (
         len(shape) == len(batch) + 3
         and shape[:-3] == batch
-        and shape[-3] in (1, *heads.values())
+        and is_one_of(shape[-3], 1, *heads.values())
         and shape[-2] == queries
-        and length in (None, shape[-1])
+        and (length is None or length == shape[-1])
     ):
         return
     choice = "|".join(map(str, dict.fromkeys((*heads.values(), 1))))

@@ -168,9 +168,10 @@ def check_positions(position_ids: Tensor, hidden_states: Tensor) -> None:
     checks.tensor("position_ids", position_ids, "a torch.Tensor of integers or None")
     if position_ids.dtype not in checks.INTEGERS:
         raise TypeError(f"position_ids must hold integers, got {position_ids.dtype}")
-    if tuple(position_ids.shape) not in (rows, rows[-1:]):
+    shape = tuple(position_ids.shape)
+    if shape != rows and shape != rows[-1:]:
         allowed = " or ".join(str(shape) for shape in dict.fromkeys((rows[-1:], rows)))
-        raise ValueError(f"position_ids must have shape {allowed}, got {tuple(position_ids.shape)}")
+        raise ValueError(f"position_ids must have shape {allowed}, got {shape}")
     checks.same_device("position_ids", position_ids, "hidden_states' device", hidden_states.device)
 
 

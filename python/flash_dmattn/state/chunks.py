@@ -173,8 +173,12 @@ def _check_bias(bias: Tensor, batch: int, count: int, kv_heads: int, heads: int 
             "row for each query, later queries may see keys that earlier ones have dropped"
         )
     groups = bias.shape[1] // kv_heads * kv_heads
-    allowed = {1, kv_heads, groups if heads is None else heads}
-    if bias.shape[0] not in (1, batch) or bias.shape[1] not in allowed or bias.shape[3] != count:
+    fits = (
+        checks.is_one_of(bias.shape[0], 1, batch)
+        and checks.is_one_of(bias.shape[1], 1, kv_heads, groups if heads is None else heads)
+        and bias.shape[3] == count
+    )
+    if not fits:
         raise ValueError(
             f"bias must have shape ({{B|1}}, {{H|Hk|1}}, 1, N) with B={batch}, Hk={kv_heads}, "
             f"N={count}, got {got}"

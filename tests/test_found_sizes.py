@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Sizes that torch.compile takes for symbols, and whose values it finds while it traces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_dmattn import KeptKeys, flash_dmattn_func
+from flash_dmattn.integrations import parallel_forgetting_attn
+
+H, HK, D = 4, 2, 8
+
+
+def _mask_per_key(query: Tensor, key: Tensor) -> Any:
+    found = query.reshape(4, 4, H, D)
+    mask = torch.ones(4, HK, 4, dtype=torch.bool)
+    return flash_dmattn_func(found, key, key, mask, is_causal=True)
+
+
+def _state(query: Tensor, key: Tensor) -> Any:
+    tokens = key, key, torch.linspace(0, 1, 10).expand(2, HK, 1, 10)
+    return KeptKeys(3, keep_last=2).updated(*tokens).attend(query, *tokens)
+
+
+def _forgetting(query: Tensor, key: Tensor) -> Any:
+    found, gates = key.reshape(2, 10, HK, D), torch.full((2, 10, H), -0.5)
+    return parallel_forgetting_attn(query, found, key, gates, prune=-3.0)
+
+
+@pytest.mark.parametrize(
+    ("call", "batch", "length"), [(_mask_per_key, 4, 4), (_state, 2, 10), (_forgetting, 2, 10)]
+)
+def test_sizes_that_are_found_fit_as_others_do(
+    call: Callable[..., Any], batch: int, length: int
+) -> None:
+    query, key = torch.randn(batch, length, H, D), torch.randn(batch, length, HK, D)
+    torch.compiler.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=True)
+    torch.testing.assert_close(compiled(query, key), call(query, key))
