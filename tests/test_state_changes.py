@@ -290,6 +290,17 @@ def test_a_refused_call_takes_nothing_in(case: str, is_warm: bool, count: int) -
     assert state.length == length + count
 
 
+@pytest.mark.parametrize("update", [False, True])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_queries_are_those_of_the_tokens(rows: int, update: bool) -> None:
+    """A row more would be of a token before them, which sees what may have been forgotten."""
+    state = KeptKeys(4)
+    state.update(*tokens(9))
+    with pytest.raises(ValueError, match=rf"query must have .* 2 tokens .* \(1, {rows}, 2, 8\)"):
+        state.attend(torch.randn(1, rows, 2, 8), *tokens(2), update=update)
+    assert state.length == 9
+
+
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("held", [0, 9])
 @pytest.mark.parametrize("make", CACHES.values(), ids=CACHES)

@@ -79,6 +79,12 @@ class KeptKeys(HeldRows):
             TypeError, ValueError: as `flash_dmattn_func`; or the tokens do not fit those held.
         """
         check_heads("query", query)
+        check_heads("key", key)
+        if query.shape[1] != key.shape[1]:
+            raise ValueError(
+                f"query must have a row for each of the {key.shape[1]} tokens of key, got shape "
+                f"{tuple(query.shape)}"
+            )
         chunk = self._rows(key, value, bias, padding, heads=query.shape[2])
 
         def attend(seen: Rows) -> Output:
