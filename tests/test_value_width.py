@@ -315,6 +315,10 @@ def test_func_grad(target: Target) -> None:
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"value": randn(2, 7, 2, 257)}, r"value has shape \(2, 7, 2, 257\), .* from 1 to 256"),
     ({"value": randn(2, 7, 2, 0)}, r"value has shape \(2, 7, 2, 0\), .* from 1 to 256"),
+    (
+        {"query": randn(2, 5, 4, 0), "key": randn(2, 7, 2, 0)},
+        r"query has shape \(2, 5, 4, 0\), .* from 1 to 256",
+    ),
     ({"value": randn(2, 6, 2, 16)}, r"value has shape \(2, 6, 2, 16\), but must have"),
     ({"key": randn(2, 7, 2, 32)}, r"key has shape \(2, 7, 2, 32\), .* 24 like query"),
     ({"key": randn(2, 7, 2, 16)}, r"key has shape \(2, 7, 2, 16\), .* 24 like query"),

@@ -61,15 +61,16 @@ def has_other_width(inputs: AttentionInputs | KeyListInputs, most: int = MOST_HE
     """Say whether the head dimension of value, and nothing else, is not that of query and key.
 
     Raises:
-        ValueError: it is none from 1 to ``most``.
+        ValueError: one of both is none from 1 to ``most``.
     """
     key, value = inputs.key.shape, inputs.value.shape
     if key[-1:] == value[-1:] or key[-1:] != inputs.query.shape[-1:] or key[:-1] != value[:-1]:
         return False
-    if not 1 <= value[-1] <= most:
-        raise ValueError(
-            f"value has shape {tuple(value)}, but its head dimension must be from 1 to {most}"
-        )
+    for name, shape in (("query", inputs.query.shape), ("value", value)):
+        if not 1 <= shape[-1] <= most:
+            raise ValueError(
+                f"{name} has shape {tuple(shape)}, but its head dimension must be from 1 to {most}"
+            )
     return True
 
 
