@@ -12,9 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import logsigmoid
 
 from flash_dmattn import (
+    ForgettingAttention,
     IntervalMask,
     flash_dmattn_func,
     flash_dmattn_varlen_func,
@@ -307,3 +309,22 @@ def test_wrong_calls(name: str) -> None:
     changes, kind, text = WRONG[name]
     with pytest.raises(kind, match=text):
         forgetting_bias(**{"log_forget": GOOD, **changes})
+
+
+def test_gates_without_values_are_not_looked_at() -> None:
+    """Those that torch.vmap maps over, and fake tensors, which tell shapes alone."""
+    gates = -torch.rand(3, 2, 3, 7)
+    bounds = torch.tensor([0, 4, 7], dtype=torch.int32)
+
+    def ends(each: Tensor) -> tuple[Tensor, Tensor]:
+        bias, mask = forgetting_bias(each, prune=-1.0)
+        assert mask is not None
+        return bias, mask.end
+
+    want = [torch.stack(parts) for parts in zip(*map(ends, gates), strict=True)]
+    torch.testing.assert_close(list(torch.vmap(ends)(gates)), want)
+    layer = ForgettingAttention(8, 2, prune=-1.0)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        bias, _ = forgetting_bias(mode.from_tensor(gates[0, 0]), -1.0, mode.from_tensor(bounds))
+        assert bias.shape == (3, 1, 7)
+        assert layer(torch.empty(2, 5, 8)).shape == (2, 5, 8)

@@ -15,7 +15,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from . import checks, forgetting_ops
+from . import checks, dispatch_state, forgetting_ops
 from .arguments import resolved_deterministic, scale_of
 from .forgetting_formula import plain_results, read_by
 from .interface import flash_dmattn_func
@@ -52,7 +52,7 @@ def forgetting_bias(
             ``({H|Hk}, total)``. -inf forgets all that is before.
         prune: drop a key for a query where the gates between them sum to less than this, at most 0;
             `pruning_threshold` says where that can be seen. A gate below ``prune - 1`` counts as
-            that, and gets no gradient. None keeps all keys, and -inf counts as -1000.
+            that, and gets no gradient. None keeps all keys; a gate of -inf then counts as -1000.
         cu_seqlens: int32 ``(sequences + 1,)``: 0, then where each packed sequence ends. Gates act
             within a sequence.
         padding: bool ``(B, N)``, True is a token. Others do not decay what is before them, and
@@ -209,7 +209,7 @@ def check_log_forget(log_forget: Tensor, cu_seqlens: Tensor | None, padding: Ten
 
 def _check_bounds(cu_seqlens: Tensor, total: int) -> None:
     checks.bounds("cu_seqlens", cu_seqlens)
-    if not cu_seqlens.is_cpu or torch.compiler.is_compiling():
+    if not (cu_seqlens.is_cpu and _is_readable(cu_seqlens)):
         return
     values = cu_seqlens.tolist()
     if values[0] != 0 or values[-1] != total or values != sorted(values):
@@ -229,9 +229,16 @@ def _check_padding(padding: Tensor, log_forget: Tensor, cu_seqlens: Tensor | Non
         )
 
 
+def _is_readable(tensor: Tensor) -> bool:
+    """Say whether a tensor has values now: it has none in a trace, as a fake tensor or in vmap."""
+    if torch.compiler.is_compiling() or dispatch_state.is_transformed():
+        return False
+    return type(tensor) in dispatch_state.PLAIN_TYPES
+
+
 def check_gates(log_forget: Tensor) -> None:
     """Raise ValueError where a gate, on a CPU, is above 0."""
-    if not log_forget.is_cpu or torch.compiler.is_compiling():
+    if not (log_forget.is_cpu and _is_readable(log_forget)):
         return
     if bool((log_forget > 0).any()):
         raise ValueError(
