@@ -227,6 +227,8 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ),
     ({"attn_mask": torch.ones(2, 7) > 0}, ValueError, "cannot be combined with attn_mask"),
     ({"window_size": 3}, ValueError, "cannot be combined with window_size"),
+    ({"keep_last": 3}, ValueError, "block_indices cannot be combined with keep_last"),
+    ({"return_attn_probs": "yes"}, TypeError, "return_attn_probs must be True, False or None"),
     (
         {"key_indices": torch.zeros(2, 1, 5, 3, dtype=torch.int32)},
         ValueError,
@@ -243,6 +245,16 @@ def test_refused_blocks(wrong: dict[str, Any], error: type[Exception], text: str
     arguments |= {"block_size": (1, 4), **wrong}
     with pytest.raises(error, match=text):
         flash_dmattn_func(**arguments)
+
+
+@pytest.mark.parametrize("rows", [1, 2**33])
+def test_a_block_of_more_than_there_is_costs_what_there_is(rows: int) -> None:
+    """What it could hold would take 400 GB."""
+    given = dense(Target("cpu", "cpu"))
+    count = given["query"].shape[1] if rows == 1 else 1
+    blocks = torch.tensor([1, 0, -1], dtype=torch.int32).expand(len(given["query"]), 1, count, 3)
+    out = flash_dmattn_func(**given, block_indices=blocks, block_size=(rows, 2**33))
+    torch.testing.assert_close(out, flash_dmattn_func(**given))
 
 
 def test_packed_blocks_of_several_queries_are_refused() -> None:

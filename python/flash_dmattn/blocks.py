@@ -53,9 +53,12 @@ def lists_or_mask(
     _check(packing, query, key, checks.tensor("block_indices", block_indices), rows)
     is_dense, heads = packing.is_dense, block_indices.shape[-3]
     keys = key.shape[1] if is_dense else packing.max_seqlen_k
+    queries = query.shape[1] if is_dense else query.shape[0]
+    if not torch.compiler.is_compiling():  # where sizes may be symbols
+        # A larger block would be the only one, and cost what it does not hold.
+        rows, size = min(rows, max(queries, 1)), min(size, max(keys, 1))
     if rows == 1 and not by_mask and checks.is_one_of(heads, 1, key.shape[-2]):
         return _run("block_keys", _keys, block_indices, size, keys), None
-    queries = query.shape[1] if is_dense else query.shape[0]
     return None, _run("block_keep", _keep, block_indices, rows, size, queries, keys)
 
 

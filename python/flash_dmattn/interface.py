@@ -175,6 +175,8 @@ def flash_dmattn_func(
             return_attn_probs,
             attn_mask=attn_mask,
             window_size=window_size,
+            keep_last=keep_last or None,
+            keep_first=keep_first or None,
             plan=plan,
             key_indices=key_indices,
             index_bias=index_bias,
@@ -298,9 +300,9 @@ def flash_dmattn_varlen_func(
         return_attn_probs: also return the probabilities.
         block_table: int32 ``(B, pages of a sequence)``, the number of each page of a sequence.
             Forward only.
-        attn_mask: bool per key ``({H|Hk|1}, 1, total_k)`` or per query ``({H|Hk|1}, total_q,
-            max_seqlen_k)``; or an `IntervalMask` of shape ``({H|Hk|1}, total_k)``, rows counted in
-            the own sequence.
+        attn_mask: bool per key ``({H|Hk|1}, 1, total_k)`` or, with total_q > 1, per query
+            ``({H|Hk|1}, total_q, max_seqlen_k)``; or an `IntervalMask` of shape ``({H|Hk|1},
+            total_k)``, rows counted in the own sequence.
         attn_bias: as a boolean ``attn_mask``, in query's dtype or float32; per key also float64,
             as in `flash_dmattn_func`.
         key_indices, index_bias: as in `flash_dmattn_func`, int32 ``({Hk|1}, total_q, k)`` and
@@ -352,6 +354,8 @@ def flash_dmattn_varlen_func(
             return_attn_probs,
             attn_mask=attn_mask,
             window_size=window_size,
+            keep_last=keep_last or None,
+            keep_first=keep_first or None,
             plan=plan,
             key_indices=key_indices,
             index_bias=index_bias,
@@ -425,7 +429,7 @@ def _blocks(
         key,
         block_indices,
         block_size,
-        by_mask=has_rows or return_attn_probs is True,
+        by_mask=has_rows or flag("return_attn_probs", return_attn_probs),
         **excluded,
     )
 
