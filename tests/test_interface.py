@@ -189,7 +189,11 @@ def test_meta_tensors_give_shapes() -> None:
         assert tensor.grad.shape == tensor.shape
     bounds = torch.empty(3, dtype=torch.int32, device="meta")
     packed = (t.detach().flatten(0, 1) for t in (query, key, value))
-    assert flash_dmattn_varlen_func(*packed, bounds, bounds, 17, 23).shape == (34, 4, 16)
+    out, _, probabilities = flash_dmattn_varlen_func(
+        *packed, bounds, bounds, 17, 23, return_attn_probs=True
+    )
+    assert out.shape == (34, 4, 16)
+    assert probabilities.shape == (2, 4, 17, 23)
 
 
 def test_autocast_of_packed_sequences(target: Target) -> None:
@@ -350,6 +354,7 @@ def test_only_four_dimensions_are_broadcast(name: str, shape: tuple[int, ...]) -
         ("alibi_slopes", "attn_bias takes a bias for each key"),
         ("g", "forgetting_bias makes an attn_bias and an attn_mask"),
         ("dropout_p", "there is no dropout"),
+        ("need_weights", "return_attn_probs=True returns the probabilities"),
         ("nothing", r"got an unexpected keyword argument 'nothing'$"),
     ],
 )
@@ -370,6 +375,7 @@ QUERY, LOG_FORGET = torch.zeros(1, 5, 2, 8), torch.zeros(1, 2, 5)
 CALLS: dict[str, tuple[Callable[..., object], tuple[object, ...]]] = {
     "dynamic_mask": (dynamic_mask, (torch.zeros(1, 1, 1, 5), 2)),
     "make_plan": (make_plan, (QUERY, QUERY)),
+    "flash_dmattn_func": (flash_dmattn_func, (QUERY,) * 3),
     "pair_bias_attention": (pair_bias_attention, (QUERY[None],) * 3),
     "attention_reference": (attention_reference, (QUERY,) * 3),
     "forgetting_bias": (forgetting_bias, (LOG_FORGET,)),
@@ -391,6 +397,8 @@ CALLS: dict[str, tuple[Callable[..., object], tuple[object, ...]]] = {
         ("make_plan", "causal", "it is called is_causal here"),
         ("make_plan", "block_mask", "it is called attn_mask here"),
         ("make_plan", "alibi_slopes", ""),
+        ("flash_dmattn_func", "max_seqlen_k", "flash_dmattn_varlen_func takes it"),
+        ("flash_dmattn_func", "block_table", "flash_dmattn_varlen_func takes it"),
         ("pair_bias_attention", "scale", "it is called softmax_scale here"),
         ("attention_reference", "is_causal", "it is called causal here"),
         ("attention_reference", "attn_bias", "it is called bias here"),

@@ -209,7 +209,7 @@ def to_4d(name: str, tensor: Tensor, *, batch: int, heads: int, kv_heads: int, k
         )
         raise ValueError(
             f"{name} with {rank} dimensions must have shape {wanted}, got {tuple(sizes)}; only "
-            "with four dimensions are sizes of 1 broadcast"
+            f"with four dimensions are sizes of 1 broadcast, as of {name}[None, None], (1, 1, Q, K)"
         )
     # A view of two dimensions takes half the time of an index with two Nones.
     return tensor.unsqueeze(2) if rank == 3 else tensor.view(sizes[0], 1, 1, sizes[1])
@@ -230,8 +230,11 @@ def mask_parts(mask: Tensor | IntervalMask | None) -> MaskParts:
     if isinstance(mask, IntervalMask):
         return MaskParts(None, mask.start, mask.end, mask.max_kept or 0, mask._keeps_runs)
     if mask is not None and mask.dtype != torch.bool:
+        hint = ""
+        if mask.is_floating_point():
+            hint = '; attn_bias is what is added to the scores, -inf being "not kept"'
         raise TypeError(
-            f"attn_mask must have dtype torch.bool (True keeps the key), got {mask.dtype}"
+            f"attn_mask must have dtype torch.bool (True keeps the key), got {mask.dtype}{hint}"
         )
     return MaskParts(mask)
 

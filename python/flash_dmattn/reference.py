@@ -136,6 +136,8 @@ def attention_probabilities(inputs: AttentionInputs) -> Tensor:
     A packed call gives ``(B, H, max_seqlen_q, max_seqlen_k)``, zero outside each sequence.
     """
     query, longest = inputs.query, (inputs.max_seqlen_q, inputs.max_seqlen_k)
+    if inputs.cu_seqlens_q is not None and inputs.cu_seqlens_q.is_meta:  # without values
+        return query.new_empty((inputs.cu_seqlens_q.shape[0] - 1, query.shape[1], *longest))
     probabilities = [
         attend(part, inputs).probabilities.to(query.dtype) for part in sequences(inputs)
     ]

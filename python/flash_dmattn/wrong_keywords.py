@@ -49,6 +49,14 @@ _INSTEAD: dict[str, tuple[str | None, str]] = {
     "log_forget": ("attn_mask", "forgetting_bias makes an attn_bias and an attn_mask of it"),
     "head_first": (None, "tensors are (B, rows, heads, D)"),
     "cu_seqlens": ("attn_mask", "flash_dmattn_varlen_func takes cu_seqlens_q and cu_seqlens_k"),
+    **dict.fromkeys(
+        ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "block_table"),
+        ("attn_mask", "flash_dmattn_varlen_func takes it"),
+    ),
+    **dict.fromkeys(
+        ("need_weights", "output_attentions"),
+        ("return_attn_probs", "return_attn_probs=True returns the probabilities"),
+    ),
 }
 
 
