@@ -138,8 +138,10 @@ typedef struct fdm_problem {
   int64_t batch, heads, kv_heads, head_dim;
   int64_t queries, keys; /* Q and K; for varlen the longest sequence's */
 
-  fdm_tensor q;    /* (B, Q, H, D); varlen (1, total_q, H, D) */
-  fdm_tensor k, v; /* (B, K, Hk, D); varlen (1, total_k, Hk, D); paged (pages, page size, Hk, D) */
+  fdm_tensor q; /* (B, Q, H, D); varlen (1, total_q, H, D) */
+  fdm_tensor k,
+      v; /* (B, K, Hk, D); varlen (1, total_k, Hk, D); paged (pages, page size, Hk, D). The columns of v may be
+                    * fewer where fdm_pack.narrow_value_dim allows it */
 
   /* At most one of mask and (start, end). */
   fdm_tensor mask;       /* bool ({B|1}, {H|Hk|1}, {Q|1}, {K|1}); varlen as bias */
@@ -168,7 +170,7 @@ typedef struct fdm_problem {
 typedef struct fdm_forward_args {
   uint32_t struct_size;
   int32_t splits;      /* parts of the key axis computed apart and then merged (decode); 0: the pack chooses */
-  fdm_tensor out;      /* q's shape and dtype */
+  fdm_tensor out;      /* q's shape and dtype, with the columns of v */
   fdm_tensor lse;      /* float32, float64 if the bias is (B, H, Q, 1); varlen (1, H, total_q, 1); natural logarithm */
   fdm_tensor out_rest; /* what rounding has left of out; uint8, the strides of out, 16-byte aligned; or absent */
 } fdm_forward_args;
@@ -178,7 +180,7 @@ typedef struct fdm_backward_args {
   uint32_t struct_size;
   uint32_t reserved;
   fdm_tensor out, lse;    /* what forward wrote */
-  fdm_tensor dout;        /* q's shape and dtype, any strides */
+  fdm_tensor dout;        /* the shape and dtype of out, any strides */
   fdm_tensor dlse;        /* as lse, or absent */
   fdm_tensor dq, dk, dv;  /* the shapes and dtypes of q, k, v */
   fdm_tensor dbias;       /* the shape and dtype of bias; summed in float32 over its broadcast dimensions */
@@ -310,7 +312,11 @@ typedef struct fdm_pack {
   int32_t wants_out_rest;
   int32_t key_mass_biases; /* enum fdm_key_mass_biases */
   int32_t lists_keys;      /* enum fdm_lists */
-  int32_t reserved;
+  /* Values may have any multiple of 8 columns up to narrow_value_dim where query and key have a multiple of 8 above it and up to
+   * narrow_head_dim, rows of all can be copied 16 bytes at a time, no bias has a row for each query, and keys are neither paged
+   * nor listed; for backward also not with FDM_DETERMINISTIC, a softcap, a mask with a row for each query, or a mask or bias of
+   * a query head alone where heads share keys, and only where gradients of query, key and value are wanted. 0: never. */
+  int16_t narrow_head_dim, narrow_value_dim;
   /* Bias and intervals of forget gates, and the gradient of the gates. The workspace is the same for both. */
   int32_t (*forget_workspace_bytes)(const fdm_forgetting *, int64_t *bytes, char *message, size_t message_bytes);
   int32_t (*forget)(const fdm_forgetting *, fdm_buffer workspace, char *message, size_t message_bytes);

@@ -30,6 +30,7 @@ struct PackLimits {
   int32_t max_head_dim;
   uint32_t dtypes; // as fdm_pack.dtypes
   uint32_t key_bias_dtypes = 0;
+  int16_t narrow_head_dim = 0, narrow_value_dim = 0; // as those of fdm_pack
 };
 
 static inline int32_t check_problem(const fdm_problem *p, const PackLimits &limits, const Message &message) {
@@ -39,6 +40,13 @@ static inline int32_t check_problem(const fdm_problem *p, const PackLimits &limi
   if (p->head_dim < 1 || p->head_dim > limits.max_head_dim)
     return message.fail(FDM_UNSUPPORTED, "head dimension %lld is not in 1 ... %d", static_cast<long long>(p->head_dim),
                         limits.max_head_dim);
+  const int64_t value_dim = p->v.shape[3];
+  const bool is_narrow = value_dim <= limits.narrow_value_dim && value_dim % 8 == 0 && p->head_dim % 8 == 0 &&
+                         p->head_dim > limits.narrow_value_dim && p->head_dim <= limits.narrow_head_dim &&
+                         !present(p->block_table) && !lists_keys(*p) && !has_rows(p->bias);
+  if (value_dim != p->head_dim && !is_narrow)
+    return message.fail(FDM_UNSUPPORTED, "values of %lld columns beside keys of %lld are not supported",
+                        static_cast<long long>(value_dim), static_cast<long long>(p->head_dim));
   if (p->q.dtype < 0 || p->q.dtype > 31 || !(limits.dtypes >> p->q.dtype & 1u))
     return message.fail(FDM_UNSUPPORTED, "dtype %d of q is not supported", p->q.dtype);
   if (p->kv_heads < 1 || p->heads < 1 || p->heads % p->kv_heads != 0)

@@ -142,6 +142,8 @@ template <class Pack> struct PackEntries {
     table.key_mass = key_mass;
     table.key_mass_biases = Pack::kKeyMassBiases;
     table.lists_keys = Pack::kListsKeys;
+    table.narrow_head_dim = Pack::kLimits.narrow_head_dim;
+    table.narrow_value_dim = Pack::kLimits.narrow_value_dim;
     table.forget_workspace_bytes = forget_workspace_bytes;
     table.forget = forget;
     table.forget_backward = forget_backward;

@@ -11,7 +11,7 @@ import torch
 import torch.utils.checkpoint
 
 import flash_dmattn
-from flash_dmattn import IntervalMask, explain, flash_dmattn_func, flash_dmattn_varlen_func
+from flash_dmattn import IntervalMask, explain, flash_dmattn_func, flash_dmattn_varlen_func, loader
 from flash_dmattn.record import ATTENTION, AttentionInputs
 from good_arguments import dense, on_device, varlen
 from listed_keys import ListedCall, expected, leaves_of
@@ -47,6 +47,84 @@ def test_widths_and_forms(target: Target, widths: tuple[int, int], form: str) ->
             settings["bias"] = settings["bias"].to(dtype)
         problem = simple_problem(dtype, head_dim=widths[0], value_dim=widths[1], **settings)
         check(problem, target)
+
+
+# Of 140 queries. Kernels for narrow values serve some of them in one pass, some in both.
+NARROW: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True, "bias": randn(2, 2, 1, 150)},
+    "keys": {"mask": rand_bool(2, 150), "bias": randn(2, 1, 1, 150), "scale": 0.2},
+    "own": {"mask": rand_bool(2, 4, 1, 150), "bias": randn(2, 4, 1, 150)},
+    "intervals": {
+        "mask": IntervalMask.sliding_window(20, 3, 140, 150),
+        "bias": randn(2, 2, 1, 150),
+    },
+    "rows": {"mask": rand_bool(2, 2, 140, 150)},
+    "row bias": {"bias": randn(1, 2, 140, 150)},
+    "softcap": {"softcap": 3.0, "causal": True},
+}
+
+
+@pytest.mark.parametrize("form", NARROW)
+@pytest.mark.parametrize("widths", [(192, 128), (136, 72)], ids=str)
+def test_narrow_values(kernel_target: Target, widths: tuple[int, int], form: str) -> None:
+    if kernel_target.most_head_dim < 192:
+        pytest.skip("the pack was built for smaller heads")
+    settings, dtype = dict(NARROW[form]), kernel_target.dtypes[-1]
+    if isinstance(settings.get("bias"), torch.Tensor):
+        settings["bias"] = settings["bias"].to(dtype)
+    sizes = {"queries": 140, "keys": 150, "head_dim": widths[0], "value_dim": widths[1]}
+    check(simple_problem(dtype, **sizes, **settings), kernel_target)
+
+
+def narrow_problem(target: Target, queries: int = 140, spare: int = 0) -> dict[str, Any]:
+    """Return causal arguments with keys of 192 and values of 128; rows have spare elements."""
+    dtype, shapes = target.dtypes[-1], {"query": (4, 192), "key": (2, 192), "value": (2, 128)}
+    rows = {
+        name: randn(1, queries, heads, width + spare, dtype=dtype, seed=heads + width)[..., spare:]
+        for name, (heads, width) in shapes.items()
+    }
+    return on_device(target, {**rows, "is_causal": True, "backend": target.backend})
+
+
+@pytest.mark.parametrize("wanted", [("query",), ("key",), ("value",), ("query", "key", "value")])
+def test_wanted_gradients_of_narrow_values(kernel_target: Target, wanted: tuple[str, ...]) -> None:
+    given, gradients = narrow_problem(kernel_target), []
+    for value in (given["value"], torch.nn.functional.pad(given["value"], (0, 64))):
+        call = {**given, "value": value}
+        leaves = {name: call[name].clone().requires_grad_() for name in wanted}
+        out = flash_dmattn_func(**{**call, **leaves})[..., :128]
+        found = torch.autograd.grad(out.float().square().sum(), list(leaves.values()))
+        gradients.append([t[..., :128] for t in found])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("queries", [128, 129])
+@pytest.mark.parametrize("spare", [1, 8])
+def test_rows_of_narrow_values(kernel_target: Target, queries: int, spare: int) -> None:
+    """Rows that are not aligned, also of the gradient of out, give what contiguous ones give."""
+    given, results = narrow_problem(kernel_target, queries, spare), []
+    states = [given[name] for name in ("query", "key", "value")]
+    dout = randn(1, queries, 4, 129, dtype=states[0].dtype).to(states[0].device)[..., 1:]
+    plain = [tensor.contiguous() for tensor in (*states, dout)]
+    for rows in ((*states, dout), (*states, plain[-1]), plain):
+        *leaves, dout = (tensor.detach().requires_grad_() for tensor in rows)
+        out = flash_dmattn_func(*leaves, is_causal=True, backend=kernel_target.backend)
+        results.append((out, *torch.autograd.grad(out, leaves, dout)))
+    for *others, plain_result in zip(*results, strict=True):
+        for other in others:
+            torch.testing.assert_close(other, plain_result, atol=2e-2, rtol=2e-2)
+
+
+def test_narrow_values_are_not_padded(kernel_target: Target) -> None:
+    if not kernel_target.is_pack or 0 in loader.pack_for(kernel_target.device).narrow_widths:
+        pytest.skip("the pack has no kernels for narrow values")
+    given = narrow_problem(kernel_target)
+    query = given.pop("query").requires_grad_()
+    with LargestStorage() as largest:
+        flash_dmattn_func(query, **given).sum().backward()
+    assert largest.bytes <= query.nbytes
 
 
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)

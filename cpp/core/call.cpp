@@ -122,7 +122,7 @@ nb::object usual_call(nb::handle query_object, nb::handle key_object, nb::handle
   if (!record.query.try_read() || !record.key.try_read() || !record.value.try_read()) return nb::none();
   const TensorView &query = record.query.view(), &key = record.key.view(), &value = record.value.view();
   if (query.rank != 4 || key.rank != 4 || value.rank != 4 || query.shape[3] < 1) return nb::none();
-  if (value.shape[3] != key.shape[3]) return nb::none();
+  if (value.shape[3] < 1) return nb::none();
   const bool alike = query.dtype == key.dtype && query.dtype == value.dtype && query.dtype->pack_code >= 0 &&
                      query.dtype->pack_code != FDM_FLOAT64 && same_device(query.device, key.device) &&
                      same_device(query.device, value.device);
@@ -154,11 +154,25 @@ nb::object usual_call(nb::handle query_object, nb::handle key_object, nb::handle
 
 } // namespace
 
+nb::object Call::make_out(const Allocator &allocator, const Problem &problem) const {
+  const nb::handle query = record_->query.object();
+  const TensorView &view = record_->query.view();
+  if (!problem.has_narrow_values()) return allocator.like(query, view);
+  nb::object sizes = nb::steal(PyTuple_New(view.rank));
+  if (!sizes.is_valid()) nb::raise_python_error();
+  for (int i = 0; i < view.rank; ++i) {
+    const int64_t size = i + 1 < view.rank ? view.shape[i] : record_->value.view().shape[view.rank - 1];
+    PyTuple_SetItem(sizes.ptr(), i, nb::int_(size).release().ptr());
+  }
+  return query.attr("new_empty")(sizes);
+}
+
 nb::object Call::attend(const Pack &pack, int32_t threads, const Allocator &allocator, bool need_lse) {
   const Exchange exchange(record_->query.object());
   if (!exchange.offers_memory()) return nb::none();
   Problem problem(pack.table(), *record_, {threads});
-  const nb::object out = allocator.like(record_->query.object(), record_->query.view());
+  if (problem.copies_rows()) return nb::none();
+  const nb::object out = make_out(allocator, problem);
   nb::object lse = nb::none();
   if (need_lse) lse = allocator.sums(out, lse_sizes(problem.extents()), problem.lse_dtype());
   if (!problem.attend(out, lse, record_->given_plan, Workspace(exchange))) return nb::none();
@@ -170,8 +184,9 @@ nb::object Call::keep(const Pack &pack, int32_t threads, const Allocator &alloca
   if (!exchange.offers_memory()) return nb::none();
   auto made = std::make_unique<Computed>(Computed{Problem(pack.table(), *record_, {threads}), {}, {}, {}});
   auto &[problem, out, lse, more] = *made;
+  if (problem.copies_rows()) return nb::none();
   const bool is_planned = !is_absent(record_->given_plan), has_lse = need_lse || is_planned;
-  out = TensorField(allocator.like(record_->query.object(), record_->query.view()));
+  out = TensorField(make_out(allocator, problem));
   if (has_lse) lse = TensorField(allocator.sums(out.object(), lse_sizes(problem.extents()), problem.lse_dtype()));
   const int64_t bytes = problem.kept_bytes(has_lse, is_planned);
   if (bytes > 0) more = TensorField(allocator.bytes(out.object(), bytes));
@@ -214,6 +229,10 @@ nb::object Call::differentiate(const Pack &pack, int32_t threads, const Allocato
   const Exchange exchange(kept[0]);
   if (!exchange.offers_memory()) return nb::none();
   Problem problem = kept_ ? kept_->problem : Problem(pack.table(), *record_, {threads});
+  const bool wants_all =
+      flags.size() >= 3 && flags[0].ptr() == Py_True && flags[1].ptr() == Py_True && flags[2].ptr() == Py_True;
+  const bool serves_narrow = wants_all && !problem.copies_rows() && problem.takes_rows(TensorField(dout));
+  if (problem.has_narrow_values() && !serves_narrow) return nb::none();
   problem.use_threads(threads);
 
   BackwardArguments arguments{dout, dlse, nb::handle(kept[count]), nb::handle(kept[count + 1]), {}};

@@ -18,8 +18,8 @@ public:
   // The fields of the record, in order; None for tensors that keep() has given away.
   nb::tuple fields() { return as_tuple(*record_); }
 
-  // Each of these returns None, with nothing done, where the type of query has no DLPack C exchange API, or its
-  // allocator refuses.
+  // Each of these returns None, with nothing done, where the type of query has no DLPack C exchange API, its allocator
+  // refuses, or values are narrow and rows would have to be copied or gradients computed that are not wanted.
 
   // (out, lse), where lse is None unless it is needed.
   nb::object attend(const Pack &pack, int32_t threads, const Allocator &allocator, bool need_lse);
@@ -47,6 +47,7 @@ private:
   };
 
   bool are_kept(nb::tuple tensors);
+  nb::object make_out(const Allocator &allocator, const Problem &problem) const;
 
   std::unique_ptr<AttentionRecord> record_;
   std::unique_ptr<Computed> kept_;

@@ -85,6 +85,9 @@ void bind_pack(nb::module_ &module) {
       .def_prop_ro("orders_lists", [](const Pack &pack) { return pack.table().lists_keys == FDM_LISTS_IN_ORDER; })
       .def_prop_ro("forgets", [](const Pack &pack) { return pack.table().forget != nullptr; })
       .def_prop_ro("launch_counts", &launch_counts_of)
+      .def_prop_ro(
+          "narrow_widths",
+          [](const Pack &pack) { return nb::make_tuple(pack.table().narrow_head_dim, pack.table().narrow_value_dim); })
       .def_prop_ro("key_mass_biases", &key_mass_biases_of)
       .def("plan_bytes", &plan_bytes_of, "kind"_a, "lists"_a, "keys"_a, "row_keys"_a, "rows"_a, "sequences"_a,
            "max_kept"_a = 0)

@@ -110,9 +110,11 @@ void Problem::read_key_value(const AttentionRecord &record) {
   problem_.kv_heads = extents_.kv_heads = problem_.k.shape[2];
   require_heads(problem_.heads, problem_.kv_heads);
 
-  bool equal = value.rank == key.rank;
-  for (int i = 0; equal && i < key.rank; ++i) equal = value.shape[i] == key.shape[i];
-  if (!equal) value_error("value has shape ", shape_of(value), ", but must have shape ", shape_of(key), " like key");
+  bool fits = value.rank == key.rank;
+  for (int i = 0; fits && i < key.rank - 1; ++i) fits = value.shape[i] == key.shape[i];
+  if (fits && value.shape[key.rank - 1] != problem_.head_dim)
+    fits = pack_.narrow_value_dim > 0 && value.shape[key.rank - 1] <= pack_.narrow_value_dim;
+  if (!fits) value_error("value has shape ", shape_of(value), ", but must have shape ", shape_of(key), " like key");
   problem_.v = packed ? with_axes(value, {new_axis, 0, 1, 2}) : with_axes(value, {0, 1, 2, 3});
   if (!extents_.varlen) extents_.keys = problem_.k.shape[1];
   extents_.total_keys = problem_.k.shape[1];
@@ -268,14 +270,14 @@ std::string Problem::describe(nb::tuple gradients, const Selection *before) cons
   if (gradients.size() == 0) problem.flags |= FDM_FORWARD_ONLY;
   fdm_forward_args forward{};
   forward.struct_size = sizeof forward;
-  forward.out = like(problem.q);
+  forward.out = like(out_model());
   forward.lse = contiguous_lse(memory, extents_, lse_dtype());
   fdm_backward_args backward{};
   backward.struct_size = sizeof backward;
   backward.out = backward.dout = forward.out;
   backward.lse = forward.lse;
   if (gradients.size() > 0 && out_rest_bytes() > 0)
-    forward.out_rest = backward.out_rest = bytes_like(problem.q, memory);
+    forward.out_rest = backward.out_rest = bytes_like(out_model(), memory);
   const std::pair<const char *, std::pair<fdm_tensor *, const fdm_tensor *>> all[] = {
       {"query", {&backward.dq, &problem.q}},
       {"key", {&backward.dk, &problem.k}},
@@ -337,12 +339,39 @@ fdm_tensor Problem::read_like(const TensorField &field, const char *name, const 
   return extents_.varlen ? with_axes(view, {new_axis, 0, 1, 2}) : with_axes(view, {0, 1, 2, 3});
 }
 
+namespace {
+
+// Whether rows of 16-bit elements can be copied 16 bytes at a time.
+template <class Tensor> bool has_aligned_rows(const Tensor &t, int rank) {
+  bool aligned = reinterpret_cast<uintptr_t>(t.data) % 16 == 0 && t.stride[rank - 1] == 1;
+  for (int d = 0; d + 1 < rank; ++d) aligned &= t.shape[d] <= 1 || t.stride[d] % 8 == 0;
+  return aligned;
+}
+
+} // namespace
+
+bool Problem::copies_rows() const {
+  return has_narrow_values() &&
+         !(has_aligned_rows(problem_.q, 4) && has_aligned_rows(problem_.k, 4) && has_aligned_rows(problem_.v, 4));
+}
+
+bool Problem::takes_rows(const TensorField &field) const {
+  const TensorView &view = read_argument(field, "dout", only(problem_.q.dtype), device_);
+  return has_aligned_rows(view, view.rank);
+}
+
+fdm_tensor Problem::out_model() const {
+  fdm_tensor model = problem_.q;
+  model.shape[3] = problem_.v.shape[3];
+  return model;
+}
+
 fdm_tensor Problem::read_lse(const TensorField &field, const char *name) const {
   return map_lse(read_argument(field, name, only(lse_dtype()), device_), name, extents_);
 }
 
 fdm_tensor Problem::read_out(const TensorField &field) const {
-  const fdm_tensor out = read_like(field, "out", problem_.q, "query");
+  const fdm_tensor out = read_like(field, "out", out_model(), "query, with the head dimension of value");
   require_distinct_elements(out, "out");
   return out;
 }
@@ -370,7 +399,7 @@ int64_t Problem::out_rest_bytes() const {
   const bool sums_rows = (has_bias_ || has_sink_) && !(has_bias_ && is_per_query(problem_.bias));
   if (!pack_.wants_out_rest || problem_.q.dtype == FDM_FLOAT32 || !sums_rows) return 0;
   const int64_t (&shape)[4] = problem_.q.shape;
-  return shape[0] * shape[1] * shape[2] * shape[3];
+  return shape[0] * shape[1] * shape[2] * problem_.v.shape[3];
 }
 
 int64_t Problem::kept_bytes(bool has_lse, bool has_plan, int64_t rest_bytes) const {
@@ -385,7 +414,7 @@ Kept Problem::kept_in(fdm_buffer buffer, const TensorField &lse, const TensorFie
       is_absent(lse) ? contiguous_lse(take_last(&buffer, lse_bytes(extents_, lse_dtype())), extents_, lse_dtype())
                      : read_lse(lse, "lse");
   fdm_tensor out_rest = absent_tensor();
-  if (rest_bytes > 0) out_rest = bytes_like(problem_.q, take_last(&buffer, padded(rest_bytes)));
+  if (rest_bytes > 0) out_rest = bytes_like(out_model(), take_last(&buffer, padded(rest_bytes)));
   Kept kept = parts_of(is_absent(given_plan) ? buffer : read_buffer(given_plan, "plan", needed_plan_bytes(), device_),
                        lse_tensor);
   kept.out_rest = out_rest;
@@ -528,10 +557,10 @@ fdm_backward_args Problem::read_gradients(const BackwardArguments &arguments, co
   if (paged_) raise(PyExc_NotImplementedError, "block_table is given, but paged keys and values have no backward pass");
   fdm_backward_args args{};
   args.struct_size = sizeof args;
-  args.out = read_like(arguments.out, "out", problem_.q, "query");
+  args.out = read_like(arguments.out, "out", out_model(), "query, with the head dimension of value");
   args.lse = kept.lse;
   args.out_rest = kept.out_rest;
-  args.dout = read_like(arguments.dout, "dout", problem_.q, "query");
+  args.dout = read_like(arguments.dout, "dout", out_model(), "out");
   args.dlse = is_absent(arguments.dlse) ? absent_tensor() : read_lse(arguments.dlse, "dlse");
 
   const Gradients &gradients = arguments.gradients;

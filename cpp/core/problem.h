@@ -88,6 +88,11 @@ public:
   const Extents &extents() const { return extents_; }
   // The dtype of lse and of its gradient.
   int32_t lse_dtype() const { return problem_.bias.dtype == FDM_FLOAT64 ? FDM_FLOAT64 : FDM_FLOAT32; }
+  bool has_narrow_values() const { return problem_.v.shape[3] != problem_.head_dim; }
+  // Whether values are narrow, and kernels cannot read the rows of query, key and value as they lie.
+  bool copies_rows() const;
+  // Whether they can read those of a tensor of 16-bit elements.
+  bool takes_rows(const TensorField &field) const;
   void use_threads(int32_t threads) { problem_.context.threads = threads; }
 
 private:
@@ -115,6 +120,8 @@ private:
   // A tensor with a row for each query and some heads, of `length` elements if that is above 0.
   fdm_tensor read_listed(const TensorField &field, const char *name, DtypeSet allowed, bool may_be_per_head,
                          int64_t length) const;
+  // The shape and dtype of out: query's, with the columns of value.
+  fdm_tensor out_model() const;
   fdm_tensor read_out(const TensorField &field) const;
   fdm_tensor read_mass(const TensorField &field) const;
   AttendSizes attend_sizes(bool has_lse, bool has_plan) const;

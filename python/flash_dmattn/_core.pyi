@@ -73,6 +73,12 @@ class Pack:
         for every query, or all.
         """
     @property
+    def narrow_widths(self) -> tuple[int, int]:
+        """The largest head dimension beside which values may be narrower, and their most columns.
+
+        0 where there are no kernels for them. pack.h tells which calls they serve.
+        """
+    @property
     def lists_keys(self) -> bool:
         """Whether `Problem.list_keys` can be called."""
     @property

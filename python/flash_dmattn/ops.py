@@ -105,9 +105,10 @@ def attention(
     if backend != "reference" and has_other_width(inputs):
         from .value_width import in_one_width, of_width  # which calls of one width do not load
 
-        width = inputs.value.shape[-1]
-        out, lse = attention(in_one_width(inputs), backend, select, need_lse=need_lse)
-        return of_width(out, width), lse
+        if not _is_narrow(inputs, backend):
+            width = inputs.value.shape[-1]
+            out, lse = attention(in_one_width(inputs), backend, select, need_lse=need_lse)
+            return of_width(out, width), lse
     if dispatch_state.is_idle(inputs[:_TENSOR_COUNT]):
         chosen = select_backend(inputs.query.device, backend)
         if inputs.window >= 0 and not chosen.selects():
@@ -131,6 +132,21 @@ def attention(
         refuse_forward_mode()
     out, lse, _ = torch.ops.flash_dmattn.attention_forward.default(*inputs, backend)
     return out, lse
+
+
+def _is_narrow(inputs: AttentionInputs, backend: str) -> bool:
+    from .value_width import is_narrow
+
+    widths = _narrow_widths(str(inputs.query.device), backend)
+    return is_narrow(inputs, widths, recorded=is_recorded(inputs[:_TENSOR_COUNT]))
+
+
+def _narrow_widths(device: str, backend: str) -> tuple[int, int]:
+    return select_backend(torch.device(device), backend).narrow_widths()
+
+
+# As torch.compiler.assume_constant_result, which imports torch._dynamo, marks it.
+_narrow_widths._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def usual_attention(
@@ -172,6 +188,10 @@ def usual_attention(
     chosen = select_backend(tensors[0].device, "auto")
     if not chosen.selects():
         return None
+    if tensors[0].shape[-1] != tensors[2].shape[-1]:
+        inputs = AttentionInputs(*call.fields)
+        if not (has_other_width(inputs) and _is_narrow(inputs, "auto")):
+            return None
     return _attention_of(chosen, "auto", call, tensors, need_lse=need_lse)
 
 

@@ -11,7 +11,45 @@ from .backends.shapes import check_attention
 from .dispatch_state import PLAIN_TYPES
 from .record import AttentionInputs, Record
 
-__all__ = ["in_one_width", "of_width"]
+__all__ = ["in_one_width", "is_narrow", "of_width"]
+
+# With as few queries, kernels that have several heads in a tile are faster, on padded values.
+_FEW_QUERIES = 128
+
+
+def is_narrow(inputs: AttentionInputs, widths: tuple[int, int], *, recorded: bool) -> bool:
+    """Say whether kernels for narrow values serve a call.
+
+    Args:
+        inputs: of the call, whose value has another head dimension than its query and key.
+        widths: the `Backend.narrow_widths`.
+        recorded: whether the backward pass is wanted, too.
+    """
+    head_dim, width = inputs.query.shape[-1], inputs.value.shape[-1]
+    most, narrow = widths
+    if not (width <= narrow < head_dim <= most) or width % 8 or head_dim % 8:
+        return False
+    queries = inputs.max_seqlen_q if inputs.packed else inputs.query.shape[1]
+    if inputs.block_table is not None or queries <= _FEW_QUERIES:
+        return False
+    bias_heads, bias_rows = _heads_and_rows(inputs.bias, inputs)
+    if bias_rows != 1 or not recorded:
+        return bias_rows == 1
+    mask_heads, mask_rows = _heads_and_rows(inputs.mask, inputs)
+    start_heads = 1 if inputs.start is None else inputs.start.shape[-2]
+    # Heads that share keys must keep the same ones, with the same biases.
+    heads, kv_heads = inputs.query.shape[-2], inputs.key.shape[-2]
+    share = heads == kv_heads or heads not in (bias_heads, mask_heads, start_heads)
+    return share and mask_rows == 1 and not (inputs.deterministic or inputs.softcap > 0)
+
+
+def _heads_and_rows(tensor: Tensor | None, inputs: AttentionInputs) -> tuple[int, int]:
+    """Return how many heads and rows a mask or a bias has, 1 of both where there is none."""
+    if tensor is None:
+        return 1, 1
+    if tensor.dim() == 3 and not inputs.packed:
+        return tensor.shape[1], 1
+    return tensor.shape[-3], tensor.shape[-2]
 
 
 def in_one_width(inputs: Record) -> Record:

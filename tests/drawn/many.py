@@ -42,6 +42,7 @@ FAMILIES = {
     "decode": 2,
     "boxes": 1.5,
     "shared_bias": 1,
+    "narrow": 2.5,
 }
 # Of kernels of GPUs: calls that ways.py draws.
 WAYS = {"ways": 16.0}
@@ -263,7 +264,7 @@ class Repeater:
         """Tell what a large call should give; float64 judges the small one once."""
         if self._small is None:
             self._small = expected(self._with_own_biases(self.call.to(judged_on)))
-        names = {"out": "query", "lse": "dlse"} | {f"d{name}": name for name in self.call.wanted}
+        names = {"out": "dout", "lse": "dlse"} | {f"d{name}": name for name in self.call.wanted}
         axes, shapes = {}, {}
         for result in self._small.results:
             if result == "mass":

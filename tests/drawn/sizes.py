@@ -112,7 +112,7 @@ def _sizes_of(source: Source, family: str) -> Sizes:
     pairs; "rows" of many keys, for which mask and bias have a row each; "long" sequences of few
     queries; "selections" by a window among some hundred keys; "decode" of one query; "boxes" of
     consecutive keys, too many for the kernels of short sequences; one number of a bias for all
-    keys, "shared_bias".
+    keys, "shared_bias"; "narrow" values, whose sizes `draw` gives them.
     """
     short = source.choice([source.integer(1, 64), source.integer(33, 256), 64, 128, 192, 256])
     queries, keys = {
@@ -128,14 +128,25 @@ def _sizes_of(source: Source, family: str) -> Sizes:
         "decode": (1, source.choice([source.integer(1, 600), source.integer(600, 3000)])),
         "boxes": (source.integer(1, 200), source.integer(1025, 1400)),
         "shared_bias": (short, source.integer(1, 256)),
+        "narrow": (
+            source.choice([128, 129, 192, source.integer(130, 400)]),
+            source.integer(1, 500),
+        ),
     }[family]
     if family == "selections":
         keys = source.choice([queries, queries, keys])
-    head_dims = {"short": (16, 24, 32, 40, 64), "windows": (8, 16, 32)}
+    head_dims = {
+        "short": (16, 24, 32, 40, 64),
+        "windows": (8, 16, 32),
+        "narrow": (136, 160, 184, 192, 192, 192),
+    }
     head_dim = source.choice(head_dims.get(family, (16, 32, 64, 128)))
     has_groups = family not in ("pairs", "windows", "rows")
     group = source.choice([1, 1, 2, 4]) if has_groups else 1
     heads, batch = source.choice([1, 2, 3]), source.choice([1, 2])
+    if family == "narrow" and source.chance(0.25):
+        lengths = [queries, source.integer(1, 100)]
+        return Sizes(lengths, lengths, heads, group, head_dim, True, 1)
     if family in ("rows", "long", "selections"):
         heads, batch = source.choice([1, 2]), 1
     return Sizes([queries], [keys], heads, group, head_dim, False, batch)

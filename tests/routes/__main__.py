@@ -74,6 +74,10 @@ EVERYDAY = {
     "training, a mask for each query": problem(
         1, 8, 8, 128, 16384, 16384, mask=3, mask_heads=1, mask_batch=1
     ),
+    "training, narrow values": problem(1, 16, 16, 192, 4096, 4096, causal=1, value_dim=128),
+    "training, kept keys, narrow values": problem(
+        1, 32, 8, 192, 8192, 8192, max_kept=1024, value_dim=128, **KEPT, **KEY_BIAS
+    ),
     "training, heads of 256": problem(2, 8, 4, 256, 4096, 4096, causal=1),
     "pair bias, triangles": problem(
         256, 4, 4, 32, 256, 256, bias=2, bias_heads=2, mask=1, mask_batch=1
@@ -183,6 +187,7 @@ def main() -> None:
             lines = [
                 line(routes, arch, of, spec, name=name)
                 for name, spec in EVERYDAY.items()
+                if arch == 90 or not spec.value_dim  # no other has kernels for narrow values
                 for of in PASSES
                 if routes.route(arch, spec, of)
             ]

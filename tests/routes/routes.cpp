@@ -29,6 +29,7 @@ struct Spec {
   int64_t odd;                                   // bits of Odd: tensors that lie otherwise
   int64_t unwanted;                              // bits: dq, dk, dv, dbias, dsink
   int64_t missing;                               // bits: head dimensions that the pack has no kernels for
+  int64_t value_dim;                             // 0: head_dim
 };
 enum Odd { kInputs = 1, kOut = 2, kDout = 4, kGradients = 8, kMaps = 16, kChunks = 32, kFarRows = 64, kGaps = 128 };
 
@@ -94,6 +95,8 @@ struct Call {
     p.q = tensor(batch, rows, s.heads, s.head_dim, dtype, has(kInputs));
     p.k = p.v = s.page ? tensor(keys / s.page + s.batch, s.page, s.kv_heads, s.head_dim, dtype, false)
                        : tensor(batch, keys, s.kv_heads, s.head_dim, dtype, false);
+    const int64_t value_dim = s.value_dim ? s.value_dim : s.head_dim;
+    p.v.shape[3] = value_dim;
     if (has(kFarRows)) p.k.stride[1] = int64_t(1) << 31;
     if (packed) p.cu_seqlens_q = p.cu_seqlens_k = tensor(s.batch + 1, 1, 1, 1, FDM_INT32, false);
     if (packed && s.rows != s.total_keys) p.cu_seqlens_k.data = &p;
@@ -110,12 +113,12 @@ struct Call {
                       bias_dtype, has(kChunks));
     }
     if (s.sink) p.sink = tensor(s.heads, 1, 1, 1, FDM_FLOAT32, false);
-    forward.out = tensor(batch, rows, s.heads, s.head_dim, dtype, has(kOut));
+    forward.out = tensor(batch, rows, s.heads, value_dim, dtype, has(kOut));
     forward.lse = tensor(batch, s.heads, rows, 1, FDM_FLOAT32, false);
     forward.splits = int32_t(s.splits);
     backward.out = forward.out;
     backward.lse = forward.lse;
-    backward.dout = tensor(batch, rows, s.heads, s.head_dim, dtype, has(kDout));
+    backward.dout = tensor(batch, rows, s.heads, value_dim, dtype, has(kDout));
     const auto wants = [&](int bit) { return (s.unwanted >> bit & 1) == 0; };
     const auto gradient = [&](const fdm_tensor &t) {
       fdm_tensor own = tensor(t.shape[0], t.shape[1], t.shape[2], t.shape[3], dtype, has(kGradients));

@@ -158,6 +158,7 @@ cudaError_t run_backward(const fdm_problem &p, const fdm_backward_args &args, co
                          const void *plan, void *workspace) {
   const Alignment lies = backward_alignment(p, args);
   const BackwardRoute route = backward_route(p, device, lies, wanted_of(args));
+  if (has_narrow_values(p) && !route.takes_narrow_values()) return cudaErrorNotSupported;
   way_counts.add_backward(backward_way(route));
   const auto stream = static_cast<cudaStream_t>(p.context.stream);
   if (route.nothing)

@@ -60,7 +60,7 @@ inline FusedParams fused_params(const BackwardParams &params, int rows) {
   FusedParams fused{params, {}};
   const fdm_problem &p = params.p;
   fused.maps.known = make_row_map(p.q, p.head_dim, rows, &fused.maps.q) &&
-                     make_row_map(params.a.dout, p.head_dim, rows, &fused.maps.dout);
+                     make_row_map(params.a.dout, p.v.shape[3], rows, &fused.maps.dout);
   return fused;
 }
 
@@ -81,24 +81,31 @@ template <class Element, int kHeadDim> cudaError_t launch_small(const BackwardLa
 
 template <class Element, int kHeadDim> cudaError_t launch_fused(const BackwardLaunch &work, cudaStream_t stream) {
   const BackwardParams &params = work.params;
-  constexpr FusedTileChoice tile = fused_tile(90, kHeadDim);
-  const auto launch_for = [&](auto softcap, auto query_rows) {
+  const auto launch_for = [&](auto softcap, auto query_rows, auto value_dim) {
+    constexpr FusedTileChoice tile = fused_tile(90, kHeadDim, value_dim);
     constexpr int kStages = query_rows == QueryRows::mask ? kRowMaskStages : fused_stages(kHeadDim);
-    using Config = KeyStationaryConfig<Element, kHeadDim, tile.keys, tile.rows, kStages, softcap, query_rows>;
+    using Config = KeyStationaryConfig<Element, kHeadDim, tile.keys, tile.rows, kStages, softcap, query_rows,
+                                       KeyProducts::all, value_dim>;
     const FusedParams fused = fused_params(params, RowProducer<Config>::kOwnRows);
     return launch_sm90<typename FusedParts<Config>::Memory, fused_kernel<Config>, Config::Roles::kThreads>(
         fused, params.keys.max_items, stream);
   };
+  constexpr std::integral_constant<int, kHeadDim> kSameWidth;
   if constexpr (fuses_row_bias(90, kHeadDim))
     if (work.route.keys == KeyKernel::row_bias)
       return launch_for(std::integral_constant<Softcap, Softcap::none>{},
-                        std::integral_constant<QueryRows, QueryRows::bias>{});
+                        std::integral_constant<QueryRows, QueryRows::bias>{}, kSameWidth);
   if constexpr (fuses_row_mask(90, kHeadDim))
     if (work.route.keys == KeyKernel::row_mask)
       return launch_for(std::integral_constant<Softcap, Softcap::none>{},
-                        std::integral_constant<QueryRows, QueryRows::mask>{});
-  return launch_with_softcap<kHeadDim>(
-      params, [&](auto softcap) { return launch_for(softcap, std::integral_constant<QueryRows, QueryRows::none>{}); });
+                        std::integral_constant<QueryRows, QueryRows::mask>{}, kSameWidth);
+  constexpr std::integral_constant<QueryRows, QueryRows::none> kNoQueryRows;
+  if constexpr (narrow_value_dim(kHeadDim) > 0)
+    if (work.route.value_dim < kHeadDim)
+      return launch_for(std::integral_constant<Softcap, Softcap::none>{}, kNoQueryRows,
+                        std::integral_constant<int, narrow_value_dim(kHeadDim)>{});
+  return launch_with_softcap<kHeadDim>(params,
+                                       [&](auto softcap) { return launch_for(softcap, kNoQueryRows, kSameWidth); });
 }
 
 // This kernel also serves calls that want one gradient alone. A kernel for that would not take half the time, and
@@ -122,7 +129,7 @@ template <class Element, int kHeadDim> cudaError_t launch_key_mass(const Backwar
 #else
 template <class Element, int kHeadDim>
 cudaError_t launch_all_gradients(const BackwardParams &params, cudaStream_t stream) {
-  constexpr FusedTileChoice tile = fused_tile(FDM_TILE_ARCH, kHeadDim);
+  constexpr FusedTileChoice tile = fused_tile(FDM_TILE_ARCH, kHeadDim, kHeadDim);
   using Config = AllGradientsConfig<Element, kHeadDim, tile.keys, tile.rows, tile.warps, tile.blocks, tile.shares,
                                     tile.shared_holds>;
   return launch_with_shared<AllGradientsShared<Config>, all_gradients_kernel<Config>>(params, params.keys.max_items,

@@ -37,7 +37,7 @@ enum class Softcap { none, applied };
 // Keys is a KeyBlock. A tile may have more rows than
 // a warp has scores of: further warps with the same keys then have those of the next kRows.
 template <class Element, int kKeys, int kKeyTiles, int kRows, int kHeadDim, GradientSet kGradients, TileKind kKind,
-          class Keys, int kTileRowCount = kRows>
+          class Keys, int kTileRowCount = kRows, int kValueDim = kHeadDim>
 struct KeyGradients {
   static constexpr bool kKeyGradient = kGradients != GradientSet::values,
                         kValueGradient = kGradients != GradientSet::keys;
@@ -47,7 +47,7 @@ struct KeyGradients {
 
   const BackwardParams &params;
   Keys keys;
-  float dk[kKeyTiles][kKeyGradient ? kHeadDim / 8 : 1][4], dv[kKeyTiles][kValueGradient ? kHeadDim / 8 : 1][4];
+  float dk[kKeyTiles][kKeyGradient ? kHeadDim / 8 : 1][4], dv[kKeyTiles][kValueGradient ? kValueDim / 8 : 1][4];
   float dbias[kKeyTiles][2];
 
   __device__ KeyGradients(const BackwardParams &parameters, typename Keys::Shared &shared)
@@ -196,12 +196,13 @@ struct KeyGradients {
         dbias[m][1] += probabilities[m][n][2] + probabilities[m][n][3];
       }
   }
-  template <PairTests kPairTests>
-  __device__ void make_score_gradients(const Stage &stage, const float (&probabilities)[kKeyTiles][kRowTiles][4],
-                                       float (&gradients)[kKeyTiles][kRowTiles][4]) {
+  // Of some of the row tiles, from `first` on.
+  template <PairTests kPairTests, int kTiles>
+  __device__ void make_score_gradients(const Stage &stage, const float (&probabilities)[kKeyTiles][kTiles][4],
+                                       float (&gradients)[kKeyTiles][kTiles][4], int first = 0) {
 #pragma unroll
-    for (int n = 0; n < kRowTiles; ++n) {
-      const float2 delta = *reinterpret_cast<const float2 *>(&stage.delta[8 * n + accumulator_column()]);
+    for (int n = 0; n < kTiles; ++n) {
+      const float2 delta = *reinterpret_cast<const float2 *>(&stage.delta[8 * (first + n) + accumulator_column()]);
 #pragma unroll
       for (int m = 0; m < kKeyTiles; ++m)
 #pragma unroll
@@ -289,7 +290,8 @@ struct KeyGradients {
   // of 0.
   template <int kFirst = 0, int kTiles = kHeadDim / 8>
   __device__ void write(int first = 0, WantedSums wanted = {}) const {
-    static_assert(kFirst + kTiles <= kHeadDim / 8);
+    constexpr int kValueTiles = kTiles == kHeadDim / 8 ? kValueDim / 8 : kTiles;
+    static_assert(kFirst + kTiles <= kHeadDim / 8 && kFirst + kValueTiles <= kValueDim / 8);
 #pragma unroll
     for (int m = 0; m < kKeyTiles; ++m)
 #pragma unroll
@@ -297,24 +299,26 @@ struct KeyGradients {
         const int key = key_row(m, half);
         const bool exists = keys.shared.key[key] >= 0 && !(Keys::kSegments && keys.shared.sum[key] >= 0);
         const bool blank = !keys.shared.readable[key];
-        const auto write_tiles = [&](const fdm_tensor &t, const auto &all, float factor, int which) {
+        const auto write_tiles = [&](const fdm_tensor &t, const auto &sums, float factor, int which) {
           if (!present(t)) return;
-          const auto &sums = reinterpret_cast<const float (&)[kTiles][4]>(all[kFirst]);
+          constexpr int kOwnTiles = sizeof(sums) / sizeof(sums[0]);
           if (float *partial = keys.partial_sums(which, key)) {
 #pragma unroll
-            for (int d = 0; d < kTiles; ++d)
+            for (int d = 0; d < kOwnTiles; ++d)
               if (exists && first + 8 * d < params.keys.sum_dim)
                 *reinterpret_cast<float2 *>(partial + first + 8 * d + accumulator_column()) =
                     blank ? float2{} : make_float2(sums[d][2 * half], sums[d][2 * half + 1]);
           } else {
             write_row(static_cast<Element *>(t.data) + keys.row_offset(t, key) + first * t.stride[3], t.stride[3],
-                      int(params.p.head_dim) - first, sums, half, factor, exists, blank);
+                      int(t.shape[3]) - first, sums, half, factor, exists, blank);
           }
         };
         if constexpr (kKeyGradient)
-          if (wanted.keys) write_tiles(params.a.dk, dk[m], params.p.scale, 0);
+          if (wanted.keys)
+            write_tiles(params.a.dk, reinterpret_cast<const float (&)[kTiles][4]>(dk[m][kFirst]), params.p.scale, 0);
         if constexpr (kValueGradient)
-          if (wanted.values) write_tiles(params.a.dv, dv[m], 1.0f, 1);
+          if (wanted.values)
+            write_tiles(params.a.dv, reinterpret_cast<const float (&)[kValueTiles][4]>(dv[m][kFirst]), 1.0f, 1);
       }
   }
 };

@@ -48,7 +48,7 @@ struct DividedBlocks {
 
   __device__ int index(int i) const {
     if (i >= row_quads()) return i;
-    const bool wanted = present(gradient(i)) && i % quads() * 4 < params.p.head_dim;
+    const bool wanted = present(gradient(i)) && i % quads() * 4 < gradient(i).shape[3];
     return wanted && key_of_row(i / quads() % keys.block_keys) >= 0 ? i : -1;
   }
   __device__ void store(int i, const float4 &sum) const {
@@ -63,14 +63,14 @@ struct DividedBlocks {
       return;
     }
     const fdm_tensor &t = gradient(i);
-    const int d = i % quads() * 4, head_dim = int(params.p.head_dim);
+    const int d = i % quads() * 4, columns = int(t.shape[3]);
     const int64_t offset = place.s.batch * t.stride[0] +
                            (place.s.k_begin + key_of_row(i / quads() % keys.block_keys)) * t.stride[1] +
                            place.kv_head * t.stride[2] + d * t.stride[3];
     const float factor = i < keys.block_keys * quads() ? params.p.scale : 1.0f;
 #pragma unroll
     for (int n = 0; n < 4; ++n)
-      if (d + n < head_dim) store_element(t, offset + n * t.stride[3], factor * sums[n]);
+      if (d + n < columns) store_element(t, offset + n * t.stride[3], factor * sums[n]);
   }
 };
 

@@ -114,7 +114,7 @@ template <class Work, int kLanes, RowAlignment kAlignment> struct StatisticsRows
     const int d = lane() * kStep;
 #pragma unroll
     for (int n = 0; n < kRows; ++n) {
-      const bool has_row = row[n].batch < Work::past_batch(params), read = has_row && d < p.head_dim;
+      const bool has_row = row[n].batch < Work::past_batch(params), read = has_row && d < p.v.shape[3];
       dout[n] = read ? load_part(a.dout, row[n], d) : Part{};
       out[n] = read ? load_part(a.out, row[n], d) : Part{};
       lse[n] = has_row ? load_value(a.lse, row[n]) : INFINITY;
@@ -124,7 +124,7 @@ template <class Work, int kLanes, RowAlignment kAlignment> struct StatisticsRows
   // What the first lanes of each row know of one row each when a unit is loaded. All threads of the warp call it.
   __device__ RowResult result(const Params &params) const {
     const fdm_backward_args &a = Work::args(params);
-    const int64_t head_dim = Work::problem(params).head_dim;
+    const int64_t columns = Work::problem(params).v.shape[3];
     RowResult lane_result{row[0], lse[0], 0.0f};
     const bool has_rests =
         present(a.out_rest); // loaded no sooner, since calls without it have better uses of registers
@@ -136,9 +136,9 @@ template <class Work, int kLanes, RowAlignment kAlignment> struct StatisticsRows
 #pragma unroll
     for (int n = 0; n < kRows; ++n) {
       float sum = 0.0f;
-      if (row[n].batch < Work::past_batch(params) && lane() * kStep < head_dim)
+      if (row[n].batch < Work::past_batch(params) && lane() * kStep < columns)
         sum = dot(dout[n], out[n], row[n], lane() * kStep, sum);
-      for (int d = (lane() + kLanes) * kStep; d < head_dim; d += kLanes * kStep)
+      for (int d = (lane() + kLanes) * kStep; d < columns; d += kLanes * kStep)
         if (row[n].batch < Work::past_batch(params))
           sum = dot(load_part(a.dout, row[n], d), load_part(a.out, row[n], d), row[n], d, sum);
       sum = row_total<kLanes>(sum);

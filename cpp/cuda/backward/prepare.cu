@@ -35,9 +35,9 @@ FDM_INLINE int64_t key_units(const BackwardParams &params) {
 // The elements of bias_sums, which have one row for all queries.
 FDM_INLINE int64_t element_count(const fdm_tensor &sums) { return sums.shape[0] * sums.shape[1] * sums.shape[3]; }
 
-// Clears eight elements, or one, of a row of a gradient.
-__device__ void clear(const fdm_tensor &t, int64_t offset, bool vector) {
-  if (!present(t)) return;
+// Clears eight elements, or one, of a row of a gradient from a column on, if it has the column.
+__device__ void clear(const fdm_tensor &t, int64_t offset, int column, bool vector) {
+  if (!present(t) || column >= t.shape[3]) return;
   auto *element = static_cast<uint16_t *>(t.data) + offset;
   if (vector)
     *reinterpret_cast<uint4 *>(element) = uint4{};
@@ -68,8 +68,8 @@ __device__ void clear_keys(const BackwardParams &params, int64_t unit, bool vect
              d * gradient.stride[3];
     };
     for (int d = int(threadIdx.x) % kLanesOfKey * width; d < elements; d += kLanesOfKey * width) {
-      clear(dk, offset(dk, d), vector);
-      clear(dv, offset(dv, d), vector);
+      clear(dk, offset(dk, d), d, vector);
+      clear(dv, offset(dv, d), d, vector);
     }
   }
 }

@@ -18,7 +18,7 @@ namespace {
 bool make_boxes(const fdm_problem &p, const ForwardRoute &route, BoxMaps *maps) {
   return make_row_map(p.q, p.head_dim, route.tile_rows, &maps->q) &&
          make_row_map(p.k, p.head_dim, route.tile_columns, &maps->k) &&
-         make_row_map(p.v, p.head_dim, route.tile_columns, &maps->v);
+         make_row_map(p.v, p.v.shape[3], route.tile_columns, &maps->v);
 }
 
 ForwardParams make_params(const fdm_problem &p, const fdm_forward_args &args, const ForwardRoute &route,
@@ -71,6 +71,7 @@ cudaError_t run_forward(const fdm_problem &p, const fdm_forward_args &args, cons
     lies.row_maps = false;
     route = forward_route(p, device, lies, args.splits);
   }
+  if (has_narrow_values(p) && !route.takes_narrow_values()) return cudaErrorNotSupported;
   way_counts.add_forward(forward_way(route, p));
   if (is_varlen(p))
     if (cudaError_t error = launch_unused_rows(p, args, route.unused_rows, stream)) return error;

@@ -41,9 +41,10 @@ template <class Element, int kHeadDim> cudaError_t launch_usual(const ForwardLau
 #if FDM_TILE_ARCH == 90
 inline BoxForwardParams box_params(const ForwardLaunch &work) { return {*work.maps, work.params}; }
 
-template <class Element, int kHeadDim> cudaError_t launch_boxes(const ForwardLaunch &work, cudaStream_t stream) {
-  constexpr BoxTileSm90 tile = box_tile_sm90(kHeadDim);
-  using Pipeline = KeyBoxes<kHeadDim, tile.columns, tile.k_stages, tile.v_stages>;
+template <class Element, int kHeadDim, int kValueDim>
+cudaError_t launch_boxes(const ForwardLaunch &work, cudaStream_t stream) {
+  constexpr BoxTileSm90 tile = box_tile_sm90(kHeadDim, kValueDim);
+  using Pipeline = KeyBoxes<kHeadDim, kValueDim, tile.columns, tile.k_stages, tile.v_stages>;
   using Config = ForwardConfigSm90<Element, kHeadDim, Pipeline, tile.query_stages>;
   return launch_sm90<ForwardSharedSm90<Config>, forward_kernel_sm90<BoxColumns<Config>>, Roles::kThreadsWithLookup>(
       box_params(work), work.route.blocks, stream);
@@ -71,9 +72,10 @@ template <class Element, int kHeadDim> cudaError_t launch_small_tiles(const Forw
   }
 }
 
-template <class Element, int kHeadDim> cudaError_t launch_persistent(const ForwardLaunch &work, cudaStream_t stream) {
-  constexpr ForwardTileSm90 tile = forward_tile_sm90(kHeadDim);
-  using Stream = KeyStream<kHeadDim, tile.columns, tile.k_stages, tile.v_stages, forward_lookup(kHeadDim)>;
+template <class Element, int kHeadDim, int kValueDim>
+cudaError_t launch_persistent(const ForwardLaunch &work, cudaStream_t stream) {
+  constexpr ForwardTileSm90 tile = forward_tile_sm90(kHeadDim, kValueDim);
+  using Stream = KeyStream<kHeadDim, kValueDim, tile.columns, tile.k_stages, tile.v_stages, forward_lookup(kHeadDim)>;
   using Config = ForwardConfigSm90<Element, kHeadDim, Stream, 1>;
   return launch_sm90<ForwardSharedSm90<Config>, forward_kernel_sm90<GatheredColumns<Config>>,
                      Roles::kThreadsWithLookup>(work.params, work.route.blocks, stream);
@@ -103,9 +105,12 @@ template <class Element, int kHeadDim> cudaError_t launch_forward(const ForwardL
     break;
 #if FDM_TILE_ARCH == 90
   case ForwardKernel::persistent:
-    return launch_persistent<Element, kHeadDim>(work, stream);
+    return with_value_dim<kHeadDim>(work.route.value_dim, [&](auto value_dim) {
+      return launch_persistent<Element, kHeadDim, value_dim>(work, stream);
+    });
   case ForwardKernel::boxes:
-    return launch_boxes<Element, kHeadDim>(work, stream);
+    return with_value_dim<kHeadDim>(
+        work.route.value_dim, [&](auto value_dim) { return launch_boxes<Element, kHeadDim, value_dim>(work, stream); });
   case ForwardKernel::small_boxes:
     return launch_small_boxes<Element, kHeadDim>(work, stream);
   case ForwardKernel::small_tiles:

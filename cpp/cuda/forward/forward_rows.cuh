@@ -331,7 +331,7 @@ struct ForwardRows : RunningRows<Element, kRowTileCount, kColumnTileCount, kDimT
   // Rounded rows and their lse, or the rests of the rows. Nothing but the sums lives from one to the other.
   template <RowPart kPart> __device__ void store_rows(void *first_row) const {
     static_assert(kOneHead && kRowTiles == 1);
-    const int head_dim = int(params.p.head_dim);
+    const int value_dim = int(params.p.v.shape[3]);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int r = row(0, half);
@@ -352,7 +352,7 @@ struct ForwardRows : RunningRows<Element, kRowTileCount, kColumnTileCount, kDimT
         }
         transpose_quad(words);
         const int column = 8 * (d + int(threadIdx.x) % 4);
-        if (exists && column < head_dim) store_part<kPart>(out_row + column, words);
+        if (exists && column < value_dim) store_part<kPart>(out_row + column, words);
       }
       if (kPart == RowPart::rounded && exists && threadIdx.x % 4 == 0)
         task->lse[r * params.a.lse.stride[2]] =

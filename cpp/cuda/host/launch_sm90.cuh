@@ -2,7 +2,10 @@
 // The launch of the Hopper kernels.
 #pragma once
 
+#include <type_traits>
+
 #include "../tile/sm90/roles.cuh"
+#include "../tile/sm90/tile_sizes.cuh"
 #include "launch.cuh"
 
 namespace fdm::cuda {
@@ -11,6 +14,13 @@ namespace fdm::cuda {
 template <class Shared, auto kKernel, int kThreads = Roles::kThreads, class Params>
 cudaError_t launch_sm90(const Params &params, int64_t blocks, cudaStream_t stream) {
   return launch_with_shared<Shared, kKernel, Overlap::kernel_ahead>(params, blocks, kThreads, stream);
+}
+
+// Calls function(std::integral_constant<int, d>) with the width of values of a route.
+template <int kHeadDim, class Function> cudaError_t with_value_dim(int value_dim, const Function &function) {
+  if constexpr (narrow_value_dim(kHeadDim) > 0)
+    if (value_dim < kHeadDim) return function(std::integral_constant<int, narrow_value_dim(kHeadDim)>{});
+  return function(std::integral_constant<int, kHeadDim>{});
 }
 
 } // namespace fdm::cuda

@@ -34,6 +34,7 @@ bool has_usual_row_bias(const fdm_problem &p) {
 // so they must keep the same keys: the contents of a key must not reach a head that drops it.
 bool can_fuse(const fdm_problem &p, const DeviceFacts &device) {
   const BuiltFor &built = *device.built;
+  if (has_narrow_values(p) && (p.softcap > 0 || mask_kind(p) == FDM_MASK_ROWS)) return false;
   if (has_rows(p.bias)) return has_usual_row_bias(p) && fuses_row_bias(built.tile_arch, built.all.serving(p.head_dim));
   const auto has_heads = [&](const fdm_tensor &t) { return t.shape[1] == p.heads; };
   // Heads may have rows of their own: each pair is tested, and K is made finite.
@@ -127,7 +128,7 @@ struct KeyChoice {
       : p(problem), device(facts), table(*facts.table), fused(all) {
     const int arch = facts.built->tile_arch;
     const DkdvTileChoice tile = dkdv_tile(arch, head_dim);
-    const FusedTileChoice fused_choice = fused_tile(arch, head_dim);
+    const FusedTileChoice fused_choice = fused_tile(arch, head_dim, facts.value_instantiation(p, head_dim));
     keys.block_keys = fused ? fused_choice.keys : tile.keys;
     keys.tile_rows = fused ? fused_choice.rows : tile.rows;
     keys.sum_dim = head_dim;
@@ -169,7 +170,7 @@ struct KeyChoice {
   HeadsInside heads_inside() const {
     if (has_rows(p.bias)) return HeadsInside::all; // the gradient of a bias is summed over heads that share it
     if (!device.has_wgmma() || keys.small) return HeadsInside::none;
-    const bool usual = keys.sum_dim > 128 || keys.sum_dim <= table.rows_inside_head_dim;
+    const bool usual = keys.block_keys < 128 || keys.sum_dim <= table.rows_inside_head_dim;
     if (mask_kind(p) == FDM_MASK_KEYS && keys.listed) {
       const bool scheduled = !is_varlen(p) && p.keys > table.unscheduled_keys;
       return usual || scheduled ? HeadsInside::all : HeadsInside::few;
@@ -516,6 +517,7 @@ BackwardRoute backward_route(const fdm_problem &p, const DeviceFacts &device, co
   route.general = has_rows(p.bias) || !lies.inputs || !lies.dout;
   const bool fused = lies.inputs && lies.dout && wanted.dq && route.wants_keys && may_fuse(p, device);
   route.head_dim = backward_head_dim(p, device, route.general && !fused);
+  route.value_dim = device.value_instantiation(p, route.head_dim);
   lay_out(p, KeyChoice(p, device, fused, route.head_dim), own_bias_heads(p), &route);
   KeyDivision &keys = route.division;
   route.too_large = int64_t(keys.blocks) * keys.heads + device.table->items > INT32_MAX;

@@ -223,6 +223,7 @@ std::string describe(const ForwardRoute &route) {
   Object fields;
   fields.word("kernel", kForwardNames[int(route.kernel)]);
   fields.number("head_dim", route.head_dim);
+  if (route.value_dim < route.head_dim) fields.number("value_dim", route.value_dim);
   fields.number("tile_rows", route.tile_rows);
   fields.number("tile_columns", route.tile_columns);
   fields.number("heads_per_tile", route.heads_per_tile);
@@ -264,6 +265,7 @@ std::string describe(const BackwardRoute &route) {
   fields.flag("pair_bias", route.is_pair_bias);
   fields.flag("too_large", route.too_large);
   fields.number("head_dim", route.head_dim);
+  if (!route.is_pair_bias && route.value_dim < route.head_dim) fields.number("value_dim", route.value_dim);
   if (route.is_pair_bias) {
     add_pair_bias_backward(&fields, route.pair_bias);
   } else if (!route.nothing) {

@@ -4,9 +4,13 @@
 #pragma once
 
 #include "../../indexing.h"
+#include "../tile/sm90/tile_sizes.cuh"
 #include "tables.h"
 
 namespace fdm::cuda {
+
+// Whether values are narrower than keys.
+inline bool has_narrow_values(const fdm_problem &p) { return p.v.shape[3] != p.head_dim; }
 
 // The head dimensions that the kernels of a family were instantiated for, in ascending order.
 struct HeadDimList {
@@ -35,6 +39,10 @@ struct DeviceFacts {
   const RouteTable *table;
   int sms;
 
+  // That of values: narrower ones than keys have instantiations of their own.
+  int value_instantiation(const fdm_problem &p, int head_dim) const {
+    return has_narrow_values(p) ? narrow_value_dim(head_dim) : head_dim;
+  }
   bool has_wgmma() const { return built->tile_arch == 90; } // and clusters, and copies of boxes
   // The head dimension of the instantiation that serves a problem. Rare calls have fewer of them.
   int instantiation(const fdm_problem &p, bool is_rare) const {

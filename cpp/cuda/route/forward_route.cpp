@@ -34,6 +34,7 @@ struct ForwardChoice {
   const DeviceFacts &device;
   const RouteTable &table;
   ForwardTileChoice tile; // of the usual kernel
+  bool narrow;            // kernels of one width have no instantiation for such values
   bool decode;
   int heads_per_tile;                // 1, or the heads of a group
   int64_t tiles;                     // of the longest sequence
@@ -48,15 +49,16 @@ struct ForwardChoice {
     const bool share = heads_share_columns(p), shared_decode = share && group_rows <= kDecodeRows;
     // The general kernel takes a bias per query for rows of one head.
     const bool shared_forward = share && !has_rows(p.bias) && tile.rows % group == 0 && group_rows <= tile.rows;
-    decode = shared_decode || (!shared_forward && p.queries <= kDecodeRows);
-    heads_per_tile = shared_decode || (!decode && shared_forward) ? int(group) : 1;
+    narrow = has_narrow_values(p);
+    decode = !narrow && (shared_decode || (!shared_forward && p.queries <= kDecodeRows));
+    heads_per_tile = !narrow && (shared_decode || (!decode && shared_forward)) ? int(group) : 1;
     tiles = ceil_div(p.queries * heads_per_tile, decode ? kDecodeRows : tile.rows);
     blocks = p.batch * (p.heads / heads_per_tile) * tiles;
     most_splits = std::clamp<int64_t>(p.keys / (tile.columns * table.split_blocks), 1, table.most_splits);
     // Kernels with wgmma compute a tile of few columns sooner than others compute and merge its parts.
     const bool undivided = may_use_wgmma() && p.head_dim % 8 == 0;
     least_splits = undivided ? table.least_wgmma_splits : table.least_splits;
-    if (undivided && has_few_columns()) most_splits = 1;
+    if ((undivided && has_few_columns()) || narrow) most_splits = 1;
     // Twice as many blocks as run at a time end closer together where their work is unequal, as a causal mask makes it.
     // Merging their results costs little where a block has as much work as a bias for each query makes.
     const bool has_much_work = has_rows(p.bias) && p.head_dim <= table.row_bias_most_head_dim;
@@ -134,7 +136,7 @@ struct ForwardChoice {
   bool decodes_directly(const Alignment &lies, int64_t splits) const {
     if (p.queries != 1 || p.keys > INT32_MAX / 2 || splits > 0 || p.head_dim > device.built->direct.most())
       return false;
-    if (has_rows(p.bias)) return false; // of packed sequences, each of one query
+    if (has_rows(p.bias) || narrow) return false; // rows: of packed sequences, each of one query
     if (has_relative_bias(p)) return false;
     const fdm_mask_kind kind = mask_kind(p);
     if (present(p.block_table)) return false;
@@ -199,10 +201,11 @@ void size_tiles(ForwardRoute *route, const ForwardChoice &choice) {
   case ForwardKernel::crowded:
     return of(crowded_forward_tile(arch, head_dim));
   case ForwardKernel::persistent:
-    return sized(kTileRows, forward_tile_sm90(head_dim).columns,
+    return sized(kTileRows, forward_tile_sm90(head_dim, route->value_dim).columns,
                  std::min<int64_t>(p.batch * route->tiles * p.heads, choice.device.sms));
   case ForwardKernel::boxes:
-    return sized(kTileRows, box_tile_sm90(head_dim).columns, std::min<int64_t>(head_tiles, choice.device.sms));
+    return sized(kTileRows, box_tile_sm90(head_dim, route->value_dim).columns,
+                 std::min<int64_t>(head_tiles, choice.device.sms));
   case ForwardKernel::small_tiles:
     return sized(kTileRows, small_tile(head_dim).columns, head_tiles);
   case ForwardKernel::small_boxes:
@@ -290,6 +293,7 @@ ForwardRoute forward_route(const fdm_problem &p, const DeviceFacts &device, cons
       if (choice.gives_out_tiles() && lies.inputs && lies.out && lies.row_places)
         route.tickets = parts.take_bytes(sizeof(uint32_t));
     }
+    route.value_dim = device.value_instantiation(p, route.head_dim);
     size_tiles(&route, choice);
     if (route.splits > 1 && !route.merges_in_cluster)
       route.partials = parts.take_bytes(partials_bytes(p, route.splits));

@@ -74,7 +74,7 @@ struct DirectWork {
 
 struct ForwardRoute {
   ForwardKernel kernel;
-  int32_t head_dim; // of the instantiation
+  int32_t head_dim, value_dim; // of the instantiation
   int32_t tile_rows, tile_columns;
   int32_t heads_per_tile; // 1, or the heads of a group
   int32_t tiles;          // of the longest sequence
@@ -96,6 +96,9 @@ struct ForwardRoute {
   Launches launches;
 
   bool is_pair_bias() const { return kernel >= ForwardKernel::pair_bias; }
+  bool takes_narrow_values() const {
+    return kernel == ForwardKernel::none || kernel == ForwardKernel::persistent || kernel == ForwardKernel::boxes;
+  }
   bool copies_boxes() const { return kernel == ForwardKernel::boxes || kernel == ForwardKernel::small_boxes; }
 };
 
@@ -197,7 +200,7 @@ struct BackwardRoute {
   bool nothing;      // there are no rows or keys: the gradients are zeros
   bool is_pair_bias; // pair bias kernels compute the gradients: see `pair_bias`
   bool too_large;
-  int32_t head_dim; // of the instantiation
+  int32_t head_dim, value_dim; // of the instantiation
   QueryKernel dq;
   KeyKernel keys;
   KeyLaunches key_launches;
@@ -236,6 +239,8 @@ struct BackwardRoute {
   int64_t member_sum_blocks; // of threads for each of dk and dv
   int64_t workspace_bytes;
   Launches launches;
+
+  bool takes_narrow_values() const { return nothing || (keys == KeyKernel::fused && dq == QueryKernel::none); }
 };
 
 BackwardRoute backward_route(const fdm_problem &p, const DeviceFacts &device, const Alignment &lies,

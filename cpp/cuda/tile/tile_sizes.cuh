@@ -114,13 +114,13 @@ struct FusedTileChoice {
   SharedHolds shared_holds = SharedHolds::values_and_two_douts;
 };
 
-constexpr FusedTileChoice fused_tile(int arch, int head_dim) {
+constexpr FusedTileChoice fused_tile(int arch, int head_dim, int value_dim) {
   // Accumulators of dk and dv take head_dim registers of a thread for 128 keys, and as many as 128 for 64. P and dP
   // take as many as there are rows; wide products read less shared memory for each operation. Up to 64 columns, three
   // warpgroups have registers for 64 keys each.
   if (arch == 90) {
     if (head_dim <= 64) return {192, 64};
-    return head_dim <= 128 ? FusedTileChoice{128, 64} : FusedTileChoice{64, 64};
+    return head_dim <= 128 || value_dim < head_dim ? FusedTileChoice{128, 64} : FusedTileChoice{64, 64};
   }
   // With 32 keys a warp, a fragment of Q or dO serves two products. Two blocks share an SM, and one computes while the
   // other waits at a barrier.

@@ -45,6 +45,12 @@ class Backend(Protocol):
         """Say whether it takes calls that select by themselves (`AttentionInputs.window`)."""
         return False
 
+    def narrow_widths(self) -> tuple[int, int]:
+        """Return the largest head dimension beside which values may be narrower, and their most
+        columns; 0 where they may not.
+        """
+        return 0, 0
+
     def serves_lists(self, inputs: KeyListInputs) -> bool:
         """Say whether it has kernels for a call whose queries list their keys."""
         return False
@@ -220,7 +226,7 @@ def out_rest_bytes(inputs: AttentionInputs) -> int:
     sums_rows = inputs.sink is not None if bias is None else bias.shape[-2] == 1
     if query.element_size() > 2 or not sums_rows:
         return 0
-    return math.prod(query.shape)
+    return math.prod(out_shape(inputs))
 
 
 def keep_shape(inputs: SelectionInputs) -> tuple[int, ...]:

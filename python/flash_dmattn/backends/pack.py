@@ -49,6 +49,10 @@ class PackBackend(Backend):
         """Say whether it takes calls that select by themselves."""
         return True
 
+    def narrow_widths(self) -> tuple[int, int]:
+        """Return those of the pack."""
+        return self.pack.narrow_widths
+
     def plan_bytes(self, inputs: AttentionInputs) -> int:
         """Evaluate the formula of pack.h's fdm_plan_layout, which holds for symbolic sizes too."""
         mask = inputs.mask if inputs.start is None else inputs.start
@@ -291,6 +295,8 @@ class PackBackend(Backend):
         self, inputs: AttentionInputs, gradients: tuple[str, ...], keep: SelectionInputs | None
     ) -> str:
         """Tell how a call is computed, as JSON; gradients of these fields are wanted."""
+        if gradients:
+            gradients = torch_memory.computed_gradients(inputs, gradients)
         return torch_memory.describe(self.pack, self._threads(), inputs, gradients, keep)
 
 

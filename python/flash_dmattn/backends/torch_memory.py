@@ -23,12 +23,14 @@ from .base import (
     lse_dtype,
     lse_shape,
     mass_shape,
+    out_shape,
 )
 
 __all__ = [
     "CORE_READS_TENSORS",
     "attend",
     "backward",
+    "computed_gradients",
     "exchanged",
     "forget",
     "forget_backward",
@@ -63,8 +65,9 @@ def attend(
     pack: _core.Pack, threads: int, inputs: AttentionInputs, *, need_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Compute what `_core.Call.attend` computes, in memory of torch."""
+    inputs = _with_aligned_rows(inputs)
     problem, plan = _problem(pack, threads, inputs), inputs.given_plan
-    out, lse = _out(inputs.query), _lse(inputs) if need_lse else None
+    out, lse = _out(inputs), _lse(inputs) if need_lse else None
     scratch = _scratch(problem.attend_bytes(need_lse, plan is not None), out.device)
     problem.attend(exchanged(out), exchanged(lse), exchanged(plan), exchanged(scratch))
     return out, lse
@@ -79,8 +82,10 @@ def keep(
         pack, threads, inputs: of the call.
         zeroed: how many bytes, zeros at first, there are for what is kept. None: as many as needed.
     """
+    tensors: tuple[Any, ...] = inputs[: ATTENTION.tensor_count]
+    inputs = _with_aligned_rows(inputs)
     problem, plan = _problem(pack, threads, inputs), inputs.given_plan
-    out, lse = _out(inputs.query), _lse(inputs)
+    out, lse = _out(inputs), _lse(inputs)
     if zeroed is None:
         kept = _scratch(problem.kept_bytes(True, plan is not None), out.device)
     else:
@@ -90,7 +95,6 @@ def keep(
         work = max(work, problem.plan_workspace_bytes)
     arguments = (out, lse, plan, kept, _scratch(work, out.device))
     problem.keep(*map(exchanged, arguments))
-    tensors: tuple[Any, ...] = inputs[: ATTENTION.tensor_count]
     return (*tensors, out, lse, kept)
 
 
@@ -108,8 +112,18 @@ def backward(
         given: the gradients of out and lse, then out, lse and what else is kept.
         wanted: the names of fields.
     """
+    if inputs.value.shape[-1] != inputs.key.shape[-1]:
+        inputs, given = _with_aligned_rows(inputs), (_aligned(given[0]), *given[1:])
+        wanted = computed_gradients(inputs, wanted)
     problem = _problem(pack, threads, inputs)
     return _differentiate(problem, inputs, given, wanted, inputs.given_plan)
+
+
+def computed_gradients(inputs: AttentionInputs, wanted: tuple[str, ...]) -> tuple[str, ...]:
+    """Return what is computed where these are wanted: with narrow values one kernel does all."""
+    if inputs.value.shape[-1] == inputs.key.shape[-1]:
+        return wanted
+    return tuple(dict.fromkeys((*wanted, "query", "key", "value")))
 
 
 def key_mass(pack: _core.Pack, threads: int, inputs: AttentionInputs, lse: Tensor) -> Tensor:
@@ -126,7 +140,7 @@ def key_mass(pack: _core.Pack, threads: int, inputs: AttentionInputs, lse: Tenso
 def list_forward(pack: _core.Pack, threads: int, inputs: KeyListInputs) -> tuple[Tensor, Tensor]:
     """Return out and lse of a call whose queries list their keys."""
     problem, call = _list_problem(pack, threads, inputs), inputs.without_lists()
-    out, lse = _out(call.query), _lse(call)
+    out, lse = _out(call), _lse(call)
     workspace = _scratch(problem.forward_workspace_bytes, out.device)
     problem.forward(exchanged(out), exchanged(lse), None, exchanged(workspace))
     return out, lse
@@ -255,8 +269,25 @@ def _differentiate(
     return gradients
 
 
-def _out(query: Tensor) -> Tensor:
-    return torch.empty_like(query, memory_format=torch.contiguous_format)
+def _out(inputs: AttentionInputs) -> Tensor:
+    query = inputs.query
+    return torch.empty(out_shape(inputs), dtype=query.dtype, device=query.device)
+
+
+def _with_aligned_rows(inputs: AttentionInputs) -> AttentionInputs:
+    """Copy the rows of a call with narrow values that lie as kernels cannot copy them."""
+    if inputs.value.shape[-1] == inputs.key.shape[-1]:
+        return inputs
+    query, key, value = map(_aligned, inputs[:3])
+    return inputs._replace(query=query, key=key, value=value)
+
+
+def _aligned(tensor: Any) -> Any:
+    *strides, last = tensor.stride()
+    step = 16 // tensor.element_size()
+    if last == 1 and tensor.data_ptr() % 16 == 0 and not any(stride % step for stride in strides):
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _lse(inputs: AttentionInputs) -> Tensor:

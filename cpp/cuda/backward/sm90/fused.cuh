@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// All gradients at once, with Hopper's wgmma, for head dimensions from 65 to 128: five products for each key block and
-// row tile, where kernels for dq and for dk and dv take seven. One thread block for a key block or a part of its work,
-// as ../dkdv.cuh tells.
+// All gradients at once, with Hopper's wgmma, for head dimensions from 65 to 128, and for 192 with narrow values: five
+// products for each key block and row tile, where kernels for dq and for dk and dv take seven. One thread block for a
+// key block or a part of its work, as ../dkdv.cuh tells.
 //
 // dQ of a row tile is a sum over all key blocks, each of which adds its own part to float32 sums in global memory:
 // FlashAttention-3's way, whose order is not fixed. The keys of a block belong to two consumer warpgroups, which give
@@ -24,6 +24,9 @@ template <class Config> struct FusedShared : KeyStationaryShared<Config> {
   using Tile = SmemTile<Config::kRows, Config::kKeys>;
 
   alignas(1024) char sdS[kStages][Tile::kBytes];
+  // The low halves of P' in float32, while its high halves lie where dS' will (FusedConsumer::run_large_step).
+  static constexpr bool kHasLowHalves = Config::kHeadDim > 128 && __is_same(typename Config::Element, __half);
+  alignas(128) char low_halves[kHasLowHalves ? Tile::kBytes : 16];
   uint64_t ds_full[kStages], ds_empty[kStages];
 
   // One thread of the block calls this, before the others use the barriers.
@@ -40,9 +43,12 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
   using Base = KeyConsumer<Config>;
   using Shared = FusedShared<Config>;
   using Base::kRows, Base::kHeadDim, Base::sums;
-  using typename Base::Element, typename Base::KeyTile, typename Base::Scores;
-  static constexpr int kColumns = 64; // of which a warpgroup computes dQ
-  static_assert(kRows == 64 && kHeadDim > 64 && kHeadDim <= 128);
+  using typename Base::Element, typename Base::KeyTile, typename Base::ValueTile, typename Base::DoutTile,
+      typename Base::Scores;
+  // A warpgroup computes dQ of a panel of 64 columns, and above 128 columns then of half of the panel between these.
+  static constexpr bool kLarge = kHeadDim > 128;
+  static constexpr int kTiles = 8, kHalfTiles = 4, kPanelDistance = kLarge ? kHeadDim - 64 : 64;
+  static_assert(kRows == 64 && kHeadDim > 64 && (kHeadDim <= 128 || (kHeadDim == 192 && Config::kValueDim <= 128)));
 
   // Facts about a step that are needed until its dQ is computed.
   struct Step {
@@ -64,16 +70,26 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
   // How many tiles of 8 columns of dQ are this warpgroup's.
   __device__ static int own_tiles() {
     if (kHeadDim == 96) return Roles::consumer_group() ? 4 : 8;
-    return kColumns / 8;
+    return kTiles;
   }
 
-  // Starts this warpgroup's part of dQ of the step before.
-  __device__ void start_dq(float (&dq)[kColumns / 8][4]) const {
-    const uint32_t stage = ds_stage(ds_steps - 1);
-    if (before.keys) Roles::consumer_wait(shared.ds_full[stage], ds_phase(ds_steps - 1));
-    const int group = Roles::consumer_group();
-    const uint64_t ds = Shared::Tile::descriptor(ptx::shared_address(shared.sdS[stage]));
-    const uint64_t k = KeyTile::descriptor(ptx::shared_address(shared.sK)) + KeyTile::offset(0, 64) * group;
+  // Waits for dS' of the step before.
+  __device__ void wait_for_ds() const {
+    if (before.keys) Roles::consumer_wait(shared.ds_full[ds_stage(ds_steps - 1)], ds_phase(ds_steps - 1));
+  }
+  // The columns of K from which those of dQ are computed.
+  __device__ uint64_t panel() const {
+    return KeyTile::descriptor(ptx::shared_address(shared.sK)) +
+           KeyTile::offset(0, kPanelDistance) * Roles::consumer_group();
+  }
+  __device__ uint64_t half_panel() const {
+    return KeyTile::descriptor(ptx::shared_address(shared.sK)) + KeyTile::offset(0, 64) +
+           KeyTile::offset(0, 32) * Roles::consumer_group();
+  }
+
+  // Starts columns of dQ of the step before, which k describes.
+  template <int kOwnTiles> __device__ void start_dq(float (&dq)[kOwnTiles][4], uint64_t k) const {
+    const uint64_t ds = Shared::Tile::descriptor(ptx::shared_address(shared.sdS[ds_stage(ds_steps - 1)]));
     ptx::warpgroup_arrive();
     const auto add = [&](uint64_t a, uint64_t b, auto keys) {
       warpgroup_gemm_ss_columns<Element, typename Shared::Tile, ptx::Major::mn, KeyTile, decltype(keys)::value>(
@@ -88,14 +104,17 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
     ptx::warpgroup_commit_batch();
   }
 
-  // Adds this warpgroup's part of dQ of the step before, which is there, to the sums.
-  __device__ void add_dq(float (&dq)[kColumns / 8][4]) const {
+  // Adds columns of dQ of the step before, which are there, to their sums.
+  template <int kOwnTiles> __device__ void add_dq(float (&dq)[kOwnTiles][4], int place = 0) const {
     ptx::warpgroup_fence_operand(dq);
     if (before.keys == 0) return;
-    ptx::arrive(shared.ds_empty[ds_stage(ds_steps - 1)]);
 #pragma unroll
-    for (int n = 0; n < kColumns / 8; ++n)
-      if (n < own_tiles()) ptx::add_global(before.dq + n * 128, dq[n]);
+    for (int n = 0; n < kOwnTiles; ++n)
+      if (n < own_tiles()) ptx::add_global(before.dq + (place + n) * 128, dq[n]);
+  }
+  // The step before needs its dS' no more.
+  __device__ void release_ds() const {
+    if (before.keys) ptx::arrive(shared.ds_empty[ds_stage(ds_steps - 1)]);
   }
 
   // The products of a step that concerns this warpgroup's keys.
@@ -111,11 +130,13 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
     store_left<typename Shared::Tile>(ds, ptx::shared_address(shared.sdS[stage]), threadIdx.x / 32 * 16, 0);
     ptx::fence_async_proxy();
     ptx::arrive(shared.ds_full[stage]);
-    auto &dq = reinterpret_cast<float (&)[kColumns / 8][4]>(scores[0]);
-    start_dq(dq);
+    auto &dq = reinterpret_cast<float (&)[kTiles][4]>(scores[0]);
+    wait_for_ds();
+    start_dq(dq, panel());
     Base::start_sum(sums.dv[0], p, shared.sdO[number]);
     Base::start_sum(sums.dk[0], ds, shared.sQ[number]);
     ptx::warpgroup_wait<2>();
+    release_ds();
     add_dq(dq);
     ptx::warpgroup_wait<0>();
     ptx::warpgroup_fence_operand(sums.dv[0]);
@@ -124,11 +145,101 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
     ptx::warpgroup_fence_operand(ds);
   }
 
-  __device__ void finish_before() const {
-    float dq[kColumns / 8][4];
-    start_dq(dq);
+  // Keeps P' of a step where its dS' will lie. bfloat16 has its range; with a large sink float16 would round all of a
+  // row to 0, where the gradient of lse makes dS' of it.
+  __device__ void keep_probabilities(const Scores &scores, const uint32_t (&p)[kRows / 16][4], uint32_t tile) const {
+    const int first_key = threadIdx.x / 32 * 16;
+    if constexpr (Shared::kHasLowHalves) {
+#pragma unroll
+      for (int k = 0; k < kRows / 16; ++k) {
+        uint32_t high[1][4], low[1][4];
+        split_left(high[0], low[0], scores[0][2 * k], scores[0][2 * k + 1]);
+        store_left<typename Shared::Tile>(high, tile, first_key, 16 * k);
+        store_left<typename Shared::Tile>(low, ptx::shared_address(shared.low_halves), first_key, 16 * k);
+      }
+    } else {
+      store_left<typename Shared::Tile>(p, tile, first_key, 0);
+    }
+    __syncwarp();
+  }
+  // Those of 16 rows.
+  __device__ void load_probabilities(float (&probabilities)[2][4], uint32_t tile, int k) const {
+    const int first_key = threadIdx.x / 32 * 16;
+    uint32_t high[1][4], low[1][4];
+    load_left<typename Shared::Tile>(high, tile, first_key, 2 * k);
+    if constexpr (Shared::kHasLowHalves) {
+      load_left<typename Shared::Tile>(low, ptx::shared_address(shared.low_halves), first_key, 2 * k);
+      join_left(probabilities[0], probabilities[1], high[0], low[0]);
+    } else {
+      unpack_left<Element>(probabilities, high);
+    }
+  }
+
+  // The same with few registers, of which the sums of large heads take 160: the products come one after the other, beside
+  // those of the other warpgroup, and P' is kept in shared memory.
+  __device__ void run_large_step(const StepFacts &facts, int number) {
+    using RowTile = typename Base::RowTile;
+    finish_before();
+    const auto &rows = this->own_rows(number);
+    const bool test = this->needs_test(facts, facts.first, kRows);
+    const ScoreFactors factors = ScoreFactors::uncapped(this->params.p);
+    const uint32_t stage = ds_stage(ds_steps), tile = ptx::shared_address(shared.sdS[stage]);
+    Scores scores;
+    uint32_t p[kRows / 16][4], ds[kRows / 16][4];
+    ptx::warpgroup_arrive();
+    warpgroup_gemm_ss<Element, KeyTile, RowTile, kHeadDim>(scores[0], this->k_desc, Base::row_desc(shared.sQ[number]),
+                                                           false);
+    ptx::warpgroup_commit_batch();
     ptx::warpgroup_wait<0>();
-    add_dq(dq);
+    ptx::warpgroup_fence_operand(scores[0]);
+    if (test)
+      sums.template make_probabilities<PairTests::kept_and_cut>(rows, facts.first, facts.buffer, scores, factors);
+    else
+      sums.template make_probabilities<PairTests::none>(rows, facts.first, facts.buffer, scores, factors);
+    pack_left<Element>(p, scores[0]);
+    Roles::producer_acquire(shared.ds_empty[stage], ds_phase(ds_steps));
+    keep_probabilities(scores, p, tile);
+    Base::template start_sum<DoutTile>(sums.dv[0], p, shared.sdO[number]);
+    ptx::warpgroup_wait<0>();
+    ptx::warpgroup_fence_operand(sums.dv[0]);
+    ptx::warpgroup_fence_operand(p);
+    ptx::warpgroup_arrive();
+    warpgroup_gemm_ss<Element, ValueTile, DoutTile, Config::kValueDim>(scores[0], this->v_desc,
+                                                                       Base::row_desc(shared.sdO[number]), false);
+    ptx::warpgroup_commit_batch();
+    ptx::warpgroup_wait<0>();
+    ptx::warpgroup_fence_operand(scores[0]);
+#pragma unroll
+    for (int k = 0; k < kRows / 16; ++k) {
+      float probabilities[1][2][4];
+      load_probabilities(probabilities[0], tile, k);
+      auto &gradients = reinterpret_cast<float (&)[1][2][4]>(scores[0][2 * k]);
+      sums.template make_score_gradients<PairTests::kept>(rows, probabilities, gradients, 2 * k);
+      pack_left<Element>(reinterpret_cast<uint32_t (&)[1][4]>(ds[k]), gradients[0]);
+    }
+    __syncwarp();
+    store_left<typename Shared::Tile>(ds, tile, threadIdx.x / 32 * 16, 0);
+    ptx::fence_async_proxy();
+    ptx::arrive(shared.ds_full[stage]);
+    Base::start_sum(sums.dk[0], ds, shared.sQ[number]);
+    ptx::warpgroup_wait<0>();
+    ptx::warpgroup_fence_operand(sums.dk[0]);
+    ptx::warpgroup_fence_operand(ds);
+  }
+
+  __device__ void finish_before() const {
+    wait_for_ds();
+    const auto finish = [&](auto tiles, uint64_t k, int place) {
+      float dq[tiles][4];
+      start_dq(dq, k);
+      ptx::warpgroup_wait<0>();
+      add_dq(dq, place);
+    };
+    finish(std::integral_constant<int, kTiles>{}, panel(), 0);
+    // The half panel lies behind the first panel, and before the second.
+    if constexpr (kLarge)
+      finish(std::integral_constant<int, kHalfTiles>{}, half_panel(), Roles::consumer_group() ? -kHalfTiles : kTiles);
+    release_ds();
   }
 
   // Where this thread's part of dQ of the first row is added, for the first head of a group.
@@ -136,9 +247,8 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
     const int band = threadIdx.x / 32 % 4, panel = Roles::consumer_group();
     const KeyTask &task = sums.keys.task();
     float *rows = query_sums(this->params, task.s, task.sequence_index, task.first_head, 0);
-    return rows + (band * (kHeadDim / 8) + panel * 8) * 128 + threadIdx.x % 32 * 4;
+    return rows + (band * (kHeadDim / 8) + panel * (kPanelDistance / 8)) * 128 + threadIdx.x % 32 * 4;
   }
-
   __device__ void run() {
     Roles::consumer_wait(shared.keys_full, 0);
     if (!uniform(shared.exists)) return;
@@ -154,7 +264,10 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
         const int64_t row = facts.head * this->params.query_sums.head_rows + facts.first;
         const Step step{own_sums + row * kHeadDim, facts.concerns};
         if (facts.concerns >> group & 1) {
-          run_step(facts, state.index);
+          if constexpr (kLarge)
+            run_large_step(facts, state.index);
+          else
+            run_step(facts, state.index);
         } else {
           ptx::arrive(shared.ds_full[ds_stage(ds_steps)]);
           finish_before();

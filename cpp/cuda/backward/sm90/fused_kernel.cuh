@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // The kernel that computes all gradients at once: fused_small_heads.cuh, fused.cuh or fused_large_heads.cuh, by the
-// head dimension.
+// head dimensions.
 #pragma once
 
 #include "fused.cuh"

@@ -27,10 +27,11 @@ template <class Roles> struct Producers {
 // not fit the registers of one, each of two computes the scores of half of a step's rows, and half of the columns of
 // the gradients.
 template <class ElementType, int kHeadDimension, int kKeyCount, int kRowCount, int kStageCount, Softcap kSoftcapKind,
-          QueryRows kQueryRows, KeyProducts kProducts = KeyProducts::all>
+          QueryRows kQueryRows, KeyProducts kProducts = KeyProducts::all, int kValueDimension = kHeadDimension>
 struct KeyStationaryConfig {
   using Element = ElementType;
-  static constexpr int kHeadDim = kHeadDimension, kKeys = kKeyCount, kRows = kRowCount, kStages = kStageCount;
+  static constexpr int kHeadDim = kHeadDimension, kValueDim = kValueDimension, kKeys = kKeyCount, kRows = kRowCount,
+                       kStages = kStageCount;
   static constexpr bool kSoftcap = kSoftcapKind == Softcap::applied, kShared = kKeys == 64;
   static constexpr bool kScoresAlone = kProducts == KeyProducts::scores;
   static constexpr bool kRowBias = kQueryRows == QueryRows::bias, kHasRowPlans = kQueryRows != QueryRows::none;
@@ -41,16 +42,20 @@ struct KeyStationaryConfig {
   static constexpr int kScoreRows = kShared || Roles::kConsumerGroups == 3 ? kRows / 2 : kRows;
   static constexpr int kColumns = kShared ? kHeadDim / 2 : kHeadDim;
   static constexpr int kParts = kRows / kScoreRows;
+  static constexpr int kValueColumns = kShared ? kValueDim / 2 : kValueDim;
   static_assert(!kShared || (kHeadDim > 128 && kHeadDim % 64 == 0));
   static_assert(!kRowBias || (kShared && !kSoftcap));
   using KeyTile = SmemTile<kHeadDim, kKeys>;
+  using ValueTile = SmemTile<kValueDim, kKeys>;
   using RowTile = SmemTile<kHeadDim, kRows>;
+  using DoutTile = SmemTile<kValueDim, kRows>;
   // The steps in the stages, one that is being loaded and one that is found ahead may be of different heads.
   using Keys = KeyBlock<kKeys, Producers<Roles>, kStages + 2,
                         kRowBias       ? KeyBlockUse::segments_and_row_plans
                         : kHasRowPlans ? KeyBlockUse::row_plans
                                        : KeyBlockUse::segments>;
-  using Gradients = KeyGradients<Element, kKeys, 1, kScoreRows, kColumns, GradientSet::both, TileKind::usual, Keys>;
+  using Gradients = KeyGradients<Element, kKeys, 1, kScoreRows, kColumns, GradientSet::both, TileKind::usual, Keys,
+                                 kScoreRows, kValueColumns>;
 };
 
 // What every consumer reads of a step, in one load: loads one after the other would take as long as a product.
@@ -87,9 +92,9 @@ template <class Config> struct KeyStationaryShared {
   static constexpr bool kAlone = Config::kScoresAlone;
 
   alignas(1024) char sK[Config::KeyTile::kBytes];
-  alignas(kAlone ? 16 : 1024) char sV[kAlone ? 16 : Config::KeyTile::kBytes];
+  alignas(kAlone ? 16 : 1024) char sV[kAlone ? 16 : Config::ValueTile::kBytes];
   alignas(1024) char sQ[Config::kStages][Config::RowTile::kBytes];
-  alignas(kAlone ? 16 : 1024) char sdO[kAlone ? 1 : Config::kStages][kAlone ? 16 : Config::RowTile::kBytes];
+  alignas(kAlone ? 16 : 1024) char sdO[kAlone ? 1 : Config::kStages][kAlone ? 16 : Config::DoutTile::kBytes];
   PassingRows<Config> stages[Config::kStages]; // a step that is not valid ends the steps
   typename Config::Keys::Shared keys;
   bool exists; // there is a key block
@@ -140,14 +145,13 @@ template <class Config> struct RowProducer {
     for (int turn = 0; turn < kTurns; ++turn) {
       const int place = turn * kWarps + warp(), r = place * kOwnKeys + threadIdx.x % 32;
       const bool readable = threadIdx.x % 32 < kOwnKeys && shared.keys.readable[r];
-      const auto load = [&](const fdm_tensor &t, char *tile) {
+      const auto load = [&](auto tile_type, const fdm_tensor &t, char *tile) {
         const uint16_t *row = kZeroRow;
         if (readable) row = static_cast<const uint16_t *>(t.data) + keys.row_offset(t, r);
-        Config::KeyTile::template gather<kTurns * kWarps>(ptx::shared_address(tile), place, row,
-                                                          int(params.p.head_dim));
+        decltype(tile_type)::template gather<kTurns * kWarps>(ptx::shared_address(tile), place, row, int(t.shape[3]));
       };
-      load(params.p.k, shared.sK);
-      if constexpr (!Config::kScoresAlone) load(params.p.v, shared.sV);
+      load(typename Config::KeyTile{}, params.p.k, shared.sK);
+      if constexpr (!Config::kScoresAlone) load(typename Config::ValueTile{}, params.p.v, shared.sV);
     }
     Roles::producer_commit(shared.keys_full);
   }
@@ -178,8 +182,9 @@ template <class Config> struct RowProducer {
     if (maps && maps->known && used == kAllOwnRows) {
       if (threadIdx.x % 32 == 0) copy_boxes(step);
     } else {
-      copy_rows(params.p.q, step, used, shared.sQ[state.index]);
-      if constexpr (!Config::kScoresAlone) copy_rows(params.a.dout, step, used, shared.sdO[state.index]);
+      copy_rows<typename Config::RowTile>(params.p.q, step, used, shared.sQ[state.index]);
+      if constexpr (!Config::kScoresAlone)
+        copy_rows<typename Config::DoutTile>(params.a.dout, step, used, shared.sdO[state.index]);
     }
     if constexpr (Config::Keys::kRowPlans) {
       if (keys.task().words) {
@@ -221,24 +226,26 @@ template <class Config> struct RowProducer {
   // Copies this warp's rows of a step, all of which are used. One thread calls this, before it arrives.
   __device__ void copy_boxes(const KeyStep &step) const {
     using RowTile = typename Config::RowTile;
+    using DoutTile = typename Config::DoutTile;
+    constexpr int kPanels = RowTile::kPanels + (Config::kScoresAlone ? 0 : DoutTile::kPanels);
     uint64_t &full = shared.full[state.index];
     const Sequence &s = keys.task().s;
     const int first = warp() * kOwnRows, row = int(s.q_begin) + step.tile * kRows + first;
     const int head = int(keys.head(step)), batch = int(s.batch);
-    ptx::expect_bytes(full, (Config::kScoresAlone ? 1 : 2) * RowTile::kPanels * kOwnRows * RowTile::kRowBytes);
+    ptx::expect_bytes(full, kPanels * kOwnRows * RowTile::kRowBytes);
 #pragma unroll
     for (int panel = 0; panel < RowTile::kPanels; ++panel) {
       const uint32_t offset = panel * RowTile::kPanelBytes + first * RowTile::kRowBytes;
       ptx::copy_box(ptx::shared_address(shared.sQ[state.index]) + offset, maps->q, 64 * panel, row, head, batch, full);
-      if constexpr (!Config::kScoresAlone)
+      if (!Config::kScoresAlone && panel < DoutTile::kPanels)
         ptx::copy_box(ptx::shared_address(shared.sdO[state.index]) + offset, maps->dout, 64 * panel, row, head, batch,
                       full);
     }
   }
 
   // Copies this warp's rows of a step, of which bit r of `used` tells whether row r is used.
+  template <class RowTile>
   __device__ void copy_rows(const fdm_tensor &t, const KeyStep &step, uint32_t used, const char *tile) const {
-    using RowTile = typename Config::RowTile;
     constexpr int kTotal = kOwnRows * RowTile::kChunks;
     static_assert(kOwnRows <= 32 && kTotal % 32 == 0);
     const int first = warp() * kOwnRows;
@@ -249,7 +256,7 @@ template <class Config> struct RowProducer {
     for (int i = threadIdx.x % 32; i < kTotal; i += 32) {
       const int r = i / RowTile::kChunks, chunk = i % RowTile::kChunks;
       ptx::cp_async_16(RowTile::chunk_address(base, first + r, chunk), rows + r * t.stride[1] + chunk * 8,
-                       used >> r & 1 && chunk * 8 < params.p.head_dim);
+                       used >> r & 1 && chunk * 8 < t.shape[3]);
     }
   }
 
@@ -300,8 +307,11 @@ template <class Config> struct KeyConsumer {
   using Roles = typename Config::Roles;
   using Element = typename Config::Element;
   using KeyTile = typename Config::KeyTile;
+  using ValueTile = typename Config::ValueTile;
   using RowTile = typename Config::RowTile;
-  static constexpr int kRows = Config::kRows, kScoreRows = Config::kScoreRows, kHeadDim = Config::kHeadDim;
+  using DoutTile = typename Config::DoutTile;
+  static constexpr int kRows = Config::kRows, kScoreRows = Config::kScoreRows, kHeadDim = Config::kHeadDim,
+                       kValueDim = Config::kValueDim;
   using Scores = float[1][kScoreRows / 8][4];
 
   const BackwardParams &params;
@@ -313,7 +323,7 @@ template <class Config> struct KeyConsumer {
       : params(parameters), shared(memory), sums(parameters, memory.keys) {
     const uint64_t own_keys = Config::kShared ? 0 : KeyTile::offset(64, 0) * Roles::consumer_group();
     k_desc = KeyTile::descriptor(ptx::shared_address(shared.sK)) + own_keys;
-    v_desc = KeyTile::descriptor(ptx::shared_address(shared.sV)) + own_keys;
+    v_desc = ValueTile::descriptor(ptx::shared_address(shared.sV)) + own_keys;
   }
 
   __device__ static void sync_consumers() { ptx::sync_threads<2, Roles::kConsumerThreads>(); }
@@ -347,22 +357,23 @@ template <class Config> struct KeyConsumer {
   // dP'.
   __device__ void start_scores(Scores &scores, Scores &gradients, int stage, int turn = 0) const {
     const uint64_t part = RowTile::offset(kScoreRows, 0) * own_part(turn);
+    static_assert(RowTile::offset(kScoreRows, 0) == DoutTile::offset(kScoreRows, 0));
     ptx::warpgroup_arrive();
     warpgroup_gemm_ss<Element, KeyTile, RowTile, kHeadDim>(scores[0], k_desc, row_desc(shared.sQ[stage]) + part,
                                                            Config::kRowBias);
     ptx::warpgroup_commit_batch();
-    warpgroup_gemm_ss<Element, KeyTile, RowTile, kHeadDim>(gradients[0], v_desc, row_desc(shared.sdO[stage]) + part,
-                                                           false);
+    warpgroup_gemm_ss<Element, ValueTile, DoutTile, kValueDim>(gradients[0], v_desc, row_desc(shared.sdO[stage]) + part,
+                                                               false);
     ptx::warpgroup_commit_batch();
   }
 
   __device__ static uint64_t row_desc(const char *tile) { return RowTile::descriptor(ptx::shared_address(tile)); }
 
   // Starts sum += left * tile, for which `left` has a column for each row of the tile.
-  __device__ static void start_sum(float (&sum)[kHeadDim / 8][4], const uint32_t (&left)[kRows / 16][4],
-                                   const char *tile) {
+  template <class Tile = RowTile, int kTiles>
+  __device__ static void start_sum(float (&sum)[kTiles][4], const uint32_t (&left)[kRows / 16][4], const char *tile) {
     ptx::warpgroup_arrive();
-    warpgroup_gemm_rs<Element, RowTile>(sum, left, row_desc(tile));
+    warpgroup_gemm_rs<Element, Tile>(sum, left, row_desc(tile));
     ptx::warpgroup_commit_batch();
   }
 

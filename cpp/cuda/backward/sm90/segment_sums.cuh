@@ -10,36 +10,47 @@ namespace fdm::cuda {
 
 // All consumers call this, after their last products; each has the columns of its accumulators from `first` on. The
 // numbers of a key lie as round_sums.cu reads them: the four that a thread has of two neighbouring tiles of columns,
-// then those of the next thread.
+// then those of the next thread. Where memory does not hold both gradients, one comes after the other.
 template <class Config>
 __device__ void add_segment_sums(KeyStationaryShared<Config> &shared, const typename Config::Gradients &sums,
                                  int first = 0) {
   if (sums.params.keys.segments.most_sums == 0) return;
   using Roles = typename Config::Roles;
-  constexpr int kHeadDim = Config::kHeadDim, kColumns = Config::kColumns, kRowBytes = 2 * kHeadDim * 4;
-  constexpr int kStride = kRowBytes + 16; // the rows of a warp lie in different banks
-  static_assert(Config::kKeys * kStride <= offsetof(KeyStationaryShared<Config>, stages));
-  ptx::sync_threads<2, Roles::kConsumerThreads>(); // all products are done
-  const auto store = [&](const float (&accumulators)[kColumns / 8][4], int column) {
+  constexpr int kHeadDim = Config::kHeadDim, kValueDim = Config::kValueDim;
+  constexpr int kPadding = 16, kRoom = offsetof(KeyStationaryShared<Config>, stages) / Config::kKeys - kPadding;
+  constexpr bool kTogether = (kHeadDim + kValueDim) * 4 <= kRoom;
+  constexpr int kRowBytes = (kTogether ? kHeadDim + kValueDim : kHeadDim) * 4;
+  constexpr int kStride = kRowBytes + kPadding; // the rows of a warp lie in different banks
+  static_assert(kRowBytes <= kRoom);
+  const auto store = [&](const auto &accumulators, int column, int columns) {
+    constexpr int kTiles = sizeof(accumulators) / sizeof(accumulators[0]);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       auto *row = reinterpret_cast<float4 *>(shared.sK + sums.key_row(0, half) * kStride) + threadIdx.x % 4;
 #pragma unroll
-      for (int d = 0; d < kColumns / 8; d += 2) {
+      for (int d = 0; d < kTiles; d += 2) {
         const float (&low)[4] = accumulators[d], (&high)[4] = accumulators[d + 1];
-        if (first + 8 * d < kHeadDim)
-          row[column / 4 + 2 * d] = {low[2 * half], low[2 * half + 1], high[2 * half], high[2 * half + 1]};
+        if (first + 8 * d < columns)
+          row[(column + first) / 4 + 2 * d] = {low[2 * half], low[2 * half + 1], high[2 * half], high[2 * half + 1]};
       }
     }
   };
-  store(sums.dk[0], first);
-  store(sums.dv[0], kHeadDim + first);
-  ptx::fence_async_proxy();
-  ptx::sync_threads<2, Roles::kConsumerThreads>();
-  const auto key = static_cast<int>(threadIdx.x);
-  if (key >= Config::kKeys || sums.keys.shared.key[key] < 0 || sums.keys.shared.sum[key] < 0) return;
-  ptx::add_global_bulk(sums.keys.segment_sums(key), ptx::shared_address(shared.sK + key * kStride), kRowBytes);
-  ptx::wait_for_bulk_reads();
+  const auto add = [&](int column, int bytes) {
+    ptx::fence_async_proxy();
+    ptx::sync_threads<2, Roles::kConsumerThreads>();
+    const auto key = static_cast<int>(threadIdx.x);
+    if (key >= Config::kKeys || sums.keys.shared.key[key] < 0 || sums.keys.shared.sum[key] < 0) return;
+    ptx::add_global_bulk(sums.keys.segment_sums(key) + column, ptx::shared_address(shared.sK + key * kStride), bytes);
+    ptx::wait_for_bulk_reads();
+  };
+  ptx::sync_threads<2, Roles::kConsumerThreads>(); // all products are done
+  store(sums.dk[0], 0, kHeadDim);
+  if constexpr (!kTogether) {
+    add(0, kHeadDim * 4);
+    ptx::sync_threads<2, Roles::kConsumerThreads>(); // all have been read
+  }
+  store(sums.dv[0], kTogether ? kHeadDim : 0, kValueDim);
+  add(kTogether ? 0 : kHeadDim, kTogether ? kRowBytes : kValueDim * 4);
 }
 
 } // namespace fdm::cuda

@@ -90,7 +90,7 @@ __device__ void produce_forward(const ForwardParams &params, ForwardSharedSm90<C
   using Pipeline = typename Config::Pipeline;
   const fdm_problem &p = params.p;
   typename Config::Loader tasks(shared.tasks);
-  KeyGatherer<Pipeline> keys(shared.pipeline, int(p.head_dim), params.rows.k_bytes, params.rows.v_bytes);
+  KeyGatherer<Pipeline> keys(shared.pipeline, p, params.rows);
   for (; tasks.wait(); tasks.advance()) {
     const ForwardTask &task = tasks.current();
     const char *first_k = RowPlaces::rows(p, p.k, params.rows.k_bytes, task.s, task.kv_head).first;

@@ -19,11 +19,15 @@ struct ForwardConfigSm90 {
   using Element = ElementType;
   using Pipeline = KeyPipelineType;
   using Task = TaskType;
-  static constexpr int kHeadDim = kHeadDimension, kRows = kTileRows, kColumns = Pipeline::kColumns;
+  static constexpr int kHeadDim = kHeadDimension, kValueDim = Pipeline::kValueDim;
+  static constexpr int kRows = kTileRows, kColumns = Pipeline::kColumns;
   static constexpr int kQueryStages = kQueryStageCount;
   using QTile = SmemTile<kHeadDim, kRows>;
-  using Bias = BiasOperand<Element, kColumns, Pipeline::kKStages>;
-  using Rows = ForwardRows<Element, 1, kColumns / 8, kHeadDim / 8, kRowsOf>;
+  // Beside narrow values there is no memory for the usual one. With the small one, blocks with a bias of -inf take the
+  // slow path of the softmax.
+  using Bias = std::conditional_t<(kValueDim < kHeadDim), SmallBiasOperand<Element, kColumns, Pipeline::kKStages>,
+                                  BiasOperand<Element, kColumns, Pipeline::kKStages>>;
+  using Rows = ForwardRows<Element, 1, kColumns / 8, kValueDim / 8, kRowsOf>;
   using Ring = TaskRing<Task, kQueryStages>;
   using Loader = TaskLoader<Task, kQueryStages>;
   using Tasks = RingConsumer<Task, kQueryStages, Pipeline::kFenced>;
@@ -94,6 +98,7 @@ template <class Config> struct ForwardConsumer {
   using Pipeline = typename Config::Pipeline;
   using QTile = typename Config::QTile;
   using KeyTile = typename Pipeline::Tile;
+  using ValueTile = typename Pipeline::ValueTile;
   using Rows = typename Config::Rows;
   using Tasks = typename Config::Tasks;
   static constexpr int kColumns = Config::kColumns, kHeadDim = Config::kHeadDim;
@@ -128,10 +133,10 @@ template <class Config> struct ForwardConsumer {
   }
 
   __device__ void start_output() {
-    const uint64_t v = KeyTile::descriptor(ptx::shared_address(shared.pipeline.sV[v_state.index]));
+    const uint64_t v = ValueTile::descriptor(ptx::shared_address(shared.pipeline.sV[v_state.index]));
     Roles::consumer_wait<Pipeline::kFenced>(shared.pipeline.v_full[v_state.index], v_state.phase);
     ptx::warpgroup_arrive();
-    warpgroup_gemm_rs<Element, KeyTile>(rows.out[0], probabilities, v);
+    warpgroup_gemm_rs<Element, ValueTile>(rows.out[0], probabilities, v);
     ptx::warpgroup_commit_batch();
   }
 

@@ -42,7 +42,7 @@ struct ListForwardTask : ForwardTask {
 
 // The pipeline of K and V, with what lookup warps tell of each block.
 template <int kHeadDim, int kColumnCount, int kKStageCount, int kVStageCount>
-struct ListStream : KeyStream<kHeadDim, kColumnCount, kKStageCount, kVStageCount, Lookup::warps> {
+struct ListStream : KeyStream<kHeadDim, kHeadDim, kColumnCount, kKStageCount, kVStageCount, Lookup::warps> {
   static constexpr bool kFlagsBlocks = true;
   FlagsOfBlocks<kKStageCount> flags;
 };
@@ -176,7 +176,7 @@ template <class ConfigType> struct ListedColumns {
 };
 
 template <class Element, int kHeadDim> struct ListForwardSm90 {
-  static constexpr ForwardTileSm90 kTile = forward_tile_sm90(kHeadDim);
+  static constexpr ForwardTileSm90 kTile = forward_tile_sm90(kHeadDim, kHeadDim);
   using Stream = ListStream<kHeadDim, kTile.columns, kTile.k_stages, kTile.v_stages>;
   using Config = ForwardConfigSm90<Element, kHeadDim, Stream, 1, RowsOf::one_query, ListForwardTask>;
 };

@@ -9,18 +9,20 @@
 
 namespace fdm::cuda {
 
-template <int kHeadDim, int kColumnCount, int kKStageCount, int kVStageCount> struct KeyBoxes {
+template <int kHeadDim, int kValueDimension, int kColumnCount, int kKStageCount, int kVStageCount> struct KeyBoxes {
+  static constexpr int kValueDim = kValueDimension;
   static constexpr int kColumns = kColumnCount, kKStages = kKStageCount, kVStages = kVStageCount;
   static_assert(kKStages >= 2, "K of a block may be in use until the scores of the next are started");
   static constexpr bool kFlagsBlocks = true, kFenced = true;
   static constexpr int kTaskReaders = 0;   // lookup threads do not release tasks
   static constexpr int kQueryArrivals = 1; // of the copying warp, for a task
   using Tile = SmemTile<kHeadDim, kColumns>;
+  using ValueTile = SmemTile<kValueDim, kColumns>;
   using KPipelineState = PipelineState<kKStages>;
   using VPipelineState = PipelineState<kVStages>;
 
   alignas(1024) char sK[kKStages][Tile::kBytes];
-  char sV[kVStages][Tile::kBytes];
+  char sV[kVStages][ValueTile::kBytes];
   // The facts of a block lie with its K, and are stored when that stage is free.
   ColumnFacts<kColumns> facts[kKStages];
   FlagsOfBlocks<kKStages> flags;
@@ -52,16 +54,17 @@ template <class Boxes> struct BoxCopier {
   __device__ BoxCopier(Boxes &shared, const CUtensorMap &k_map, const CUtensorMap &v_map)
       : boxes(shared), k(k_map), v(v_map) {}
 
+  template <class Tile>
   __device__ static void copy(const char *tile, const CUtensorMap &map, const BoxPlace &place, uint64_t &full) {
     if (threadIdx.x % 32 > 0) return;
-    copy_whole<typename Boxes::Tile>(tile, map, place, full);
+    copy_whole<Tile>(tile, map, place, full);
   }
 
   // Copies K of a block.
   __device__ void copy(const BoxPlace &place) {
     const int stage = k_state.index;
     Roles::producer_acquire(boxes.k_empty[stage], k_state.phase);
-    copy(boxes.sK[stage], k, place, boxes.k_full[stage]);
+    copy<typename Boxes::Tile>(boxes.sK[stage], k, place, boxes.k_full[stage]);
     ++k_state;
     now = place;
   }
@@ -70,7 +73,7 @@ template <class Boxes> struct BoxCopier {
     if (before.row >= 0) {
       const int stage = v_state.index;
       Roles::producer_acquire(boxes.v_empty[stage], v_state.phase);
-      copy(boxes.sV[stage], v, before, boxes.v_landed[stage]);
+      copy<typename Boxes::ValueTile>(boxes.sV[stage], v, before, boxes.v_landed[stage]);
       ++v_state;
     }
     before = now;
@@ -83,7 +86,6 @@ template <class Boxes> struct BoxCopier {
 //
 // on_column(task, stage, i, bias) is called for each column of a block whose facts have been stored.
 template <class Boxes, class OnColumn> struct BoxLookup {
-  using Tile = typename Boxes::Tile;
   using Reader = KeyColumnReader<Boxes::kColumns>;
 
   Boxes &boxes;
@@ -149,11 +151,12 @@ private:
     const int stage = v_state.index;
     ptx::wait(boxes.v_landed[stage], v_state.phase);
     if (dead) {
+      using ValueTile = typename Boxes::ValueTile;
       const uint32_t tile = ptx::shared_address(boxes.sV[stage]);
       const int row = Reader::column(0);
 #pragma unroll 1
-      for (int chunk = 0; chunk < 8 * Tile::kPanels; ++chunk)
-        ptx::store_shared(Tile::chunk_address(tile, row, chunk), uint4{});
+      for (int chunk = 0; chunk < 8 * ValueTile::kPanels; ++chunk)
+        ptx::store_shared(ValueTile::chunk_address(tile, row, chunk), uint4{});
     }
     ptx::fence_async_proxy();
     ptx::arrive(boxes.v_full[stage]);

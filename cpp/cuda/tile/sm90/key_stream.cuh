@@ -4,13 +4,15 @@
 // block_lookup.cuh). Each stage has barriers that say "full" and "empty".
 #pragma once
 
-#include "../key_ring.cuh"
+#include "../row_places.cuh"
 #include "row_gather.cuh"
 #include "tile_sizes.cuh"
 
 namespace fdm::cuda {
 
-template <int kHeadDim, int kColumnCount, int kKStageCount, int kVStageCount, Lookup kLookupChoice> struct KeyStream {
+template <int kHeadDim, int kValueDimension, int kColumnCount, int kKStageCount, int kVStageCount, Lookup kLookupChoice>
+struct KeyStream {
+  static constexpr int kValueDim = kValueDimension;
   static constexpr int kColumns = kColumnCount, kKStages = kKStageCount, kVStages = kVStageCount;
   static constexpr Lookup kLookup = kLookupChoice;
   // A warp that waits for a stage to become empty must know that it was so the time before: the parity of a barrier
@@ -25,7 +27,10 @@ template <int kHeadDim, int kColumnCount, int kKStageCount, int kVStageCount, Lo
   static constexpr int kQueryArrivals = 2 * Roles::kProducerThreads;
   static_assert(kKStages >= 2, "K of a block may be in use until the scores of the next are started");
   using Tile = SmemTile<kHeadDim, kColumns>;
+  using ValueTile = SmemTile<kValueDim, kColumns>;
   using Gather = RowGather<Tile, kColumns>;
+  using ValueGather = RowGather<ValueTile, kColumns>;
+  static_assert(Gather::kStepRows == ValueGather::kStepRows, "rows are listed once, at their place() of either");
   using KPipelineState = PipelineState<kKStages>;
   using VPipelineState = PipelineState<kVStages>;
   // The facts of a block lie with its K, and are stored when that stage is free. Its rows are read once more for V,
@@ -42,7 +47,7 @@ template <int kHeadDim, int kColumnCount, int kKStageCount, int kVStageCount, Lo
   };
 
   alignas(1024) char sK[kKStages][Tile::kBytes];
-  char sV[kVStages][Tile::kBytes];
+  char sV[kVStages][ValueTile::kBytes];
   ColumnFacts<kColumns> facts[kKStages];
   alignas(16) int32_t rows[kRowSlots][kColumns]; // their rows of K and V, each at its Gather::place(); -1: none
   Parked parked[32];                             // of one warp
@@ -65,14 +70,14 @@ template <int kHeadDim, int kColumnCount, int kKStageCount, int kVStageCount, Lo
 // A producer thread. The blocks of all tasks are one stream: V of a task's last block is loaded among the blocks of the
 // next.
 template <class Stream> struct KeyGatherer {
-  using Tile = typename Stream::Tile;
   using Gather = typename Stream::Gather;
+  using ValueGather = typename Stream::ValueGather;
   // Where K has a stage more, K of a block is loaded before V of the previous block. The stage of that V is released
   // so late that K would come late too if it had to wait behind it.
   static constexpr bool kValuesLag = Stream::kKStages > Stream::kVStages;
 
   Stream &stream;
-  const int head_dim;
+  const int head_dim, value_dim;
   const int32_t k_stride, v_stride; // bytes from row to row
   typename Stream::KPipelineState k_state;
   typename Stream::VPipelineState v_state;
@@ -80,8 +85,9 @@ template <class Stream> struct KeyGatherer {
   int v_slot = -1; // the rows of the block whose K was loaded last; -1 once its V is loaded too
   const char *first_v = nullptr;
 
-  __device__ KeyGatherer(Stream &shared, int dims, int32_t k_bytes, int32_t v_bytes)
-      : stream(shared), head_dim(dims), k_stride(k_bytes), v_stride(v_bytes) {}
+  __device__ KeyGatherer(Stream &shared, const fdm_problem &p, const RowPlaces &rows)
+      : stream(shared), head_dim(int(p.head_dim)), value_dim(int(p.v.shape[3])), k_stride(rows.k_bytes),
+        v_stride(rows.v_bytes) {}
 
   // Loads K of the next block, whose row 0 is first_k, if there is one; and V of the block whose K was loaded last.
   __device__ void load(const char *first_k, bool exists) {
@@ -107,9 +113,9 @@ private:
   __device__ void load_values() {
     if (v_slot < 0) return;
     const int stage = v_state.index;
-    const auto rows = Gather::listed(first_v, v_stride, stream.rows[v_slot]);
+    const auto rows = ValueGather::listed(first_v, v_stride, stream.rows[v_slot]);
     Roles::producer_acquire(stream.v_empty[stage], v_state.phase);
-    Gather::copy(ptx::shared_address(stream.sV[stage]), rows, head_dim);
+    ValueGather::copy(ptx::shared_address(stream.sV[stage]), rows, value_dim);
     Roles::producer_commit_copies(stream.v_full[stage]);
     ++v_state;
   }

@@ -40,13 +40,14 @@ __device__ __forceinline__ void warpgroup_gemm_rs_transposed(float (&sums)[kTile
     ptx::wgmma_rs<Element, ptx::Major::k>(sums, left[k], right + RightTile::offset(0, 16 * k), k > 0);
 }
 
-// Loads 16 rows of a tile for each warp of a warpgroup as a left operand; this warp's begin at `row`.
+// Loads 16 rows of a tile for each warp of a warpgroup as a left operand, from a chunk of eight columns on; this warp's
+// begin at `row`.
 template <class LeftTile, int kDepth>
-__device__ __forceinline__ void load_left(uint32_t (&left)[kDepth][4], uint32_t base, int row) {
+__device__ __forceinline__ void load_left(uint32_t (&left)[kDepth][4], uint32_t base, int row, int chunk = 0) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int k = 0; k < kDepth; ++k)
-    ptx::ldmatrix(left[k], LeftTile::chunk_address(base, row + lane % 16, 2 * k + lane / 16));
+    ptx::ldmatrix(left[k], LeftTile::chunk_address(base, row + lane % 16, chunk + 2 * k + lane / 16));
 }
 
 // Stores a left operand as load_left loads it, from a column on.
@@ -69,6 +70,38 @@ __device__ __forceinline__ void pack_left(uint32_t (&packed)[kTiles / 2][4], con
     packed[k][2] = ptx::pack<Element>(high[0], high[1]);
     packed[k][3] = ptx::pack<Element>(high[2], high[3]);
   }
+}
+
+// The high and low halves of accumulators, each as a left operand has them; and the accumulators of these.
+__device__ __forceinline__ void split_left(uint32_t (&high)[4], uint32_t (&low)[4], const float (&first)[4],
+                                           const float (&second)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float *const pair = (i < 2 ? first : second) + i % 2 * 2;
+    low[i] = __byte_perm(__float_as_uint(pair[0]), __float_as_uint(pair[1]), 0x5410);
+    high[i] = __byte_perm(__float_as_uint(pair[0]), __float_as_uint(pair[1]), 0x7632);
+  }
+}
+__device__ __forceinline__ void join_left(float (&first)[4], float (&second)[4], const uint32_t (&high)[4],
+                                          const uint32_t (&low)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    float *const pair = (i < 2 ? first : second) + i % 2 * 2;
+    pair[0] = __uint_as_float(__byte_perm(low[i], high[i], 0x5410));
+    pair[1] = __uint_as_float(__byte_perm(low[i], high[i], 0x7632));
+  }
+}
+
+// The accumulators that were rounded.
+template <class Element, int kTiles>
+__device__ __forceinline__ void unpack_left(float (&sums)[kTiles][4], const uint32_t (&packed)[kTiles / 2][4]) {
+#pragma unroll
+  for (int k = 0; k < kTiles / 2; ++k)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float *const pair = &sums[2 * k + i / 2][i % 2 * 2];
+      ptx::unpack<Element>(packed[k][i], pair[0], pair[1]);
+    }
 }
 
 // sums = A B, or sums += A B where `accumulate`, with A in registers and B the rows of a RightTile, one for each column

@@ -9,17 +9,21 @@ namespace fdm::cuda {
 // other blocks.
 enum class Lookup { warpgroup, warps };
 
+// Instantiations for values that are narrower than keys: 128 columns beside 192, as DeepSeek's heads have. 0: none.
+constexpr int narrow_value_dim(int head_dim) { return head_dim == 192 ? 128 : 0; }
+
 struct ForwardTileSm90 {
   int columns, k_stages, v_stages;
 };
 
-// Accumulators take head_dim / 2 + columns / 2 registers of a thread, probabilities columns / 4. Wide products read
+// Accumulators take value_dim / 2 + columns / 2 registers of a thread, probabilities columns / 4. Wide products read
 // less shared memory for each operation. K of a block is needed long before its V, so where there is no room for more
 // of both, it has a stage more. Up to 64 columns, five stages of both took 1 to 3 % less than four of K and three of V
 // (seen on an H100). Boxes keep the latter: with five and four, sequences of 512 tokens without a mask took 5 % more.
-constexpr ForwardTileSm90 forward_tile_sm90(int head_dim) {
+constexpr ForwardTileSm90 forward_tile_sm90(int head_dim, int value_dim) {
   if (head_dim <= 64) return {128, 5, 5};
   if (head_dim <= 128) return {128, 3, 2};
+  if (value_dim <= 128) return {128, 2, 2};
   return head_dim <= 192 ? ForwardTileSm90{64, 3, 2} : ForwardTileSm90{64, 2, 2};
 }
 
@@ -34,9 +38,10 @@ struct BoxTileSm90 {
   int columns, k_stages, v_stages, query_stages;
 };
 
-constexpr BoxTileSm90 box_tile_sm90(int head_dim) {
+constexpr BoxTileSm90 box_tile_sm90(int head_dim, int value_dim) {
   if (head_dim <= 64) return {128, 4, 3, 2};
   if (head_dim <= 128) return {128, 2, 2, 2};
+  if (value_dim <= 128) return {128, 2, 2, 1};
   return head_dim <= 192 ? BoxTileSm90{64, 3, 2, 1} : BoxTileSm90{64, 2, 2, 1};
 }
 
