@@ -21,14 +21,15 @@ function(fdm_add_emulated_packs)
   find_package(Threads REQUIRED)
   fdm_generate_kernels(kernels include)
   set(folder "${PROJECT_SOURCE_DIR}/cpp/emulator")
+  set(emulator "${folder}/driver.cpp" "${folder}/machine.cpp" "${folder}/pack.cpp")
   set_source_files_properties(${EMULATED_SOURCES} ${kernels} PROPERTIES LANGUAGE CXX)
+  set_source_files_properties(${emulator} PROPERTIES SKIP_PRECOMPILE_HEADERS ON)
   fdm_read_pack_interface(abi_version symbol)
   foreach(arch IN LISTS FLASH_DMATTN_EMULATE)
     fdm_table_get(code archs ${arch} code)
     string(REGEX MATCH "[0-9]+" number "${arch}")
     set(target flash_dmattn_${arch}_emulated)
-    add_library(${target} MODULE ${EMULATED_SOURCES} ${kernels}
-      "${folder}/driver.cpp" "${folder}/machine.cpp" "${folder}/pack.cpp")
+    add_library(${target} MODULE ${EMULATED_SOURCES} ${kernels} ${emulator})
     fdm_setup_pack_objects(${target})
     fdm_export_only(${target} ${symbol})
     set_target_properties(${target} PROPERTIES
@@ -36,6 +37,9 @@ function(fdm_add_emulated_packs)
       PREFIX lib
       OUTPUT_NAME "flash_dmattn_${arch}"
       LIBRARY_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}/emulated")
+    # Headers are most of a small source. Those of the emulator define words of CUDA, which its own sources do not use.
+    target_precompile_headers(${target} PRIVATE
+      <cuda_runtime.h> <cuda_bf16.h> <cuda_fp16.h> "${PROJECT_SOURCE_DIR}/cpp/cuda/host/launch.cuh")
     # The folders of the emulator come first.
     target_include_directories(${target} BEFORE PRIVATE "${folder}" "${include}")
     target_include_directories(${target} PRIVATE "${PROJECT_SOURCE_DIR}/cpp/cuda")
