@@ -294,20 +294,19 @@ def test_packed_sequences(heads: int, target: Target) -> None:
 def test_forms_of_large_heads(form: str, head_dim: int, target: Target) -> None:
     """A key block then serves a group, whose heads may have a bias in common."""
     for dtype in target.dtypes:
-        for heads in (2, 6):
-            for bias_dtype in {dtype, torch.float32}:
-                bias = randn(2, heads, 150, 77, dtype=bias_dtype, seed=heads)
-                if form == "far below":
-                    bias[:, :, ::7, 5:] = -1e4
-                    bias[:, :, 3] = -1e4
-                elif form == "transposed":
-                    bias = bias.transpose(2, 3).contiguous().transpose(2, 3)
-                problem = problem_with(bias, dtype, causal=heads == 6, head_dim=head_dim)
-                if form == "lists":
-                    start = torch.randint(0, 120, (2, 2, 77), generator=torch.manual_seed(heads))
-                    problem.mask = IntervalMask(start.int(), (start + 40).int())
-                elif form == "softcap":
-                    problem.softcap = 3.0
-                elif form == "scale":
-                    problem.scale = 2.0**-34
-                check(problem, target)
+        for heads, bias_dtype in ((2, dtype), (6, torch.float32)):
+            bias = randn(2, heads, 150, 77, dtype=bias_dtype, seed=heads)
+            if form == "far below":
+                bias[:, :, ::7, 5:] = -1e4
+                bias[:, :, 3] = -1e4
+            elif form == "transposed":
+                bias = bias.transpose(2, 3).contiguous().transpose(2, 3)
+            problem = problem_with(bias, dtype, causal=heads == 6, head_dim=head_dim)
+            if form == "lists":
+                start = torch.randint(0, 120, (2, 2, 77), generator=torch.manual_seed(heads))
+                problem.mask = IntervalMask(start.int(), (start + 40).int())
+            elif form == "softcap":
+                problem.softcap = 3.0
+            elif form == "scale":
+                problem.scale = 2.0**-34
+            check(problem, target)
