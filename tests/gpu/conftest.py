@@ -8,7 +8,24 @@ import secrets
 import pytest
 import torch
 
+from conftest import PRESENT
+from support import Target
+
 from .kinds import KINDS
+
+
+def _mark(target: Target) -> tuple[pytest.MarkDecorator, ...]:
+    """Mark the cpu pack, of whose own kernels tests/test_drawn.py draws calls of every kind."""
+    return () if target.device == "cuda" or target.has_kernels_of_gpu else (pytest.mark.slow,)
+
+
+@pytest.fixture(
+    params=[pytest.param(t, marks=_mark(t), id=str(t)) for t in PRESENT if t.is_pack],
+)
+def pack_target(request: pytest.FixtureRequest) -> Target:
+    """As that of every test, for kernels of GPUs."""
+    wanted: Target = request.param
+    return wanted
 
 
 @pytest.fixture
