@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,6 +35,14 @@ from support import HALF_TYPES, Target, randn
 BLOCK = 50
 
 
+def blocks(seeds: int, size: int = BLOCK) -> list[Any]:
+    """Return the first seed of each block of seeds; all but the first half are slow."""
+    return [
+        pytest.param(first, marks=pytest.mark.slow if 2 * first >= seeds else ())
+        for first in range(0, seeds, size)
+    ]
+
+
 def check_seeds(first: int, target: Target, draws: Callable[..., Drawn] = draw) -> None:
     for seed in range(first, first + BLOCK):
         drawn = draws(seed, target.dtypes)
@@ -52,7 +61,7 @@ def test_drawn_calls_are_right_by_any_backend(target: Target) -> None:
     check_seeds(1000, target)
 
 
-@pytest.mark.parametrize("first", range(0, 200, BLOCK))
+@pytest.mark.parametrize("first", blocks(200))
 def test_drawn_lists_are_right(first: int, pack_target: Target) -> None:
     check_seeds(first, pack_target, draw_listed)
 
@@ -61,9 +70,9 @@ def test_drawn_lists_are_right_by_any_backend(target: Target) -> None:
     check_seeds(1000, target, draw_listed)
 
 
-@pytest.mark.parametrize("first", range(0, 60, 20))
+@pytest.mark.parametrize("first", blocks(60, 15))
 def test_repeated_calls_are_right(first: int, pack_target: Target) -> None:
-    for seed in range(first, first + 20):
+    for seed in range(first, first + 15):
         outcome = outcome_of(seed, pack_target, small=False, many=True, strict=True)
         assert outcome.kind in ("right", "refused"), f"seed {seed}: {outcome}"
 

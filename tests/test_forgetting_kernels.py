@@ -302,8 +302,11 @@ def test_operators(pack_target: Target, prune: float | None) -> None:
     torch.library.opcheck(operators.forget_backward.default, (bias, gates.detach(), *given[1:]))
 
 
+@pytest.mark.parametrize(
+    "compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("packed", [False, True])
-def test_compiles_whole(pack_target: Target, packed: bool) -> None:
+def test_compiles_whole(pack_target: Target, packed: bool, compiler: str) -> None:
     gates = exact_gates(3, 300).to(pack_target.device)
     cu_seqlens = bounds(0, 50, 300).to(pack_target.device) if packed else None
 
@@ -313,7 +316,7 @@ def test_compiles_whole(pack_target: Target, packed: bool) -> None:
         assert mask is not None
         return bias, mask.start, mask.end
 
-    compiled = torch.compile(both, fullgraph=True)
+    compiled = torch.compile(both, fullgraph=True, backend=compiler)
     leaves = [gates.clone().requires_grad_() for _ in range(2)]
     for one, other in zip(both(leaves[0]), compiled(leaves[1]), strict=True):
         assert torch.equal(one, other)

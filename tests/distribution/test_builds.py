@@ -264,6 +264,7 @@ def two_trees(folder: Path) -> list[Path]:
     return trees
 
 
+@pytest.mark.slow
 def test_cpu_pack_does_not_depend_on_the_folder(tmp_path: Path) -> None:
     digests = []
     for tree in two_trees(tmp_path):
