@@ -263,7 +263,7 @@ class PackBackend(Backend):
         serves = biases == "all" or inputs.bias is None or inputs.bias.shape[-2] == 1
         if biases == "none" or not serves:
             return False
-        has_mask = any(t is not None for t in (inputs.mask, inputs.start, inputs.given_plan))
+        has_mask = inputs.mask is not None or inputs.start is not None
         if has_mask or self.name != "cuda" or KEY_MASS_WITHOUT_MASK:
             return True
         return not self._triton_sums(inputs)
