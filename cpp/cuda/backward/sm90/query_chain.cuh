@@ -105,12 +105,16 @@ template <class Element, int kTiles, int kWarps> struct QueryChain {
       sums[n][3] = part.w;
     }
     parities ^= 1;
-    // The block above may overwrite the sums once it is told. Without the fence the arrival at its barrier does not
-    // wait for these loads, and can overtake them.
-    __threadfence_block();
+  }
+
+  // Tells the block above that it may overwrite what it has sent. The arrival at its barrier overtakes loads whose results
+  // are not there, also behind a fence of the block (seen on an H200, about once in 10,000 calls). So this comes after
+  // products that begin with the sums.
+  __device__ void release(Shared &shared, uint32_t facts) const {
     __syncwarp();
+    const uint32_t thread = ptx::thread_index(), warp = thread / 32, lane = thread % 32;
     // A block whose tiles have all come may have ended.
-    if (lane == 0 && !(facts & kLast)) ptx::arrive_of_block(shared.empty[warp], ChainWalk::above());
+    if (lane == 0 && !(facts & (kBegins | kLast))) ptx::arrive_of_block(shared.empty[warp], ChainWalk::above());
   }
 
   // Gives the sums to the block below, or writes them.

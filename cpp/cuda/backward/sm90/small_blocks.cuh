@@ -355,11 +355,14 @@ template <class Config> struct SmallBlock {
         run_step(state.index, careful, dq, receive);
       } else {
         receive();
+        if constexpr (Config::kChained) __threadfence(); // no product waits for the sums
       }
-      if constexpr (Config::kChained)
+      if constexpr (Config::kChained) {
+        chain.release(shared.cluster.tiles, place);
         chain.hand_on(dq, shared.cluster.tiles, place, sums.keys.task(), step);
-      else
+      } else {
         add_queries(state.index, dq);
+      }
     }
     WantedSums wanted; // all, or those that this block of a cluster adds up
     if constexpr (!Config::kChained)
