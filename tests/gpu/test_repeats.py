@@ -61,9 +61,7 @@ def test_no_race(
 def test_no_race_in_chains(
     causal: bool, gpu: str, seed: int, request: pytest.FixtureRequest
 ) -> None:
-    """Key blocks of a cluster hand dQ on; 194,000 such calls were equal, where one in 10,000 was not
-    while they released sums before they had read them.
-    """
+    """Key blocks of a cluster hand dQ on to each other, in room that is used again."""
     draw = Draw(seed, torch.bfloat16, 64)
     call, _ = dense(
         draw, batch=(8, 8), queries=(256, 256), keys=(256, 256), kv_heads=(12, 12), group=(1, 1)
