@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .arguments import check_tensors, refuse_ranks
+from .checks import is_one_of
 from .dispatch_state import PLAIN_TYPES
 from .masks import IntervalMask
 
@@ -117,8 +118,8 @@ def _check(mask: Any, query: Tensor, key: Tensor) -> None:
     shape = tuple(mask.shape)
     fits = (
         len(shape) == 4
-        and shape[0] in (1, batch)
-        and shape[1] in (1, heads)
+        and is_one_of(shape[0], 1, batch)
+        and is_one_of(shape[1], 1, heads)
         and -(-queries // mask.BLOCK_SIZE[0]) == mask.kv_num_blocks.shape[-1]
         and getattr(mask, "seq_lengths", (queries, keys)) == (queries, keys)
     )

@@ -285,7 +285,7 @@ def selectable_bias(
             "keep_last, to keep the nearest keys"
         )
     # Otherwise the selection would have the wrong batch size, and be blamed for it.
-    if batch is not None and bias.shape[0] not in (1, batch):
+    if batch is not None and bias.shape[0] != 1 and bias.shape[0] != batch:
         raise ValueError(
             f"attn_bias must have batch size {batch} or 1, as query, got {tuple(bias.shape)}"
         )
@@ -416,15 +416,20 @@ def _longest(name: str, length: int | None, cu_seqlens: Tensor) -> int:
 
 def _check_mask(mask: Tensor, bias: Tensor, shape: CallShape) -> None:
     """Raise ValueError, by the name of `dynamic_mask`'s argument, for a mask that does not fit."""
-    head_sizes = {1, shape.heads, shape.kv_heads}
+    head_sizes = (1, shape.heads, shape.kv_heads)
     if mask.dim() == 4:
-        sizes = ({1, shape.batch}, head_sizes, {1, shape.queries}, {1, shape.keys})
-        fits = all(size in allowed for size, allowed in zip(mask.shape, sizes, strict=True))
+        sizes = ((1, shape.batch), head_sizes, (1, shape.queries), (1, shape.keys))
+        fits = all(
+            checks.is_one_of(size, *allowed)
+            for size, allowed in zip(mask.shape, sizes, strict=True)
+        )
         form = "({B|1}, {H|Hk|1}, {Q|1}, {K|1})"
     else:
         # Only shapes are compared here; lengths are in the values of the cu_seqlens.
         same_rows = mask.shape[1] == bias.shape[1]
-        fits = mask.shape[0] in head_sizes and (not same_rows or mask.shape[2] == bias.shape[2])
+        fits = checks.is_one_of(mask.shape[0], *head_sizes) and (
+            not same_rows or mask.shape[2] == bias.shape[2]
+        )
         form = "({H|Hk|1}, 1, total_k) or ({H|Hk|1}, total_q, max_seqlen_k)"
     if not fits:
         raise ValueError(

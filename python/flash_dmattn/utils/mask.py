@@ -123,7 +123,7 @@ def _check_mask(mask: Tensor, scores: Tensor) -> None:
         raise TypeError(f"attention_mask must have dtype torch.bool, got {mask.dtype}")
     checks.same_device("attention_mask", mask, "attention_bias' device", scores.device)
     sizes = zip(reversed(mask.shape), reversed(scores.shape), strict=False)
-    if mask.dim() > scores.dim() or any(size not in (1, full) for size, full in sizes):
+    if mask.dim() > scores.dim() or not all(checks.is_one_of(*both, 1) for both in sizes):
         raise ValueError(
             f"attention_mask must broadcast to attention_bias' shape {tuple(scores.shape)}, got "
             f"{tuple(mask.shape)}"
