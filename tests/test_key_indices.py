@@ -73,6 +73,19 @@ def test_groups_of_many_heads(
         assert all(launched(target, k) > n for k, n in zip(kernels, before, strict=True))
 
 
+def test_small_scales_leave_gradients_their_digits(target: Target) -> None:
+    """Float16 holds dS, and not its product with such a scale."""
+    fixed: dict[str, Any] = {"dtype": torch.float16, "scale": 2.0**-20, "softcap": 0.0}
+    call = small_call(target, **fixed, bias_heads=None, index_heads=None)
+    for name in ("query", "key"):
+        call.tensors[name] *= 4096
+    got, want = call.got(), call.want(torch.float64)
+    for name in ("query", "key"):
+        gradient = f"d{name}"
+        error = (got[gradient].double() - want[gradient]).abs().max()
+        assert error < 0.01 * want[gradient].abs().max(), name
+
+
 def launched(target: Target, name: str) -> int:
     """Return how often kernels with this in their name were launched."""
     counts = loader.pack_for(target.device).launch_counts if target.is_pack else {}

@@ -364,11 +364,11 @@ def list_backward_kernel(
             else:
                 index_at = (kv_head * group // index_share * rows + row) * length + at
                 tl.atomic_add(dindex_bias + index_at, tl.sum(dscores, 0), mask=needed)
-        dscores = (dscores * slope * scale).to(k_tile.dtype)
+        dscores = (dscores * slope).to(k_tile.dtype)
         dq_tile += dot(dscores, k_tile)
         if WANT_DK:
-            tl.atomic_add(dk + places, dot(tl.trans(dscores), q_tile), mask=to_add)
-    store_tile(dq, q_offsets, dq_tile, valid_heads, head_dim, BLOCK_D)
+            tl.atomic_add(dk + places, dot(tl.trans(dscores), q_tile) * scale, mask=to_add)
+    store_tile(dq, q_offsets, dq_tile * scale, valid_heads, head_dim, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=LIST_SIZES)
