@@ -109,7 +109,7 @@ template <class Element, int kTiles, int kWarps> struct QueryChain {
 
   // Tells the block above that it may overwrite what it has sent. The arrival at its barrier overtakes loads whose results
   // are not there, also behind a fence of the block (seen on an H200, about once in 10,000 calls). So this comes after
-  // products that begin with the sums.
+  // the issue of products that begin with the sums: they are not issued before the loaded registers are there.
   __device__ void release(Shared &shared, uint32_t facts) const {
     __syncwarp();
     const uint32_t thread = ptx::thread_index(), warp = thread / 32, lane = thread % 32;
