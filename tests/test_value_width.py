@@ -65,12 +65,6 @@ NARROW: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def untried_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let kernels for narrow values compute the calls that they serve."""
-    monkeypatch.setenv("FLASH_DMATTN_UNTRIED", "1")
-
-
 @pytest.mark.parametrize("form", NARROW)
 @pytest.mark.parametrize("widths", [(192, 128), (136, 72)], ids=str)
 def test_narrow_values(kernel_target: Target, widths: tuple[int, int], form: str) -> None:

@@ -103,8 +103,8 @@ def flash_dmattn_func(
         query: ``(B, Q, H, D)``, D from 1 to 256; float16 or bfloat16, on CPUs also float32. Any Q,
             K >= 0.
         key, value: ``(B, K, Hk, D)`` of query's dtype; H is a multiple of Hk. The head dimension of
-            value may be another one, Dv: backends but the reference compute with copies that zeros
-            pad to the larger of both.
+            value may be another one, Dv: but for some calls on Hopper, and the reference, kernels
+            compute with copies that zeros pad to the larger of both.
         attn_mask: bool ``({B|1}, {H|Hk|1}, {Q|1}, {K|1})``, True keeps; the same for every query:
             ``(B, {H|Hk|1}, K)`` or ``(B, K)``; or an `IntervalMask`; or a BlockMask of
             FlexAttention, which each call turns into one of these (`make_plan` does it once).

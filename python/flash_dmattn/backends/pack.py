@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from flash_dmattn import _core
-from flash_dmattn.loader import environment
 from flash_dmattn.record import ATTENTION, KeyListInputs
 
 from . import portable, torch_memory
@@ -51,8 +50,8 @@ class PackBackend(Backend):
         return True
 
     def narrow_widths(self) -> tuple[int, int]:
-        """Return those of the pack; no whole suite has run their kernels' last form on a GPU."""
-        return self.pack.narrow_widths if environment.get("FLASH_DMATTN_UNTRIED") == "1" else (0, 0)
+        """Return those of the pack."""
+        return self.pack.narrow_widths
 
     def plan_bytes(self, inputs: AttentionInputs) -> int:
         """Evaluate the formula of pack.h's fdm_plan_layout, which holds for symbolic sizes too."""
