@@ -116,6 +116,13 @@ class Installation:
     def packs(self) -> Path:
         return self.root / "packs"
 
+    def forget_runs(self, capability: str) -> None:
+        """Make the table say that no GPU ever ran the kernels for a compute capability."""
+        path = self.root / "targets.json"
+        table = json.loads(path.read_text())
+        table["record"][capability] = "none"
+        path.write_text(json.dumps(table))
+
     def write(self, *names: str, **options: object) -> None:
         """Put packs into the installation."""
         write_packs(self.packs, *names, **options)

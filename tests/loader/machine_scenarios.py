@@ -39,6 +39,7 @@ def newer_gpu_whose_pack_was_not_built(installation):
 
 @SCENARIOS.add
 def gpu_on_which_no_pack_was_run(installation):
+    installation.forget_runs("10.0")
     installation.set_up("cpu", "cu12-sm100", "cu13-sm100", gpu="10.0", torch="13.0")
     return error_of(installation.loader(), "cuda", 0)
 

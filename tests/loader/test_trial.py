@@ -167,6 +167,7 @@ def test_gpus_that_are_known_are_not_tested(capability, arch, installation):
 
 
 def test_kernels_that_no_gpu_ever_ran_are_not_tested_either(installation):
+    installation.forget_runs("10.0")
     installation.set_up("cpu", "cu13-sm100", gpu="10.0")
     with pytest.raises(NoPackError, match="FLASH_DMATTN_UNTRIED=1 lets it serve"):
         installation.loader().pack_for("cuda", 0)
