@@ -13,6 +13,7 @@ from . import checks, dispatch_state
 from .arguments import check_packed_ranks, refuse_ranks
 from .operators import define
 from .record import Packing
+from .selection import total_keys
 
 __all__ = ["lists_or_mask"]
 
@@ -59,7 +60,10 @@ def lists_or_mask(
         rows, size = min(rows, max(queries, 1)), min(size, max(keys, 1))
     if rows == 1 and not by_mask and checks.is_one_of(heads, 1, key.shape[-2]):
         return _run("block_keys", _keys, block_indices, size, keys), None
-    return None, _run("block_keep", _keep, block_indices, rows, size, queries, keys)
+    kept = _run("block_keep", _keep, block_indices, rows, size, queries, keys)
+    if is_dense or queries != 1:
+        return None, kept
+    return None, _along_packed_keys(kept, packing, total_keys(key, packing))
 
 
 def _check(packing: Packing, query: Tensor, key: Tensor, blocks: Tensor, rows: int) -> None:
@@ -101,6 +105,20 @@ def _run(name: str, implementation: Callable[..., Tensor], *arguments: Any) -> T
         return implementation(*arguments)
     made: Tensor = getattr(torch.ops.flash_dmattn, name).default(*arguments)
     return made
+
+
+def _along_packed_keys(kept: Tensor, packing: Packing, total: int) -> Tensor:
+    """Return the row of the only query of packed sequences as attention reads one row: with all
+    keys of all sequences.
+    """
+    assert packing.cu_seqlens_q is not None
+    assert packing.cu_seqlens_k is not None
+    own_sequence = (packing.cu_seqlens_q[1:] == 0).sum().unsqueeze(0)
+    place = torch.arange(total, device=kept.device)
+    place = place - packing.cu_seqlens_k.index_select(0, own_sequence)
+    keys = kept.shape[-1]
+    inside = (place >= 0) & (place < keys)
+    return kept.index_select(-1, place.clamp(0, max(keys - 1, 0))) & inside
 
 
 def _in_range(blocks: Tensor, size: int, keys: int) -> Tensor:
