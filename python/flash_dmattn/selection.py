@@ -413,11 +413,7 @@ def _longest(name: str, length: int | None, cu_seqlens: Tensor) -> int:
     """Return the length of the longest sequence; by default it is read from the device."""
     if length is not None:
         return index(name, length, 0, MOST_ROWS)
-    if cu_seqlens.is_meta:
-        raise ValueError(f"{name} must be given with meta tensors, whose values cannot be read")
-    if cu_seqlens.numel() < 2:
-        return 0
-    return max(0, int((cu_seqlens[1:] - cu_seqlens[:-1]).max()))
+    return checks.longest(name.replace("max_seqlen", "cu_seqlens"), cu_seqlens, f"; pass {name}")
 
 
 def _check_mask(mask: Tensor, bias: Tensor, shape: CallShape) -> None:

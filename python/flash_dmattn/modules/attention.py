@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from .. import checks
-from ..arguments import flag, index, to_4d
+from ..arguments import flag, to_4d
 from ..interface import flash_dmattn_func, flash_dmattn_varlen_func
 from ..masks import IntervalMask
 from ..record import KeyCounts
@@ -329,7 +329,7 @@ class DynamicMaskAttention(nn.Module):
         if cu_seqlens is None:
             keys = key.shape[1]
         else:
-            keys = longest(cu_seqlens) if max_seqlen is None else index("max_seqlen", max_seqlen)
+            keys = longest(cu_seqlens, max_seqlen)
         if self.window_size is not None:
             counts = self._counts()
             selects = {

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
 from .. import checks
-from ..arguments import flag, index
+from ..arguments import flag
 from ..forgetting import checked_prune, forgetting_attention, forgetting_bias
 from ..forgetting_formula import read_by
 from ..interface import flash_dmattn_func, flash_dmattn_varlen_func
@@ -255,7 +255,7 @@ class ForgettingAttention(nn.Module):
                 backend=self.backend,
             )
         bias, mask = forgetting_bias(log_forget, self.prune, cu_seqlens, padding=padding)
-        keys = longest(cu_seqlens) if max_seqlen is None else index("max_seqlen", max_seqlen)
+        keys = longest(cu_seqlens, max_seqlen)
         bounds = (cu_seqlens, cu_seqlens, keys, keys)
         return self._attend(query, key, value, bias, mask, bounds)
 
