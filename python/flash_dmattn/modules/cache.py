@@ -19,6 +19,7 @@ from ..state import KeptKeys
 from ..state.chunks import check_left, check_sequences
 from ..state.rows import Rows, chosen
 from ..state.stored import check_names, check_setting, with_added
+from ..wrong_keywords import telling_keywords
 from .arguments import check_tokens
 
 __all__ = ["AttentionCache"]
@@ -28,6 +29,7 @@ _LENGTH_DIMENSION = {"key": 1, "value": 1, "bias": 3}
 _SETTINGS = ("rollback", "every_key", "length")
 
 
+@telling_keywords
 class AttentionCache:
     """What one layer keeps of the tokens that it has seen, in the order in which they came.
 

@@ -19,6 +19,7 @@ from ..refusals import current_backward, refuse_recomputation
 from ..state.chunks import check_left, check_sequences
 from ..state.rows import chosen
 from ..state.stored import check_names, check_setting
+from ..wrong_keywords import telling_keywords
 
 __all__ = ["ForgettingCache", "check_tokens"]
 
@@ -76,6 +77,7 @@ class _Held(NamedTuple):
         return left._replace(buffers=left.filled()) if self.rows == self.room else left
 
 
+@telling_keywords
 class ForgettingCache:
     """What one `ForgettingAttention` keeps: the tokens that have not decayed for all of its heads.
 
