@@ -60,10 +60,11 @@ def lists_or_mask(
         rows, size = min(rows, max(queries, 1)), min(size, max(keys, 1))
     if rows == 1 and not by_mask and checks.is_one_of(heads, 1, key.shape[-2]):
         return _run("block_keys", _keys, block_indices, size, keys), None
-    kept = _run("block_keep", _keep, block_indices, rows, size, queries, keys)
     if is_dense or queries != 1:
-        return None, kept
-    return None, _along_packed_keys(kept, packing, total_keys(key, packing))
+        return None, _run("block_keep", _keep, block_indices, rows, size, queries, keys)
+    total = total_keys(key, packing)
+    bounds = [checks.bounds(name, getattr(packing, name)) for name in Packing._fields[:2]]
+    return None, _run("block_keep_alone", _keep_alone, block_indices, *bounds, size, keys, total)
 
 
 def _check(packing: Packing, query: Tensor, key: Tensor, blocks: Tensor, rows: int) -> None:
@@ -107,20 +108,6 @@ def _run(name: str, implementation: Callable[..., Tensor], *arguments: Any) -> T
     return made
 
 
-def _along_packed_keys(kept: Tensor, packing: Packing, total: int) -> Tensor:
-    """Return the row of the only query of packed sequences as attention reads one row: with all
-    keys of all sequences.
-    """
-    assert packing.cu_seqlens_q is not None
-    assert packing.cu_seqlens_k is not None
-    own_sequence = (packing.cu_seqlens_q[1:] == 0).sum().unsqueeze(0)
-    place = torch.arange(total, device=kept.device)
-    place = place - packing.cu_seqlens_k.index_select(0, own_sequence)
-    keys = kept.shape[-1]
-    inside = (place >= 0) & (place < keys)
-    return kept.index_select(-1, place.clamp(0, max(keys - 1, 0))) & inside
-
-
 def _in_range(blocks: Tensor, size: int, keys: int) -> Tensor:
     return (blocks >= 0) & (blocks < -(-keys // size))
 
@@ -156,10 +143,39 @@ def _keep_fake(blocks: Tensor, rows: int, size: int, queries: int, keys: int) ->
     return blocks.new_empty((*blocks.shape[:-2], queries, keys), dtype=torch.bool)
 
 
+def _keep_alone(
+    blocks: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, size: int, keys: int, total: int
+) -> Tensor:
+    """Return bool ``(h, 1, total)`` of the only query of packed sequences, whose row attention
+    reads along the keys of all sequences.
+    """
+    kept = _keep(blocks, 1, size, 1, keys)
+    own_sequence = (cu_seqlens_q[1:] == 0).sum().clamp(max=len(cu_seqlens_k) - 1).unsqueeze(0)
+    place = torch.arange(total, device=kept.device) - cu_seqlens_k.index_select(0, own_sequence)
+    inside = (place >= 0) & (place < keys)
+    return kept.index_select(-1, place.clamp(0, max(keys - 1, 0))) & inside
+
+
+def _keep_alone_fake(
+    blocks: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, size: int, keys: int, total: int
+) -> Tensor:
+    return blocks.new_empty((*blocks.shape[:-1], total), dtype=torch.bool)
+
+
 define("block_keys", ("Tensor blocks, SymInt size, SymInt keys", "Tensor"), _keys, _keys_fake)
 define(
     "block_keep",
     ("Tensor blocks, SymInt rows, SymInt size, SymInt queries, SymInt keys", "Tensor"),
     _keep,
     _keep_fake,
+)
+define(
+    "block_keep_alone",
+    (
+        "Tensor blocks, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt size, SymInt keys, "
+        "SymInt total",
+        "Tensor",
+    ),
+    _keep_alone,
+    _keep_alone_fake,
 )
