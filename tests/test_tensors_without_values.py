@@ -13,7 +13,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from flash_dmattn import IntervalMask, KeptKeys, dynamic_mask, forgetting_bias
+from flash_dmattn import (
+    IntervalMask,
+    KeptKeys,
+    dynamic_mask,
+    flash_dmattn_func,
+    forgetting_bias,
+)
 from flash_dmattn.modules import (
     AttentionCache,
     DynamicMaskAttention,
@@ -56,6 +62,33 @@ def test_graphs_of_operations(
     graph = make_fx(function, tracing_mode=mode)(arguments[0])
     for argument in arguments:
         torch.testing.assert_close(graph(argument), function(argument))
+
+
+def test_block_masks() -> None:
+    flex_attention = pytest.importorskip("torch.nn.attention.flex_attention")
+
+    def block_mask(device: str) -> Any:
+        return flex_attention.create_block_mask(
+            lambda b, h, i, j: i + 10 >= j, None, None, 20, 30, device=device, BLOCK_SIZE=16
+        )
+
+    query, key, mask = torch.randn(2, 20, 4, 8), torch.randn(2, 30, 2, 8), block_mask("cpu")
+    graph = make_fx(lambda q, k: flash_dmattn_func(q, k, k, mask))(query, key)
+    torch.testing.assert_close(graph(query, key), flash_dmattn_func(query, key, key, mask))
+    query, key = query.to("meta"), key.to("meta")
+    assert flash_dmattn_func(query, key, key, block_mask("meta")).shape == query.shape
+
+
+@pytest.mark.parametrize("size", [(1, 4), (4, 4)])
+def test_blocks_of_sizes_that_are_symbols(size: tuple[int, int]) -> None:
+    blocks = torch.zeros(2, 2, 20 // size[0], 3, dtype=torch.int32)
+
+    def call(query: Tensor, key: Tensor, blocks: Tensor) -> Any:
+        return flash_dmattn_func(query, key, key, block_indices=blocks, block_size=size)
+
+    arguments = torch.randn(2, 20, 4, 8), torch.randn(2, 30, 2, 8), blocks
+    graph = make_fx(call, tracing_mode="symbolic")(*arguments)
+    torch.testing.assert_close(graph(*arguments), call(*arguments))
 
 
 @pytest.mark.parametrize("kind", WITHOUT_VALUES)

@@ -85,7 +85,7 @@ def _check(packing: Packing, query: Tensor, key: Tensor, blocks: Tensor, rows: i
         refuse_ranks(query=query, key=key)
     batch: tuple[int, ...] = (query.shape[0],) if packing.is_dense else ()
     count = -(-query.shape[len(batch)] // rows)
-    heads = tuple(dict.fromkeys((query.shape[-2], key.shape[-2], 1)))
+    heads = query.shape[-2], key.shape[-2], 1
     shape = tuple(blocks.shape)
     if (
         len(shape) == query.dim()
@@ -94,7 +94,8 @@ def _check(packing: Packing, query: Tensor, key: Tensor, blocks: Tensor, rows: i
         and shape[-2] == count
     ):
         return
-    form, sizes = "{H|Hk|1}, total_q, k", f"{{{'|'.join(map(str, heads))}}}, {count}, any k"
+    choice = "|".join(dict.fromkeys(map(str, heads)))
+    form, sizes = "{H|Hk|1}, total_q, k", f"{{{choice}}}, {count}, any k"
     if batch:
         form = "B, {H|Hk|1}, blocks of queries, k"
         sizes = f"{batch[0]}, {sizes}"
