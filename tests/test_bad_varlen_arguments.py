@@ -69,6 +69,15 @@ VARLEN_CASES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "key of four dimensions": ({"key": randn(1, 10, 2, 8)}, ValueError, r"key .*\(1, 10, 2, 8\)"),
     "dense mask": ({"attn_mask": zeros(2, 1, 1, 6)}, ValueError, r"attn_mask .*\(2, 1, 1, 6\)"),
     "mask of other keys": ({"attn_mask": zeros(1, 1, 9)}, ValueError, r"attn_mask .*\(1, 1, 9\)"),
+    "mask of the row of one query": (
+        {
+            "query": randn(1, 4, 8),
+            "cu_seqlens_q": torch.tensor([0, 1, 1], dtype=torch.int32),
+            "attn_mask": zeros(2, 1, 6),
+        },
+        ValueError,
+        r"attn_mask .*with one query must have shape \(heads, 1, total_k\) = \(.*, 1, 10\), where",
+    ),
     "bias of other rows": ({"attn_bias": randn(2, 9, 6)}, ValueError, r"attn_bias .*\(2, 9, 6\)"),
     "dense intervals": (
         {"attn_mask": intervals(1, 1, 10)},

@@ -132,6 +132,25 @@ def test_packed_blocks(target: Target) -> None:
         torch.testing.assert_close(got[begin:end], want[0], atol=2e-3, rtol=2e-3)
 
 
+@pytest.mark.parametrize("longest", [5, 6, 10])  # 10 keys are in all
+def test_blocks_of_the_only_packed_query(target: Target, longest: int) -> None:
+    arguments = on_device(target, varlen(target))
+    arguments["query"] = arguments["query"][:1]
+    bounds = torch.tensor([[0, 0, 1, 1], [0, 3, 8, 10]], dtype=torch.int32, device=target.device)
+    arguments |= {"cu_seqlens_q": bounds[0], "cu_seqlens_k": bounds[1], "max_seqlen_k": longest}
+    own = {n: arguments[n][None] for n in ("query", "key", "value")}
+    blocks = torch.tensor([[[1, 0]], [[7, 1]], [[-1, 0]], [[2, 2]]], dtype=torch.int32)
+    for heads in (1, 2, 4):
+        mask = kept_by(blocks[None, :heads], (1, 2), 1, 5)
+        whole = torch.nn.functional.pad(mask, (3, 2)).to(target.device)
+        want = flash_dmattn_func(**own, attn_mask=whole, backend=target.backend)
+        arguments["block_indices"] = blocks[:heads].to(target.device)
+        for asked in (False, True):
+            got = flash_dmattn_varlen_func(**arguments, block_size=(1, 2), return_attn_probs=asked)
+            out = got[0] if asked else got
+            torch.testing.assert_close(out, want[0], atol=2e-3, rtol=2e-3)
+
+
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_what_no_block_lists_reaches_nothing(deterministic: bool, target: Target) -> None:
     problem = simple_problem(target.dtypes[0])

@@ -7,8 +7,10 @@ elsewhere the formula of their documentation stands for them.
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
+from functools import partial
 from importlib import util
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +20,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_dmattn import flash_dmattn_func
+from flash_dmattn import KeptKeys, flash_dmattn_func
+from flash_dmattn.modules import (
+    AttentionCache,
+    DynamicMaskAttention,
+    ForgettingAttention,
+    ForgettingCache,
+)
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "coming_from.md").read_text()
 PAIRS = dict(re.findall(r"^## ([^\n]+)\n\n```py\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
@@ -129,3 +137,45 @@ def test_every_keyword_of_the_page_is_told_what_it_is_here() -> None:
         flash_dmattn_func(q, k, v, torch.ones(8, 8, dtype=torch.bool))
     with pytest.raises(TypeError, match=r"attn_mask must have dtype torch\.bool"):
         flash_dmattn_func(q, k, v, torch.zeros(1, 1, 8, 8))
+
+
+LAYERS = [
+    partial(layer(8, 2), torch.zeros(1, 4, 8))
+    for layer in (DynamicMaskAttention, ForgettingAttention)
+]
+TOKENS_OF_STATE = (*torch.zeros(3, 1, 4, 2, 8), torch.zeros(1, 2, 1, 4))
+
+
+@pytest.mark.parametrize(
+    ("call", "keyword", "told"),
+    [
+        (partial(DynamicMaskAttention, 8, 2), "causal", "it is called is_causal here"),
+        (partial(DynamicMaskAttention, 8, 2), "dropout_p", "there is no dropout"),
+        (partial(DynamicMaskAttention, 8, 2), "bias", "it is called projection_bias here"),
+        (partial(DynamicMaskAttention, 8), "num_attention_heads", "it is called num_heads here"),
+        (partial(ForgettingAttention, 8, 2), "scale", "it is called softmax_scale here"),
+        (partial(ForgettingAttention, 8, 2), "causal", "it always is"),
+        (AttentionCache, "max_cache_len", "it is called max_length here"),
+        (partial(KeptKeys, 3), "topk", "it is called window_size here"),
+        (LAYERS[0], "attention_mask", "it is called attn_mask here"),
+        (LAYERS[0], "past_key_values", "it is called cache here"),
+        (LAYERS[1], "cu_seqlens_k", "it is called cu_seqlens here"),
+        (partial(KeptKeys(3).attend, *TOKENS_OF_STATE), "scaling", "it is called softmax_scale"),
+    ],
+)
+def test_keywords_of_layers_and_states(call: Any, keyword: str, told: str) -> None:
+    with pytest.raises(TypeError, match=f"argument '{keyword}': {told}"):
+        call(**{keyword: None})
+
+
+def test_unknown_keywords_have_no_hint() -> None:
+    class Layer(DynamicMaskAttention):
+        pass
+
+    with pytest.raises(TypeError, match=r"^Layer\(\) got an unexpected keyword argument 'top'$"):
+        Layer(8, 2, top=3)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"^ForgettingCache\(\) got an unexpected .* 'top'$"):
+        ForgettingCache(top=3)  # type: ignore[call-arg]
+    signature = inspect.signature(Layer)
+    assert "embed_dim" in signature.parameters
+    assert "unknown" not in inspect.signature(Layer.forward).parameters

@@ -83,7 +83,7 @@ def test_a_call_is_explained_without_being_made(name: str, nothing_runs: None) -
     text = str(found)
     assert text.startswith("backend cpu, kernel pack cpu (")
     assert "\n  forward:" in text
-    assert "no argument requires a gradient" in text
+    assert "none, since no gradient is wanted" in text
 
 
 def test_a_backward_pass_is_explained_if_there_is_one() -> None:
@@ -240,6 +240,58 @@ def test_packed_arguments_are_checked_as_in_the_call() -> None:
     with pytest.raises(ValueError) as found:  # noqa: PT011
         explain(**wrong)
     assert str(found.value) == str(of_call.value)
+
+
+@pytest.mark.parametrize("backend", ["reference", "flex"])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"query": torch.randn(2, 40, 4, 8)},
+        {"softcap": -1.0},
+        {"sink": torch.zeros(4, dtype=torch.float64)},
+        {"max_seqlen_q": 2},
+    ],
+)
+def test_backends_without_packs_check_what_is_explained(
+    backend: str, wrong: dict[str, Any]
+) -> None:
+    if "flex" not in flash_dmattn.get_available_backends() and backend == "flex":
+        pytest.skip("torch has no FlexAttention here")
+    function: Any = flash_dmattn_func
+    arguments = {**call(), **wrong, "backend": backend}
+    if "max_seqlen_q" in wrong:
+        function, arguments = flash_dmattn_varlen_func, packed(**wrong, backend=backend)
+    with pytest.raises((TypeError, ValueError)) as of_call:
+        function(**arguments)
+    with pytest.raises(of_call.type) as found:
+        explain(**arguments)
+    assert str(found.value) == str(of_call.value)
+
+
+def test_flags_of_calls_with_lists_are_checked() -> None:
+    lists = torch.zeros(2, 2, 40, 3, dtype=torch.int32)
+    with pytest.raises(TypeError, match="return_lse must be"):
+        explain(**call(key_indices=lists, return_lse=3))
+
+
+def test_a_block_mask_of_packed_sequences_is_refused() -> None:
+    flex_attention = pytest.importorskip("torch.nn.attention.flex_attention")
+    mask = flex_attention.create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 9, 9, device="cpu")
+    with pytest.raises(TypeError, match="attn_mask must be a boolean"):
+        explain(**packed(attn_mask=mask))
+
+
+def test_narrow_keys_keep_their_scale() -> None:
+    arguments = call(8)
+    arguments["value"] = torch.randn(2, 40, 2, 16)
+    (obstacle,) = explain(**arguments).obstacles
+    wide = {name: torch.nn.functional.pad(arguments[name], (0, 8)) for name in ("query", "key")}
+    assert "query and key 16 wide" in obstacle.fix
+    assert obstacle.fix.endswith("softmax_scale=8**-0.5")
+    torch.testing.assert_close(
+        flash_dmattn_func(**{**arguments, **wide}, softmax_scale=8**-0.5),
+        flash_dmattn_func(**arguments),
+    )
 
 
 def test_it_tells_of_autocast() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_dmattn import KeptKeys, flash_dmattn_func
+from flash_dmattn import KeptKeys, dynamic_mask, flash_dmattn_func
 from flash_dmattn.integrations import parallel_forgetting_attn
 
 H, HK, D = 4, 2, 8
@@ -32,8 +32,19 @@ def _forgetting(query: Tensor, key: Tensor) -> Any:
     return parallel_forgetting_attn(query, found, key, gates, prune=-3.0)
 
 
+def _selection(query: Tensor, key: Tensor) -> Any:
+    seen = key.new_ones(2, 10, dtype=torch.bool)
+    return dynamic_mask(key.sum(-1).transpose(1, 2), 4, True, seen).to_bool(key.shape[1])
+
+
 @pytest.mark.parametrize(
-    ("call", "batch", "length"), [(_mask_per_key, 4, 4), (_state, 2, 10), (_forgetting, 2, 10)]
+    ("call", "batch", "length"),
+    [
+        (_mask_per_key, 4, 4),
+        (_state, 2, 10),
+        (_forgetting, 2, 10),
+        (_selection, 2, 10),
+    ],
 )
 def test_sizes_that_are_found_fit_as_others_do(
     call: Callable[..., Any], batch: int, length: int

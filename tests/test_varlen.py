@@ -384,3 +384,23 @@ def test_no_rows_where_there_might_be_some(target: Target) -> None:
         gradients = torch.autograd.grad(out.sum(), (query, key, value, bias))
         assert gradients[0].shape == query.shape
         assert not any(gradient.any() for gradient in gradients[1:])
+
+
+@pytest.mark.parametrize("backend", ["cpu", "flex", "reference"])
+@pytest.mark.parametrize("longest", [6, 8])  # 8 keys are in all
+def test_expanded_rows_are_those_of_each_sequence(backend: str, longest: int) -> None:
+    if backend not in flash_dmattn.get_available_backends():
+        pytest.skip("cannot run here")
+    query, key, value = randn(7, 4, 8), randn(8, 2, 8), randn(8, 2, 8)
+    bounds = [torch.tensor(ends, dtype=torch.int32) for ends in ((0, 4, 7), (0, 2, 8))]
+    row = rand_bool(2, 1, longest).expand(2, 7, longest), randn(2, 1, longest).expand(2, 7, longest)
+    calls = [
+        flash_dmattn_varlen_func(
+            query, key, value, *bounds, 4, longest, attn_mask=mask, attn_bias=bias, backend=name
+        )
+        for name, (mask, bias) in (
+            (backend, row),
+            ("reference", [tensor.contiguous() for tensor in row]),
+        )
+    ]
+    torch.testing.assert_close(*calls)

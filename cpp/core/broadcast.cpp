@@ -81,6 +81,9 @@ fdm_tensor map_varlen_scores(const TensorView &view, const char *name, const Ext
     const bool per_query = view.shape[1] != 1 && equals(view.shape[1], e.total_queries) && view.shape[2] == e.keys;
     if (per_key || per_query) return with_axes(view, {new_axis, 0, 1, 2});
   }
+  if (e.total_queries == 1)
+    value_error(name, " has shape ", shape_of(view), ", but with one query must have shape (heads, 1, total_k) = (",
+                HeadChoice{e}, ", 1, ", Size{e.total_keys}, "), where cu_seqlens_k ends with total_k");
   value_error(name, " has shape ", shape_of(view), ", but must have shape (heads, 1, total_k) = (", HeadChoice{e},
               ", 1, ", Size{e.total_keys}, ") or (heads, total_q, max_seqlen_k) = (", HeadChoice{e}, ", ",
               Size{e.total_queries}, ", ", e.keys,

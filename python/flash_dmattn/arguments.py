@@ -249,12 +249,15 @@ def without_expansion(tensor: Tensor | None, dimensions: int) -> Tensor | None:
     Expanded and not expanded mean the same; but one list per head, or per row, is not made where
     one serves all. A tensor that needs a gradient is left alone, for its gradient has its shape.
     """
-    if tensor is None or 0 not in tensor.stride():
+    if tensor is None:
         return tensor
-    if tensor.requires_grad and torch.is_grad_enabled():
+    is_compiled = torch.compiler.is_compiling()
+    # torch.compile (2.13) has no stride() of a tensor whose sizes it has found.
+    strides = torch.ops.aten.sym_stride.default(tensor) if is_compiled else tensor.stride()
+    if 0 not in strides or (tensor.requires_grad and torch.is_grad_enabled()):
         return tensor
     for dimension in range(dimensions):
-        if tensor.stride(dimension) == 0 and tensor.shape[dimension] > 1:
+        if strides[dimension] == 0 and tensor.shape[dimension] > 1:
             tensor = tensor.narrow(dimension, 0, 1)
     return tensor
 

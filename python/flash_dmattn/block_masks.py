@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .arguments import check_tensors, refuse_ranks
 from .checks import is_one_of
-from .dispatch_state import PLAIN_TYPES
+from .dispatch_state import PLAIN_TYPES, has_values
 from .masks import IntervalMask
 
 __all__ = ["mask_of_blocks", "plain_mask"]
@@ -38,7 +38,8 @@ def mask_of_blocks(
     """
     _check(block_mask, query, key)
     blocks = _Blocks.of(block_mask, query.shape[1], key.shape[1])
-    if torch.compiler.is_compiling() or type(blocks.partial) not in PLAIN_TYPES:
+    is_read = type(blocks.partial) in PLAIN_TYPES and has_values(blocks.partial)
+    if torch.compiler.is_compiling() or not is_read:
         return _whole(block_mask, blocks)
     at = blocks.partial.nonzero(as_tuple=True)
     bits = _bits(block_mask, blocks, at)

@@ -13,6 +13,7 @@ from . import checks, dispatch_state
 from .arguments import check_packed_ranks, refuse_ranks
 from .operators import define
 from .record import Packing
+from .selection import total_keys
 
 __all__ = ["lists_or_mask"]
 
@@ -59,7 +60,11 @@ def lists_or_mask(
         rows, size = min(rows, max(queries, 1)), min(size, max(keys, 1))
     if rows == 1 and not by_mask and checks.is_one_of(heads, 1, key.shape[-2]):
         return _run("block_keys", _keys, block_indices, size, keys), None
-    return None, _run("block_keep", _keep, block_indices, rows, size, queries, keys)
+    if is_dense or queries != 1:
+        return None, _run("block_keep", _keep, block_indices, rows, size, queries, keys)
+    total = total_keys(key, packing)
+    bounds = [checks.bounds(name, getattr(packing, name)) for name in Packing._fields[:2]]
+    return None, _run("block_keep_alone", _keep_alone, block_indices, *bounds, size, keys, total)
 
 
 def _check(packing: Packing, query: Tensor, key: Tensor, blocks: Tensor, rows: int) -> None:
@@ -80,7 +85,7 @@ def _check(packing: Packing, query: Tensor, key: Tensor, blocks: Tensor, rows: i
         refuse_ranks(query=query, key=key)
     batch: tuple[int, ...] = (query.shape[0],) if packing.is_dense else ()
     count = -(-query.shape[len(batch)] // rows)
-    heads = tuple(dict.fromkeys((query.shape[-2], key.shape[-2], 1)))
+    heads = query.shape[-2], key.shape[-2], 1
     shape = tuple(blocks.shape)
     if (
         len(shape) == query.dim()
@@ -89,7 +94,8 @@ def _check(packing: Packing, query: Tensor, key: Tensor, blocks: Tensor, rows: i
         and shape[-2] == count
     ):
         return
-    form, sizes = "{H|Hk|1}, total_q, k", f"{{{'|'.join(map(str, heads))}}}, {count}, any k"
+    choice = "|".join(dict.fromkeys(map(str, heads)))
+    form, sizes = "{H|Hk|1}, total_q, k", f"{{{choice}}}, {count}, any k"
     if batch:
         form = "B, {H|Hk|1}, blocks of queries, k"
         sizes = f"{batch[0]}, {sizes}"
@@ -138,10 +144,39 @@ def _keep_fake(blocks: Tensor, rows: int, size: int, queries: int, keys: int) ->
     return blocks.new_empty((*blocks.shape[:-2], queries, keys), dtype=torch.bool)
 
 
+def _keep_alone(
+    blocks: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, size: int, keys: int, total: int
+) -> Tensor:
+    """Return bool ``(h, 1, total)`` of the only query of packed sequences, whose row attention
+    reads along the keys of all sequences.
+    """
+    kept = _keep(blocks, 1, size, 1, keys)
+    own_sequence = (cu_seqlens_q[1:] == 0).sum().clamp(max=len(cu_seqlens_k) - 1).unsqueeze(0)
+    place = torch.arange(total, device=kept.device) - cu_seqlens_k.index_select(0, own_sequence)
+    inside = (place >= 0) & (place < keys)
+    return kept.index_select(-1, place.clamp(0, max(keys - 1, 0))) & inside
+
+
+def _keep_alone_fake(
+    blocks: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, size: int, keys: int, total: int
+) -> Tensor:
+    return blocks.new_empty((*blocks.shape[:-1], total), dtype=torch.bool)
+
+
 define("block_keys", ("Tensor blocks, SymInt size, SymInt keys", "Tensor"), _keys, _keys_fake)
 define(
     "block_keep",
     ("Tensor blocks, SymInt rows, SymInt size, SymInt queries, SymInt keys", "Tensor"),
     _keep,
     _keep_fake,
+)
+define(
+    "block_keep_alone",
+    (
+        "Tensor blocks, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt size, SymInt keys, "
+        "SymInt total",
+        "Tensor",
+    ),
+    _keep_alone,
+    _keep_alone_fake,
 )

@@ -9,6 +9,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from .dispatch_state import has_values
+
 # Rows and keys are counted in int32 wherever they are stored: IntervalMask, cu_seqlens.
 MOST_ROWS = 2**31 - 1
 _MOST = 2**63 - 1
@@ -94,6 +96,20 @@ def same_device(name: str, value: Tensor, place: str, device: torch.device) -> N
     """Raise ValueError unless a tensor is on a device, which is that of a place."""
     if value.device != device:
         raise ValueError(f"{name} must be on {place} {device}, got a tensor on {value.device}")
+
+
+def longest(name: str, cu_seqlens: Tensor, instead: str = "") -> int:
+    """Return the length of the longest packed sequence, which is read from the device."""
+    check_values(name, cu_seqlens, instead)
+    lengths = cu_seqlens[1:] - cu_seqlens[:-1]
+    return max(0, int(lengths.max())) if lengths.numel() else 0
+
+
+def check_values(name: str, value: Tensor, instead: str = "") -> None:
+    """Raise ValueError for what the host needs to read and cannot."""
+    if not has_values(value):
+        kind = "a meta tensor" if value.is_meta else "a fake or traced tensor"
+        raise ValueError(f"{name} must have values that can be read, got {kind}{instead}")
 
 
 def is_one_of(size: int, *allowed: int) -> bool:

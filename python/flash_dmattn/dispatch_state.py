@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._device import DeviceContext
 
 # Tensors of any other type may change what an operation does.
@@ -141,6 +143,24 @@ def is_transformed() -> bool:
     if is_compiling():
         return False
     return not IS_READABLE or _transform() is not None or forward_ad._current_level >= 0
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Say whether the host can read a tensor: not a meta or fake one, nor any that make_fx traces.
+    Compiled code can, and breaks its graph.
+    """
+    if tensor.is_meta or is_compiling():
+        return not tensor.is_meta
+    return type(tensor) is not FakeTensor and get_proxy_mode() is None
+
+
+def is_looked_at(tensor: Tensor) -> bool:
+    """Say whether a check may read a tensor: on a CPU, where no one waits for it, and outside of
+    what is compiled, traced or transformed, which is for other values too.
+    """
+    if is_compiling() or is_transformed() or not tensor.is_cpu:
+        return False
+    return type(tensor) in PLAIN_TYPES and has_values(tensor)
 
 
 def forward_mode_is_compiled() -> bool:

@@ -58,7 +58,7 @@ class Explanation:
             if step is not None:
                 lines.append(f"  {name.replace('_', ' ') + ':':<11}{_told(step)}")
         if self.backward is None:
-            lines.append("  backward:  none, since no argument requires a gradient")
+            lines.append("  backward:  none, since no gradient is wanted")
         elif self.gradients:
             lines.append(f"  gradients: {', '.join(self.gradients)}")
         for obstacle in self.obstacles:
@@ -88,7 +88,8 @@ def explain(
     function: Callable[..., Any] = interface.flash_dmattn_func
     if packed:
         function = interface.flash_dmattn_varlen_func
-    arguments, named = _with_plain_mask(query, key, arguments, named)
+    else:
+        arguments, named = _with_plain_mask(query, key, arguments, named)
     inputs, name, keep = _recorded(function, (query, key, value, *arguments), named)
     widths = _widths(inputs, key, value)
     wants_mass = flag("return_key_mass", named.get("return_key_mass", False))
@@ -102,12 +103,12 @@ def explain(
     gradients = _gradients(inputs, ATTENTION.differentiable)
     obstacles = (*widths, *_obstacles(inputs, chosen.name, name))
     key_mass = _kernel(chosen.key_mass_kernel(inputs)) if wants_mass else None
+    told: dict[str, Any] = json.loads(chosen.describe(inputs, gradients, keep))
     pack = getattr(chosen, "pack", None)
     if pack is None:
         step = _kernel(f"those of the {chosen.name} backend")
         steps = (None, None, step, step if gradients else None)
         return Explanation(chosen.name, None, *steps, gradients, obstacles, key_mass)
-    told: dict[str, Any] = json.loads(chosen.describe(inputs, gradients, keep))
     told_steps = {
         step: types.MappingProxyType(told[step]) if _is_step(told.get(step)) else None
         for step in ("selection", "plan", "forward", "backward")
@@ -229,14 +230,17 @@ def _widths(
     of_key, of_value = key.shape[-1], value.shape[-1]
     if of_key == of_value or inputs.key.shape[-1] != inputs.value.shape[-1]:
         return ()
-    narrow = "value" if of_value < of_key else "query and key"
+    narrow, scaled = "value", ""
+    if of_key < of_value:
+        narrow, scaled = "query and key", f", with softmax_scale={of_key}**-0.5"
     what = f"{narrow} {'is' if of_value < of_key else 'are'} padded with zeros"
     if inputs.block_table is not None:
         what = f"the pages of block_table are copied, and {what}"
     return (
         Obstacle(
             f"key has head dimension {of_key} and value {of_value}, so {what}",
-            f"make {narrow} {max(of_key, of_value)} wide, the rest zeros, where it costs nothing",
+            f"make {narrow} {max(of_key, of_value)} wide, the rest zeros, where it costs nothing"
+            f"{scaled}",
         ),
     )
 

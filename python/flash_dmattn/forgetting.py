@@ -209,7 +209,7 @@ def check_log_forget(log_forget: Tensor, cu_seqlens: Tensor | None, padding: Ten
 
 def _check_bounds(cu_seqlens: Tensor, total: int) -> None:
     checks.bounds("cu_seqlens", cu_seqlens)
-    if not (cu_seqlens.is_cpu and _is_readable(cu_seqlens)):
+    if not dispatch_state.is_looked_at(cu_seqlens):
         return
     values = cu_seqlens.tolist()
     if values[0] != 0 or values[-1] != total or values != sorted(values):
@@ -229,16 +229,9 @@ def _check_padding(padding: Tensor, log_forget: Tensor, cu_seqlens: Tensor | Non
         )
 
 
-def _is_readable(tensor: Tensor) -> bool:
-    """Say whether a tensor has values now: it has none in a trace, as a fake tensor or in vmap."""
-    if torch.compiler.is_compiling() or dispatch_state.is_transformed():
-        return False
-    return type(tensor) in dispatch_state.PLAIN_TYPES
-
-
 def check_gates(log_forget: Tensor) -> None:
     """Raise ValueError where a gate, on a CPU, is above 0."""
-    if not (log_forget.is_cpu and _is_readable(log_forget)):
+    if not dispatch_state.is_looked_at(log_forget):
         return
     if bool((log_forget > 0).any()):
         raise ValueError(

@@ -28,11 +28,9 @@ def checked_side(name: str, side: int | None) -> int | None:
 
 def last_bound(cu_seqlens: Tensor) -> int:
     """Return the last value, which is the length."""
-    if cu_seqlens.shape[0] == 0 or cu_seqlens.is_meta:
-        what = "a meta tensor" if cu_seqlens.is_meta else f"shape {tuple(cu_seqlens.shape)}"
-        raise ValueError(
-            f"cu_seqlens must have a last value that can be read unless length is given, got {what}"
-        )
+    if cu_seqlens.shape[0] == 0:
+        raise ValueError("cu_seqlens must have a last value unless length is given, got shape (0,)")
+    checks.check_values("cu_seqlens", cu_seqlens, "; pass length")
     return checks.index("the last value of cu_seqlens", int(cu_seqlens[-1]), 0, MOST_ROWS)
 
 

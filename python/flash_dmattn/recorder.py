@@ -57,6 +57,7 @@ def _answers() -> dict[Any, Callable[..., Any]]:
         own.select_keep.default: selection_ops._select_keep_fake,
         own.block_keys.default: blocks._keys_fake,
         own.block_keep.default: blocks._keep_fake,
+        own.block_keep_alone.default: blocks._keep_alone_fake,
         aten._to_copy.default: _cast_nothing,
         aten.arange.default: _arange,
         aten.clamp.default: _clamp,

@@ -80,7 +80,8 @@ def _inputs(
 ) -> AttentionInputs:
     if packing.cu_seqlens_q is not None and packing.cu_seqlens_k is not None:
         packing = packing._replace(
-            max_seqlen_q=_longest(packing.cu_seqlens_q), max_seqlen_k=_longest(packing.cu_seqlens_k)
+            max_seqlen_q=checks.longest("cu_seqlens_q", packing.cu_seqlens_q),
+            max_seqlen_k=checks.longest("cu_seqlens_k", packing.cu_seqlens_k),
         )
     elif query.dim() == 4 and key.dim() == 4:
         if isinstance(mask, IntervalMask):
@@ -109,10 +110,3 @@ def _in_query_dtype(inputs: AttentionInputs) -> AttentionInputs:
         for t in (inputs.bias, inputs.sink)
     )
     return inputs._replace(bias=bias, sink=sink)
-
-
-def _longest(cu_seqlens: Tensor) -> int:
-    if cu_seqlens.is_meta:
-        raise ValueError("cu_seqlens_q and cu_seqlens_k must have values, got meta tensors")
-    lengths = torch.diff(cu_seqlens)
-    return max(0, int(lengths.max())) if lengths.numel() else 0

@@ -38,6 +38,7 @@ __all__ = [
     "refuse_without_window",
     "select",
     "selectable_bias",
+    "total_keys",
     "without_nan",
 ]
 
@@ -296,13 +297,17 @@ def place_bias(key: Tensor, packing: Packing) -> Tensor:
     """Return a bias that prefers no key, by which a call without one selects."""
     if packing.is_dense:
         return key.new_zeros(1, 1, 1, 1)
-    total = key.shape[0]
-    if packing.block_table is not None:
-        # On a GPU only the device knows how many keys there are; the sequences have at most these.
-        total = packing.sequences * packing.max_seqlen_k
-        if key.device.type == "cpu" and packing.cu_seqlens_k is not None:
-            total = int(packing.cu_seqlens_k[-1])
-    return key.new_zeros(1, 1, 1).expand(1, 1, total)
+    return key.new_zeros(1, 1, 1).expand(1, 1, total_keys(key, packing))
+
+
+def total_keys(key: Tensor, packing: Packing) -> int:
+    """Return how many keys packed sequences have together, or no less."""
+    if packing.block_table is None:
+        return key.shape[0]
+    if key.device.type == "cpu" and packing.cu_seqlens_k is not None:
+        return int(packing.cu_seqlens_k[-1])
+    # On a GPU only the device knows how many keys there are; the sequences have at most these.
+    return packing.sequences * packing.max_seqlen_k
 
 
 def composable_mask(mask: Tensor | IntervalMask | None) -> Tensor | None:
@@ -398,8 +403,9 @@ def _check_packed_form(bias: Tensor, mask: Tensor | None, mask_name: str) -> Non
     for name, tensor in (("attn_bias", bias), (mask_name, mask)):
         if tensor is not None and tensor.dim() != 3:
             raise ValueError(
-                f"{name} must have shape ({{H|Hk|1}}, 1, total_k) or ({{H|Hk|1}}, total_q, "
-                f"max_seqlen_k) for packed sequences, got {tuple(tensor.shape)}"
+                f"{name} must have shape ({{H|Hk|1}}, 1, total_k) or, with total_q > 1, "
+                f"({{H|Hk|1}}, total_q, max_seqlen_k) for packed sequences, got "
+                f"{tuple(tensor.shape)}"
             )
 
 
@@ -407,11 +413,7 @@ def _longest(name: str, length: int | None, cu_seqlens: Tensor) -> int:
     """Return the length of the longest sequence; by default it is read from the device."""
     if length is not None:
         return index(name, length, 0, MOST_ROWS)
-    if cu_seqlens.is_meta:
-        raise ValueError(f"{name} must be given with meta tensors, whose values cannot be read")
-    if cu_seqlens.numel() < 2:
-        return 0
-    return max(0, int((cu_seqlens[1:] - cu_seqlens[:-1]).max()))
+    return checks.longest(name.replace("max_seqlen", "cu_seqlens"), cu_seqlens, f"; pass {name}")
 
 
 def _check_mask(mask: Tensor, bias: Tensor, shape: CallShape) -> None:
@@ -430,7 +432,7 @@ def _check_mask(mask: Tensor, bias: Tensor, shape: CallShape) -> None:
         fits = checks.is_one_of(mask.shape[0], *head_sizes) and (
             not same_rows or mask.shape[2] == bias.shape[2]
         )
-        form = "({H|Hk|1}, 1, total_k) or ({H|Hk|1}, total_q, max_seqlen_k)"
+        form = "({H|Hk|1}, 1, total_k) or, with total_q > 1, ({H|Hk|1}, total_q, max_seqlen_k)"
     if not fits:
         raise ValueError(
             f"attention_mask must have shape {form}, to go with attn_bias of {tuple(bias.shape)}, "

@@ -3,33 +3,51 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
-__all__ = ["refuse_keywords", "without_unknown"]
+__all__ = ["refuse_keywords", "telling_keywords", "without_unknown"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_Class = TypeVar("_Class", bound=type)
 
-# Names of the same argument; a function of this package has one of them at most.
+# Names of the same argument; that of a function is the first that it has.
 _NAMES_OF_ONE = (
     ("is_causal", "causal"),
     ("softmax_scale", "scale", "sm_scale", "scaling"),
     ("attn_mask", "attention_mask", "mask", "padding", "key_padding_mask", "block_mask"),
     ("attn_bias", "bias", "attention_bias"),
+    ("projection_bias", "bias", "qkv_bias", "attention_bias"),
     ("return_lse", "return_softmax_lse", "return_logsumexp", "return_aux"),
     ("sink", "s_aux", "sinks", "learnable_sink"),
     ("softcap", "logits_soft_cap", "soft_cap"),
     ("block_table", "page_table", "block_tables"),
     ("key_indices", "indices", "topk_indices", "topk_idxs"),
     ("window_size", "topk", "top_k", "keep_window_size"),
-    ("cu_seqlens_q", "cu_seqlens"),
+    ("cu_seqlens_q", "cu_seqlens", "cu_seqlens_k"),
+    ("max_seqlen_q", "max_seqlen", "max_seqlen_k"),
+    ("max_length", "max_cache_len", "max_seqlen", "max_seq_len"),
+    ("cache", "past_key_values", "past_key_value", "kv_cache", "inference_params"),
+    ("position_ids", "positions", "input_pos"),
+    ("hidden_states", "x", "query"),
+    ("embed_dim", "hidden_size", "dim", "d_model"),
+    ("num_heads", "num_attention_heads", "n_heads", "nhead"),
+    ("num_kv_heads", "num_key_value_heads", "num_heads_kv", "n_kv_heads"),
+    ("rotary_base", "rope_theta", "rope_base"),
+    ("qk_norm", "use_qk_norm"),
+    ("norm_eps", "eps", "rms_norm_eps"),
     ("log_forget", "g", "log_fgate"),
     ("group", "process_group", "cp_group"),
 )
 # And what else to do, where the function has the argument that is named, if one is.
 _INSTEAD: dict[str, tuple[str | None, str]] = {
-    **dict.fromkeys(("dropout_p", "p"), (None, "there is no dropout of probabilities")),
+    **dict.fromkeys(
+        ("dropout_p", "p", "dropout", "attention_dropout"),
+        (None, "there is no dropout of probabilities"),
+    ),
+    "causal": ("half_lives", "it always is"),
     **dict.fromkeys(
         ("seqused_k", "cache_seqlens", "leftpad_k"),
         ("attn_mask", "attn_mask of shape (B, K) is True where there is a key"),
@@ -60,18 +78,20 @@ _INSTEAD: dict[str, tuple[str | None, str]] = {
 }
 
 
-def refuse_keywords(function: Callable[..., Any], unknown: dict[str, Any]) -> NoReturn:
+def refuse_keywords(
+    function: Callable[..., Any], unknown: dict[str, Any], called: str | None = None
+) -> NoReturn:
     """Raise the TypeError of keywords that a function does not have, with what is meant by one."""
     name = next(iter(unknown))
     own = inspect.signature(function).parameters
-    same = next((names for names in _NAMES_OF_ONE if name in names), ())
+    same = (other for names in _NAMES_OF_ONE if name in names for other in names)
     needed, hint = _INSTEAD.get(name, (None, ""))
     if needed is not None and needed not in own:
         hint = ""
-    for other in same:
-        if other in own:
-            hint = f"it is called {other} here"
-    text = f"{function.__name__}() got an unexpected keyword argument {name!r}"
+    other = next((other for other in same if other in own), None)
+    if other is not None:
+        hint = f"it is called {other} here"
+    text = f"{called or function.__qualname__}() got an unexpected keyword argument {name!r}"
     raise TypeError(f"{text}: {hint}" if hint else text)
 
 
@@ -81,3 +101,19 @@ def without_unknown(function: _Function) -> _Function:
     known = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     function.__signature__ = signature.replace(parameters=known)  # type: ignore[attr-defined]
     return function
+
+
+def telling_keywords(cls: _Class) -> _Class:
+    """Let the constructor of a class tell what is meant by keywords that it does not have."""
+    make: Callable[..., None] = cls.__init__  # type: ignore[misc]
+    known = frozenset(inspect.signature(make).parameters)
+
+    @functools.wraps(make)
+    def construct(self: Any, *arguments: Any, **named: Any) -> None:
+        for name in named:
+            if name not in known:
+                refuse_keywords(make, {name: None}, type(self).__name__)
+        make(self, *arguments, **named)
+
+    cls.__init__ = construct  # type: ignore[misc]
+    return cls

@@ -93,8 +93,10 @@ class Backend(Protocol):
         ``keep`` is what `select_keep` got to make the mask of the call.
 
         What the backend tells nothing of is left out.
+
+        Raises:
+            TypeError, ValueError, NotImplementedError: what `forward` would raise.
         """
-        return "{}"
 
     def attend(self, call: Any, *, need_lse: bool) -> tuple[Tensor, Tensor | None]:
         """Return out, and lse if it is needed, of a call that keeps nothing for backward."""

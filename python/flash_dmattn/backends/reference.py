@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -51,6 +53,11 @@ class ReferenceBackend(Backend):
         """Check the inputs, and return no bytes."""
         check_attention(inputs, any_width=True)
         return inputs.query.new_empty(0, dtype=torch.uint8)
+
+    def describe(self, inputs: AttentionInputs, *_: Any) -> str:
+        """Check the inputs; there is nothing to tell."""
+        check_attention(inputs, any_width=True)
+        return "{}"
 
     def forward(
         self, inputs: AttentionInputs, *, zeroed: bool = False

@@ -14,7 +14,6 @@ from ..forgetting import check_gates, check_log_forget, checked_prune
 from ..forgetting_formula import bounded_gates, read_by, remembered
 from ..interface import flash_dmattn_func
 from ..modules import ForgettingAttention
-from ..modules.arguments import longest
 from ..modules.forgetting_cache import check_tokens
 from ..state.chunks import check_heads
 from ..wrong_keywords import refuse_keywords, without_unknown
@@ -234,7 +233,7 @@ class _Slots:
                     f"{name} must be on log_forget's device {log_forget.device}, got a tensor on "
                     f"{tensor.device}"
                 )
-        most, end = longest(cu_seqlens), int(cu_seqlens[-1])
+        most, end = checks.longest("cu_seqlens", cu_seqlens), int(cu_seqlens[-1])
         if end != total:
             raise ValueError(f"cu_seqlens must end with {total}, query's first size, got {end}")
         bounds = cu_seqlens.long()

@@ -12,7 +12,6 @@ from flash_dmattn.forgetting import forgetting_attention, forgetting_bias
 from flash_dmattn.forgetting_formula import read_by
 from flash_dmattn.interface import flash_dmattn_func, flash_dmattn_varlen_func
 from flash_dmattn.masks import IntervalMask, telling_runs
-from flash_dmattn.modules.arguments import longest
 from flash_dmattn.modules.rotary import packed_positions
 
 from .structural_biology import backend_of
@@ -94,7 +93,7 @@ def parallel_forgetting_attn(
     bias, mask = forgetting_bias(g[0].transpose(0, 1), prune, cu_seqlens)
     if window_size is not None:
         mask = _within(window_size, mask, packed_positions(cu_seqlens, length))
-    most = longest(cu_seqlens)
+    most = checks.longest("cu_seqlens", cu_seqlens)
     out = flash_dmattn_varlen_func(
         q[0], k[0], v[0], cu_seqlens, cu_seqlens, most, most, scale,
         attn_mask=mask, attn_bias=read_by(backend, bias), is_causal=True, backend=backend,

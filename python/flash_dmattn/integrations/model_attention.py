@@ -276,8 +276,8 @@ def _varlen(
         key.flatten(0, 1),
         value.flatten(0, 1),
         *bounds_of_sequences(cu_seqlens_q, cu_seqlens_k, compare=trains),
-        _longest(cu_seqlens_q) if longest_q is None else longest_q,
-        _longest(cu_seqlens_k) if longest_k is None else longest_k,
+        checks.longest("cu_seq_lens_q", cu_seqlens_q) if longest_q is None else longest_q,
+        checks.longest("cu_seq_lens_k", cu_seqlens_k) if longest_k is None else longest_k,
         is_causal=is_causal,
         attn_mask=_along_sequences(mask, batch, keys),
         attn_bias=_along_sequences(bias, batch, keys),
@@ -285,10 +285,6 @@ def _varlen(
     )
     assert isinstance(out, Tensor)
     return out.view(*query.shape[:-1], value.shape[-1])
-
-
-def _longest(cu_seqlens: Tensor) -> int:
-    return int((cu_seqlens[1:] - cu_seqlens[:-1]).max()) if cu_seqlens.numel() > 1 else 0
 
 
 def _along_sequences(tensor: Tensor | None, batch: int, keys: int) -> Tensor | None:

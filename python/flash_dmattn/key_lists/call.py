@@ -72,6 +72,7 @@ def listed_attention(
         **{name: t for name, t in packing._asdict().items() if isinstance(t, Tensor)},
     )
     return_key_mass = flag("return_key_mass", return_key_mass)
+    return_lse = flag("return_lse", return_lse)
     if return_key_mass and packing.block_table is not None:
         refuse_paged_mass()
     name = backend_name(backend)
@@ -110,7 +111,7 @@ def listed_attention(
         deterministic=resolved_deterministic(deterministic),
     )
     out, lse = attention(inputs, name)
-    results = (out, lse) if flag("return_lse", return_lse) else (out,)
+    results = (out, lse) if return_lse else (out,)
     if return_key_mass:
         results = (*results, key_mass(inputs, name, lse))
     return results if len(results) > 1 else out

@@ -126,9 +126,11 @@ def check_fits_projection(hidden_states: Tensor, weight: Tensor) -> None:
         )
 
 
-def longest(cu_seqlens: Tensor) -> int:
-    """Return the length of the longest packed sequence, which is read from the device."""
-    return int(cu_seqlens.diff().max()) if len(cu_seqlens) > 1 else 0
+def longest(cu_seqlens: Tensor, max_seqlen: int | None) -> int:
+    """Return the length of the longest packed sequence, by default as read from the device."""
+    if max_seqlen is None:
+        return checks.longest("cu_seqlens", cu_seqlens, "; pass max_seqlen")
+    return checks.index("max_seqlen", max_seqlen)
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, hidden_states: Tensor) -> Tensor:

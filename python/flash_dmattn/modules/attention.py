@@ -3,20 +3,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from .. import checks
-from ..arguments import flag, index, to_4d
+from ..arguments import flag, to_4d
 from ..interface import flash_dmattn_func, flash_dmattn_varlen_func
 from ..masks import IntervalMask
 from ..record import KeyCounts
 from ..reference import per_query_head
 from ..selection import keeps_all, key_counts, refuse_without_window, without_nan
 from ..state.chunks import described_call
+from ..wrong_keywords import refuse_keywords, telling_keywords, without_unknown
 from .arguments import (
     check_backend,
     check_bias_form,
@@ -38,6 +39,7 @@ from .projections import check_states, draw_parameters, projected
 __all__ = ["DynamicMaskAttention"]
 
 
+@telling_keywords
 class DynamicMaskAttention(nn.Module):
     """Self-attention of each query to the last keys, and to the others with the largest bias.
 
@@ -196,6 +198,7 @@ class DynamicMaskAttention(nn.Module):
             f"sink={self.sink is not None}"
         )
 
+    @without_unknown
     def forward(
         self,
         hidden_states: Tensor,
@@ -206,6 +209,7 @@ class DynamicMaskAttention(nn.Module):
         position_ids: Tensor | None = None,
         cache: AttentionCache | None = None,
         padding: Tensor | None = None,
+        **unknown: NoReturn,
     ) -> Tensor:
         """Attend from each token of a batch to the tokens of its own sequence.
 
@@ -235,6 +239,8 @@ class DynamicMaskAttention(nn.Module):
             TypeError: an argument has the wrong type or dtype.
             ValueError: a shape does not fit, or arguments exclude each other; the text says how.
         """
+        if unknown:
+            refuse_keywords(DynamicMaskAttention.forward, unknown)
         others = attn_mask, position_ids, cu_seqlens, padding
         step = fused_step(self, DynamicMaskAttention, hidden_states, cache, *others)
         if step is not None:
@@ -329,7 +335,7 @@ class DynamicMaskAttention(nn.Module):
         if cu_seqlens is None:
             keys = key.shape[1]
         else:
-            keys = longest(cu_seqlens) if max_seqlen is None else index("max_seqlen", max_seqlen)
+            keys = longest(cu_seqlens, max_seqlen)
         if self.window_size is not None:
             counts = self._counts()
             selects = {

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .. import checks
 from ..arguments import flag, index, writable
+from ..dispatch_state import has_values
 from ..record import KeyCounts
 from ..refusals import current_backward, refuse_recomputation
 from ..selection import key_counts, refuse_without_window
@@ -18,6 +19,7 @@ from ..state import KeptKeys
 from ..state.chunks import check_left, check_sequences
 from ..state.rows import Rows, chosen
 from ..state.stored import check_names, check_setting, with_added
+from ..wrong_keywords import telling_keywords
 from .arguments import check_tokens
 
 __all__ = ["AttentionCache"]
@@ -27,6 +29,7 @@ _LENGTH_DIMENSION = {"key": 1, "value": 1, "bias": 3}
 _SETTINGS = ("rollback", "every_key", "length")
 
 
+@telling_keywords
 class AttentionCache:
     """What one layer keeps of the tokens that it has seen, in the order in which they came.
 
@@ -90,7 +93,7 @@ class AttentionCache:
     def __repr__(self) -> str:
         """Show how full it is."""
         return (
-            f"AttentionCache(length={self.length}, capacity={self.capacity}, "
+            f"AttentionCache(length={self.known_length}, capacity={self.capacity}, "
             f"max_length={self.max_length})"
         )
 
@@ -101,8 +104,13 @@ class AttentionCache:
 
     @property
     def known_length(self) -> int | None:
-        """The length, but None where compiled code would have to ask a device for it."""
-        return None if self._kept is not None and torch.compiler.is_compiling() else self.length
+        """The length, but None where compiled code would have to ask a device for it, or no one
+        can be asked.
+        """
+        counter = None if self._kept is None else self._kept.counter
+        if counter is not None and (torch.compiler.is_compiling() or not has_values(counter)):
+            return None
+        return self.length
 
     @property
     def capacity(self) -> int:
@@ -296,7 +304,7 @@ class AttentionCache:
                 is none of a sequence.
         """
         held = self._buffers if self._kept is None else self._kept.tensors
-        check_sequences(indices, held["key"].shape[0] if held else None, "the cache")
+        check_sequences(indices, held.get("key"), "the cache")
         self._refuse_recomputation()
         if self._kept is not None:
             self._kept.reorder(indices)

@@ -4,18 +4,19 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
 from .. import checks
-from ..arguments import flag, index
+from ..arguments import flag
 from ..forgetting import checked_prune, forgetting_attention, forgetting_bias
 from ..forgetting_formula import read_by
 from ..interface import flash_dmattn_func, flash_dmattn_varlen_func
 from ..masks import IntervalMask
+from ..wrong_keywords import refuse_keywords, telling_keywords, without_unknown
 from .arguments import (
     check_backend,
     check_padding,
@@ -34,6 +35,7 @@ from .projections import check_states, draw_parameters, projected
 __all__ = ["ForgettingAttention"]
 
 
+@telling_keywords
 class ForgettingAttention(nn.Module):
     """Causal self-attention whose weights decay by forget gates that are learned.
 
@@ -154,6 +156,7 @@ class ForgettingAttention(nn.Module):
             f"rotary_base={self.rotary_base}"
         )
 
+    @without_unknown
     def forward(
         self,
         hidden_states: Tensor,
@@ -163,6 +166,7 @@ class ForgettingAttention(nn.Module):
         position_ids: Tensor | None = None,
         cache: ForgettingCache | None = None,
         padding: Tensor | None = None,
+        **unknown: NoReturn,
     ) -> Tensor:
         """Attend from each token of a batch to what is before it in its own sequence.
 
@@ -187,6 +191,8 @@ class ForgettingAttention(nn.Module):
             TypeError: an argument has the wrong type or dtype.
             ValueError: a shape does not fit, or arguments exclude each other; the text says how.
         """
+        if unknown:
+            refuse_keywords(ForgettingAttention.forward, unknown)
         self._check(hidden_states, cu_seqlens, position_ids, cache, padding)
         query, key, value = projected(self, hidden_states)
         query, key = prepared(self, query, key, position_ids, cu_seqlens, cache)
@@ -255,7 +261,7 @@ class ForgettingAttention(nn.Module):
                 backend=self.backend,
             )
         bias, mask = forgetting_bias(log_forget, self.prune, cu_seqlens, padding=padding)
-        keys = longest(cu_seqlens) if max_seqlen is None else index("max_seqlen", max_seqlen)
+        keys = longest(cu_seqlens, max_seqlen)
         bounds = (cu_seqlens, cu_seqlens, keys, keys)
         return self._attend(query, key, value, bias, mask, bounds)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .. import checks
 from ..arguments import writable
+from ..dispatch_state import has_values
 from ..forgetting import check_gates, checked_prune
 from ..forgetting_formula import bounded_gates, remembered
 from ..masks import IntervalMask
@@ -18,6 +19,7 @@ from ..refusals import current_backward, refuse_recomputation
 from ..state.chunks import check_left, check_sequences
 from ..state.rows import chosen
 from ..state.stored import check_names, check_setting
+from ..wrong_keywords import telling_keywords
 
 __all__ = ["ForgettingCache", "check_tokens"]
 
@@ -75,6 +77,7 @@ class _Held(NamedTuple):
         return left._replace(buffers=left.filled()) if self.rows == self.room else left
 
 
+@telling_keywords
 class ForgettingCache:
     """What one `ForgettingAttention` keeps: the tokens that have not decayed for all of its heads.
 
@@ -195,7 +198,7 @@ class ForgettingCache:
                 is none of a sequence.
         """
         held = self._held
-        check_sequences(indices, None if held is None else len(held.sums), "the cache")
+        check_sequences(indices, None if held is None else held.sums, "the cache")
         self._refuse_recomputation()
         if held is None:
             return
@@ -360,7 +363,7 @@ class ForgettingCache:
         if self.capacity is not None:
             return max(0, fixed - self.capacity + 1)
         total = total[..., :fixed]
-        if prune is None or not total.numel():
+        if prune is None or not total.numel() or not has_values(total):
             return 0
         lives = (sums[..., :1] - total >= prune).flatten(0, 1).any(0)
         # The first that lives; all of them, if none does.

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import checks
 from ..arguments import autocast_dtype, to_4d
+from ..dispatch_state import is_looked_at
 from ..masks import IntervalMask
 from .rows import Rows
 
@@ -104,8 +105,8 @@ def check_like(held: Rows, others: Rows, name: str = "") -> None:
             )
 
 
-def check_sequences(indices: Tensor, batch: int | None, holder: str) -> None:
-    """Raise unless these number sequences of a batch; None is an unknown number of them.
+def check_sequences(indices: Tensor, held: Tensor | None, holder: str) -> None:
+    """Raise unless these number sequences of a batch, of which a tensor is held, or nothing.
 
     Values on a GPU would have to be waited for; there index_select checks them itself.
     """
@@ -114,10 +115,11 @@ def check_sequences(indices: Tensor, batch: int | None, holder: str) -> None:
         raise TypeError(f"indices must have dtype torch.int64 or torch.int32, got {indices.dtype}")
     if indices.dim() != 1:
         raise ValueError(f"indices must have shape (B,), got {tuple(indices.shape)}")
-    if indices.is_meta:
+    if held is not None and not held.is_meta and indices.is_meta:
         raise ValueError("indices must have values, got a meta tensor")
-    if batch is None or indices.device.type != "cpu" or torch.compiler.is_compiling():
+    if held is None or not is_looked_at(indices):
         return
+    batch = held.shape[0]
     outside = indices[(indices < 0) | (indices >= batch)]
     if outside.numel():
         raise ValueError(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from .. import checks
+from .. import checks, dispatch_state
 from ..arguments import index, writable
 from ..checks import MOST_ROWS
 from ..record import KeyCounts
@@ -107,7 +107,9 @@ class HeldRows:
             return f"{text})"
         batch, _, heads, dim = self._kept.key.shape
         device = self._kept.key.device
-        length = f", length={self.length}" if device.type == "cpu" else ""
+        assert self._counter is not None
+        is_known = dispatch_state.is_looked_at(self._counter)
+        length = f", length={self.length}" if is_known else ""
         return f"{text}{length}, B={batch}, Hk={heads}, D={dim}, device={str(device)!r})"
 
     @property
@@ -118,7 +120,7 @@ class HeldRows:
     @property
     def length(self) -> int:
         """How many tokens were seen, those of `start` included. On a GPU it is waited for."""
-        return self._start if self._counter is None else int(self._counter[0])
+        return self._start if self._counter is None else int(self._known_counter()[0])
 
     @property
     def counter(self) -> Tensor | None:
@@ -130,8 +132,13 @@ class HeldRows:
         """How many of the last tokens `forget` can take back. On a GPU it is waited for."""
         if self._counter is None:
             return 0
-        length, floor, _ = self._counter.tolist()
+        length, floor, _ = self._known_counter().tolist()
         return min(int(length - floor), self.rollback)
+
+    def _known_counter(self) -> Tensor:
+        assert self._counter is not None
+        checks.check_values("the counter of the state", self._counter)
+        return self._counter
 
     @property
     def capacity(self) -> int:
@@ -178,8 +185,7 @@ class HeldRows:
             ValueError: the number of dimensions is wrong, or an index, where they are on the CPU,
                 is none of a sequence.
         """
-        batch = None if self._kept is None else self._kept.key.shape[0]
-        check_sequences(indices, batch, "the state")
+        check_sequences(indices, None if self._kept is None else self._kept.key, "the state")
         if self._kept is None:
             return
         self._refuse_recomputation()

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -12,11 +12,13 @@ from torch import Tensor
 from .. import checks
 from ..arguments import backend_name, flag
 from ..interface import Output, flash_dmattn_func
+from ..wrong_keywords import refuse_keywords, telling_keywords, without_unknown
 from .chunks import check_heads, check_like, described_call
 from .held_rows import HeldRows
 from .rows import Rows, concatenated, in_order, kept_rows, marked
 
 
+@telling_keywords
 class KeptKeys(HeldRows):
     """The ``window_size`` keys with the largest bias among those so far: all that is still visible.
 
@@ -44,6 +46,7 @@ class KeptKeys(HeldRows):
         rollback: tokens at the end that `forget` can take back.
     """
 
+    @without_unknown
     def attend(
         self,
         query: Tensor,
@@ -58,6 +61,7 @@ class KeptKeys(HeldRows):
         sink: Tensor | None = None,
         return_lse: bool = False,
         backend: str | None = None,
+        **unknown: NoReturn,
     ) -> Output:
         """Let the tokens that follow attend to what is held and, causally, to themselves.
 
@@ -78,6 +82,8 @@ class KeptKeys(HeldRows):
         Raises:
             TypeError, ValueError: as `flash_dmattn_func`; or the tokens do not fit those held.
         """
+        if unknown:
+            refuse_keywords(KeptKeys.attend, unknown)
         check_heads("query", query)
         check_heads("key", key)
         if query.shape[1] != key.shape[1]:

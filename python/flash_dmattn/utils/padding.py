@@ -40,8 +40,7 @@ def get_unpad_data(attention_mask: Tensor) -> tuple[Tensor, Tensor, int]:
         ValueError: it does not have two dimensions.
     """
     _check_padding("attention_mask", attention_mask)
-    if attention_mask.is_meta:
-        raise ValueError("attention_mask must have values, got a meta tensor")
+    checks.check_values("attention_mask", attention_mask)
     lengths = attention_mask.sum(-1, dtype=torch.int32)
     indices = attention_mask.flatten().nonzero().flatten()
     cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,6 +61,11 @@ class FlexBackend(Backend):
         """Check the inputs, and return no bytes."""
         _check(inputs)
         return inputs.query.new_empty(0, dtype=torch.uint8)
+
+    def describe(self, inputs: AttentionInputs, *_: Any) -> str:
+        """Check the inputs; there is nothing to tell."""
+        _check(inputs)
+        return "{}"
 
     def forward(
         self, inputs: AttentionInputs, *, zeroed: bool = False

@@ -161,9 +161,13 @@ def _planes(tensor: Tensor, problem: Problem) -> Tensor:
     return _on_its_own(number.expand(problem.query.shape[0], problem.heads[0]))
 
 
+def _narrowed(tensor: Tensor, problem: Problem) -> Tensor:
+    return narrowed(tensor, packed=problem.first_key is not None)
+
+
 def _with_columns(tensor: Tensor, problem: Problem) -> Tensor:
     """Return ``(matrices, {Q|1}, columns)``, contiguous."""
-    tensor = narrowed(tensor)
+    tensor = _narrowed(tensor, problem)
     if tensor.shape[3] == 1 and problem.first_key is None:
         tensor = tensor.expand(*tensor.shape[:3], problem.key.shape[2])
     return _on_its_own(tensor.flatten(0, 1))
@@ -191,7 +195,10 @@ def _score_mod(problem: Problem, scale: float, softcap: float, keys: int) -> Cal
     without_bias = capped if softcap > 0 else scaled
     if problem.bias is None:
         return without_bias
-    plane, bias = _planes(narrowed(problem.bias), problem), _with_columns(problem.bias, problem)
+    plane, bias = (
+        _planes(_narrowed(problem.bias, problem), problem),
+        _with_columns(problem.bias, problem),
+    )
     if bias.shape[1] == 1:
         per_key = functional.pad(bias.squeeze(1), (0, keys - bias.shape[2]))
 

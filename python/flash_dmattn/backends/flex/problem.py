@@ -136,7 +136,7 @@ def _packed(inputs: AttentionInputs) -> Problem:
         start, end = _intersected(start, end, *intervals)
     # In the dense form, the heads come second.
     bias, mask = (None if t is None else t.unsqueeze(0) for t in (inputs.bias, inputs.mask))
-    start, end, rows = _folded(start.int(), end.int(), mask, bias, heads, kv_heads)
+    start, end, rows = _folded(start.int(), end.int(), mask, bias, heads, kv_heads, packed=True)
     key, value = inputs.key, inputs.value
     if inputs.block_table is not None:
         page = inputs.block_table.long()[key_sequence, position // key.shape[1]]
@@ -157,9 +157,11 @@ def _intersected(start: Tensor, end: Tensor, *mask: Tensor) -> tuple[Tensor, Ten
     return torch.maximum(start, mask[0]), torch.minimum(end, mask[1])
 
 
-def narrowed(tensor: Tensor) -> Tensor:
-    """Narrow what is expanded over the batch, heads or rows to size 1, which means the same."""
-    for dimension in range(3):
+def narrowed(tensor: Tensor, *, packed: bool) -> Tensor:
+    """Narrow what is expanded over the batch, heads or rows to size 1, which means the same; but
+    not rows of packed sequences, of which a single one has the keys of all sequences.
+    """
+    for dimension in range(2 if packed else 3):
         if tensor.stride(dimension) == 0 and tensor.shape[dimension] > 1:
             tensor = tensor.narrow(dimension, 0, 1)
     return tensor
@@ -172,13 +174,15 @@ def _folded(
     bias: Tensor | None,
     heads: int,
     kv_heads: int,
+    *,
+    packed: bool = False,
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """Fold what is dropped for all rows into the intervals; return them and the rest."""
     rows = []
     for given in (mask, bias):
         if given is None:
             continue
-        given = narrowed(given)
+        given = narrowed(given, packed=packed)
         kept = given if given.dtype == torch.bool else given != -torch.inf
         if kept.shape[2] != 1:
             rows.append(kept)
