@@ -15,12 +15,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
+from old_versions import is_older
+
 needs_gloo = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="torch has no gloo"
 )
 # The destructor of such a torch's group may wait for ever for a thread that frees a tensor, for which
 # it needs the GIL (pull request 154976 of PyTorch).
-FREES_GROUPS_WITH_THE_GIL = tuple(int(n) for n in torch.__version__.split(".")[:2]) < (2, 8)
+FREES_GROUPS_WITH_THE_GIL = is_older(torch.__version__, "2.8")
 
 
 def gpus(count: int) -> int:
