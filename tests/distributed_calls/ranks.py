@@ -20,8 +20,8 @@ from old_versions import is_older
 needs_gloo = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="torch has no gloo"
 )
-# The destructor of such a torch's group may wait for ever for a thread that frees a tensor, for which
-# it needs the GIL (pull request 154976 of PyTorch).
+# The destructor of such a torch's group may wait for ever for a thread that frees a tensor, for
+# which it needs the GIL (pull request 154976 of PyTorch).
 FREES_GROUPS_WITH_THE_GIL = is_older(torch.__version__, "2.8")
 
 
