@@ -90,7 +90,7 @@ MOST_KEPT = 2**31  # bytes
 
 # Tests of calls that torch.compile or torch.export traces, by their names; what else compiles or
 # exports, such as a toolkit or a library, is tested by modules without torch.
-TRACED = re.compile("compil|export")
+TRACED = re.compile("compil|export|inductor")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
