@@ -97,7 +97,9 @@ def jobs(table: Table, machines: Sequence[str] = (), small: bool = False) -> Job
         raise ReleaseError(f"the table has no machine {', '.join(unknown)}")
     platforms = [row for row in table.platforms if row.machine in chosen]
     cpu_platforms = () if machines else table.cpu_platforms
-    pythons = [table.pythons[0], table.pythons[-1]] if small else list(table.pythons)
+    pythons = table.torch_pythons
+    if small:
+        pythons = (pythons[0], pythons[-1])
     return {
         "packs": [job for row in platforms for job in _packs(table, row, small)],
         "wheels": [

@@ -272,8 +272,7 @@ def disagreements(table: Table) -> Iterator[str]:
         yield f"pyproject.toml asks for Python {floor}, the table begins at {table.pythons[0]}"
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     classified = tuple(re.findall(r'"Programming Language :: Python :: (3\.\d+)"', project))
-    known = table.pythons[: table.pythons.index(table.torch_python) + 1]
-    if classified != known:
+    if classified != table.torch_pythons:
         yield f"pyproject.toml has classifiers of Python {', '.join(classified)}, not the table's"
     floor_without_gil = f'if.python-version = ">={table.free_threaded}"'
     if {floor_without_gil, f'wheel = {{ py-api = "{tag}t" }}'} - set(project.splitlines()):

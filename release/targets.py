@@ -133,6 +133,11 @@ class Table:
     torch_python: str
     head_dims: tuple[int, ...]
 
+    @property
+    def torch_pythons(self) -> tuple[str, ...]:
+        """Those to ``torch_python``, on which the tests run, which need torch."""
+        return self.pythons[: self.pythons.index(self.torch_python) + 1]
+
     def archs_of(self, toolkit: str, machine: str | None = None) -> tuple[Arch, ...]:
         """Return the archs that a toolkit compiles, of GPUs of a kind of machine or of any."""
         able = version_numbers(toolkit)

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from flash_dmattn.backends import portable, shapes
 from flash_dmattn.loader import Loader, resolver
-from release import targets
+from old_versions import why_not_traced
 from subsets import COLLECTED, is_chosen, names_of
 from support import TARGETS, Target
 
@@ -88,26 +88,17 @@ if WORKERS > 1:
 MOST_KEPT = 2**31  # bytes
 
 
-# Tests of calls that torch.compile or torch.export traces, by their names.
-TRACED = re.compile("compil|export")
-COMPILES = targets.load().compiling_torch
-
-
-def is_older(torch_version: str, floor: str) -> bool:
-    """Say whether a torch is older than a version."""
-    release, *_ = torch_version.split("+")
-    return targets.version_numbers(".".join(release.split(".")[:2])) < targets.version_numbers(
-        floor
-    )
+# Tests of calls that torch.compile or torch.export traces, by their names; what else compiles or
+# exports, such as a toolkit or a library, is tested by modules without torch.
+TRACED = re.compile("compil|export|inductor")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what a slow backend runs only when asked, and what an old torch does not trace."""
     config.stash[COLLECTED] = names_of(items)
-    if is_older(torch.__version__, COMPILES):
-        reason = f"torch.compile and torch.export trace every call from torch {COMPILES} on"
+    if reason := why_not_traced():
         for item in items:
-            if TRACED.search(item.name):
+            if TRACED.search(item.name) and hasattr(getattr(item, "module", None), "torch"):
                 item.add_marker(pytest.mark.skip(reason=reason))
     if config.getoption("--all-backends"):
         return

@@ -8,7 +8,8 @@ import pytest
 from flash_dmattn import dispatch_state
 from flash_dmattn.backends import torch_memory
 
+HAS_DIRECT_CALLS = dispatch_state.IS_READABLE and torch_memory.CORE_READS_TENSORS
 needs_direct_calls = pytest.mark.skipif(
-    not (dispatch_state.IS_READABLE and torch_memory.CORE_READS_TENSORS),
+    not HAS_DIRECT_CALLS,
     reason="this torch does not tell its state, or has no C exchange API of DLPack",
 )

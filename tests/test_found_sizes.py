@@ -46,7 +46,7 @@ def _selection(query: Tensor, key: Tensor) -> Any:
         (_selection, 2, 10),
     ],
 )
-def test_sizes_that_are_found_fit_as_others_do(
+def test_sizes_found_by_compilers_fit_as_others_do(
     call: Callable[..., Any], batch: int, length: int
 ) -> None:
     query, key = torch.randn(batch, length, H, D), torch.randn(batch, length, HK, D)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
+from direct import needs_direct_calls
 from flash_dmattn import DynamicMaskAttention
 from flash_dmattn.modules import heads as heads_of_layer
 from flash_dmattn.modules.rotary import rotary_factors, rotate
@@ -169,6 +170,7 @@ def is_fused(layer: DynamicMaskAttention, x: Tensor) -> bool:
     return heads_of_layer._is_fused(x, layer.q_norm)
 
 
+@needs_direct_calls
 def test_what_others_change_or_watch_is_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heads_of_layer, "has_kernel", lambda _: True)
     x = torch.randn(2, 5, 4, 4)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flash_dmattn import _core
+from flash_dmattn.backends.torch_memory import exchanged
 from flash_dmattn.loader import pack_for
 from support import Problem, Target, randn
 
@@ -109,9 +110,9 @@ def test_bounds_that_change_after_they_were_checked(pack_target: Target) -> None
             bias = randn(*shape[1:]).to(device, pack_target.dtypes[-1])
             selection = _core.Selection(
                 pack_for(device),
-                bias,
-                cu_seqlens_q=cu_seqlens,
-                cu_seqlens_k=cu_seqlens,
+                exchanged(bias),
+                cu_seqlens_q=exchanged(cu_seqlens),
+                cu_seqlens_k=exchanged(cu_seqlens),
                 batch=2,
                 heads=2,
                 kv_heads=2,
@@ -129,9 +130,10 @@ def test_bounds_that_change_after_they_were_checked(pack_target: Target) -> None
             views = [buffer[guard : guard + size].view(bias.shape) for buffer in buffers]
             workspace = torch.empty(selection.workspace_bytes, dtype=torch.uint8, device=device)
             if rows == 1:
-                selection.intervals(*(view.squeeze(1) for view in views), workspace)
+                views = [view.squeeze(1) for view in views]
+                selection.intervals(*map(exchanged, (*views, workspace)))
             else:
-                selection.keep(views[0], workspace)
+                selection.keep(exchanged(views[0]), exchanged(workspace))
             for buffer in buffers:
                 assert (buffer[:guard] == 1).all()
                 assert (buffer[guard + size :] == 1).all()

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from flash_dmattn import AttentionCache, DynamicMaskAttention, KeptKeys, flash_dmattn_func
+from old_versions import why_not_traced
 from states import CACHES, make_layer, states, tokens, torch_saved
 
 REENTRANT = pytest.mark.parametrize("use_reentrant", [False, True])
@@ -28,6 +29,8 @@ def gradients(layer: DynamicMaskAttention, loss: Tensor) -> list[Tensor]:
 
 
 def compiled(function: Any, *, fullgraph: bool = True) -> Any:
+    if reason := why_not_traced():
+        pytest.skip(reason)
     torch._dynamo.reset()
     return torch.compile(function, fullgraph=fullgraph, backend="aot_eager")
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.overrides import BaseTorchFunctionMode
 
 import flash_dmattn
 from entry_points import ENTRIES, Entry
@@ -76,6 +77,20 @@ def test_one_wrong_argument(name: str) -> None:
         if (what := complaint(entry, {argument: value})) is not None
     ]
     assert not found, f"{len(found)} calls of {name}:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize("name", ["flash_dmattn_func", "flash_dmattn_varlen_func", "pages"])
+def test_tensors_without_dimensions_that_the_dispatcher_passes_on(name: str) -> None:
+    """Under a mode no call leaves torch's dispatcher out, and memory is torch's."""
+    entry, kind = ENTRIES[name], "of no dimensions"
+    with BaseTorchFunctionMode():
+        found = [
+            f"{argument}: {what}"
+            for argument in entry.kinds
+            if kind in (wrong := wrong_values(entry, argument))
+            and (what := complaint(entry, {argument: wrong[kind]})) is not None
+        ]
+    assert not found, "\n".join(found)
 
 
 @given(st.data())

@@ -65,9 +65,9 @@ class AttentionInputs(NamedTuple):
 
     @property
     def sequences(self) -> int:
-        """B."""
+        """B. Bounds of a wrong shape have a number of elements, too."""
         bounds = self.cu_seqlens_q
-        return self.query.shape[0] if bounds is None else bounds.shape[0] - 1
+        return self.query.shape[0] if bounds is None else bounds.numel() - 1
 
 
 class KeyListInputs(NamedTuple):

@@ -187,7 +187,9 @@ def check_with_sharded_parameters(device: str) -> None:
     x = torch.randn(1, 16 * ranks, 32, device=device, dtype=settings.get("dtype"))
     whole(x).square().sum().backward()
     mesh = dist.init_device_mesh(device.split(":")[0], (ranks,))
-    for wrap in ("fsdp", "ddp"):
+    # Where torch's stand-in for a stream of CPUs records no event, as in 2.6, fully_shard fails.
+    shards = device != "cpu" or hasattr(torch.cpu.Stream, "record_event")
+    for wrap in ("fsdp", "ddp") if shards else ("ddp",):
         layer = ContextParallelAttention(32, 4, 2, process_group=mesh, **settings)
         layer.load_state_dict(whole.state_dict())
         model: Any = fully_shard(layer, mesh=mesh) if wrap == "fsdp" else None

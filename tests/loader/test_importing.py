@@ -87,7 +87,8 @@ def test_beyond_torch_only_this_package_and_the_standard_library_are_imported():
     new = [name for name in new if name != "torch.utils._device"]  # small, and of one class
     foreign = {name.partition(".")[0] for name in new} - STANDARD
     assert foreign == {"flash_dmattn"}
-    assert len(set(new) - APART) < 60
+    # Which modules of the standard library torch has imported depends on its version.
+    assert len({name for name in new if name.startswith("flash_dmattn")} - APART) < 60
 
 
 def imported_by(code: str, *, beside: str = "", **variables: str) -> set[str]:

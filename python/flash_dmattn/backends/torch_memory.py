@@ -275,8 +275,12 @@ def _out(inputs: AttentionInputs) -> Tensor:
 
 
 def _with_aligned_rows(inputs: AttentionInputs) -> AttentionInputs:
-    """Copy the rows of a call with narrow values that lie as kernels cannot copy them."""
-    if inputs.value.shape[-1] == inputs.key.shape[-1]:
+    """Copy the rows of a call with narrow values that lie as kernels cannot copy them.
+
+    A value without rows is left to the core, which tells the shape that it must have.
+    """
+    width = inputs.value.shape[-1:]
+    if width == inputs.key.shape[-1:] or not width:
         return inputs
     query, key, value = map(_aligned, inputs[:3])
     return inputs._replace(query=query, key=key, value=value)
