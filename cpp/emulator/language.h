@@ -188,7 +188,6 @@ inline void __syncwarp(uint32_t mask = 0xffffffffu) { __ballot_sync(mask, 0); }
 
 // Loads and stores of memory are done when the next statement begins.
 inline void __threadfence_block() {}
-inline void __threadfence() {}
 inline uint32_t __match_any_sync(uint32_t mask, uint32_t value) {
   return fdm::emulator::combine(mask, value, 0, [](uint32_t all, int own, int, const auto &value_of) {
     uint32_t bits = 0;

@@ -96,6 +96,7 @@ template <class Element, int kTiles, int kWarps> struct QueryChain {
     if (lane == 0) ptx::expect_of_cluster(shared.full[warp], sizeof(shared.sums[warp]));
     ptx::wait_for_cluster(shared.full[warp], parities & 1);
     const float *const received = &shared.sums[warp][0][4 * lane];
+    uint32_t loaded = 0;
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
       const float4 part = *reinterpret_cast<const float4 *>(received + n * 128);
@@ -103,18 +104,17 @@ template <class Element, int kTiles, int kWarps> struct QueryChain {
       sums[n][1] = part.y;
       sums[n][2] = part.z;
       sums[n][3] = part.w;
+      loaded ^= __float_as_uint(part.x);
     }
     parities ^= 1;
-  }
-
-  // Tells the block above that it may overwrite what it has sent. The arrival at its barrier overtakes loads whose results
-  // are not there, also behind a fence of the block (seen on an H200, about once in 10,000 calls). So this comes after
-  // the issue of products that begin with the sums: they are not issued before the loaded registers are there.
-  __device__ void release(Shared &shared, uint32_t facts) const {
-    __syncwarp();
-    const uint32_t thread = ptx::thread_index(), warp = thread / 32, lane = thread % 32;
+    // Tells the block above that it may overwrite what it has sent. The arrival at its barrier overtakes loads whose
+    // results are not there, also behind a fence of the block (seen on an H200, about once in 10,000 calls). So the
+    // barrier's address depends on a register of each load of the warp: packed sequences have no chains, and the
+    // compiler does not know that this is 0.
+    const auto zero = uint32_t(reinterpret_cast<uintptr_t>(params.p.cu_seqlens_q.data));
+    const uint32_t block = ChainWalk::above() + __any_sync(0xffffffffu, loaded & zero);
     // A block whose tiles have all come may have ended.
-    if (lane == 0 && !(facts & (kBegins | kLast))) ptx::arrive_of_block(shared.empty[warp], ChainWalk::above());
+    if (lane == 0 && !(facts & kLast)) ptx::arrive_of_block(shared.empty[warp], block);
   }
 
   // Gives the sums to the block below, or writes them.

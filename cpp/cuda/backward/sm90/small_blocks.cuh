@@ -243,11 +243,9 @@ template <class Config> struct SmallBlock {
     __syncthreads();
   }
 
-  // Adds the products of a step to the sums, and makes those of dQ: from what `receive` puts into dq, in a chain. `release` comes
-  // when the products that read it have been issued.
-  template <class Receive, class Release>
-  __device__ void run_step(int number, bool careful, float (&dq)[kHeadDim / 8][4], const Receive &receive,
-                           const Release &release) {
+  // Adds the products of a step to the sums, and makes those of dQ.
+  template <class Receive>
+  __device__ void run_step(int number, bool careful, float (&dq)[kHeadDim / 8][4], const Receive &receive) {
     const auto &stage = shared.stages[number];
     const KeyStep &step = stage.step;
     const uint64_t k = KeyTile::descriptor(ptx::shared_address(shared.sK));
@@ -297,7 +295,6 @@ template <class Config> struct SmallBlock {
     warpgroup_gemm_ss_columns<Element, ScoreTile, ptx::Major::mn, KeyTile, Config::kKeys>(
         dq, ScoreTile::descriptor(sdS), k, Config::kChained);
     ptx::warpgroup_commit_batch();
-    release();
     ptx::warpgroup_wait<0>();
     ptx::warpgroup_fence_operand(dq);
     ptx::warpgroup_fence_operand(sums.dk[0]);
@@ -352,17 +349,12 @@ template <class Config> struct SmallBlock {
       const auto receive = [&] {
         if constexpr (Config::kChained) chain.receive(dq, shared.cluster.tiles, place);
       };
-      const auto release = [&] {
-        if constexpr (Config::kChained) chain.release(shared.cluster.tiles, place);
-      };
       if (concerns(step, steps)) {
         const bool careful = needs_care(state.index);
         if (careful) clear_empty_rows(state.index);
-        run_step(state.index, careful, dq, receive, release);
+        run_step(state.index, careful, dq, receive);
       } else {
         receive();
-        if constexpr (Config::kChained) __threadfence(); // no product waits for the sums
-        release();
       }
       if constexpr (Config::kChained)
         chain.hand_on(dq, shared.cluster.tiles, place, sums.keys.task(), step);
