@@ -22,7 +22,11 @@ def tiles(queries: int, keys: int, *, heads: int = 1) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("queries", "keys", "is_causal"),
-    [(256, 384, False), (320, 300, False), (1300, 300, False), (257, 385, True), (384, 384, True)],
+    [
+        *[(256, 384, False), (320, 300, False), (1300, 300, False)],
+        *[(257, 385, True), (384, 384, True)],
+        (4300, 66, False),  # maps of tiles have words of 32 tiles
+    ],
 )
 @pytest.mark.parametrize("mask_heads", [1, 2, 4])
 def test_tiles(queries: int, keys: int, is_causal: bool, mask_heads: int, target: Target) -> None:

@@ -368,29 +368,33 @@ private:
     if (query_head == mapped_head) return;
     mapped_head = query_head;
     const Plan &plan = params.plan;
-    const int64_t list = list_number(params.p, plan, shared.task.s, query_head);
+    const Sequence &s = shared.task.s;
+    const int64_t list = list_number(params.p, plan, s, query_head);
     if (list == mapped_list) return;
     mapped_list = list;
-    const int tiles = int(min64(kMappedTiles, ceil_div(shared.task.s.q_count, kTileRows)));
+    static_assert(kKeys % kByteKeys == 0, "keys of a block are consecutive, and begin with those of a byte");
+    const int32_t first_key = max(0, shared.key[0]),
+                  tiles = int32_t(min64(kMappedTiles, ceil_div(s.q_count, kTileRows)));
+    const int64_t bytes = ceil_div(s.k_count - first_key, kByteKeys);
+    const uint8_t *kept =
+        plan.kept + first_key / kByteKeys +
+        (list * plan.tiles + tile_number(params.p, s, shared.task.sequence_index, 0)) * plan.tile_bytes;
     Team::sync(); // no thread reads the maps of the last list any more
-    for (int i = Team::thread(); i < kMappedTiles / 32; i += Team::kThreads) shared.active[i] = shared.full[i] = 0;
-    Team::sync();
-    for (int tile = Team::thread() / 32; tile < tiles; tile += Team::kThreads / 32) {
-      const RowWord *words = tile_words(params.p, plan, shared.task.s, shared.task.sequence_index, query_head, tile);
-      uint32_t any = 0, all = ~0u;
-      for (int r = threadIdx.x % 32; r < kKeys; r += 32) {
-        if (shared.key[r] < 0) continue;
-        const RowWord word = words[shared.key[r]];
+    for (int first = Team::thread() / 32 * 32; first < tiles; first += Team::kThreads) {
+      const int tile = first + int(threadIdx.x) % 32;
+      uint32_t any = 0, all = tile < tiles ? kKeptByAll : 0;
 #pragma unroll
-        for (uint32_t part : word.part) {
-          any |= part;
-          all &= part;
-        }
+      for (int n = 0; n < kKeys / kByteKeys; ++n) {
+        if (tile >= tiles || n >= bytes) continue;
+        const uint32_t byte = kept[int64_t(tile) * plan.tile_bytes + n];
+        any |= byte;
+        all &= byte;
       }
-      const bool is_active = __any_sync(0xffffffffu, any != 0), is_full = __all_sync(0xffffffffu, all == ~0u);
+      const uint32_t active = __ballot_sync(0xffffffffu, any & kKeptByAny);
+      const uint32_t full = __ballot_sync(0xffffffffu, all & kKeptByAll);
       if (threadIdx.x % 32 != 0) continue;
-      if (is_active) atomicOr(&shared.active[tile / 32], 1u << (tile % 32));
-      if (is_full) atomicOr(&shared.full[tile / 32], 1u << (tile % 32));
+      shared.active[first / 32] = active;
+      shared.full[first / 32] = full;
     }
     Team::sync();
   }

@@ -8,7 +8,7 @@
 // Interval plans (a mask per key, or intervals; the causal limit is part of the intervals) also have, for each list,
 // the keys that any query keeps, in key order, each with its first and past-the-last row. Row plans (a boolean mask per
 // query) have a word of kTileRows bits for each tile and key instead. The backward pass, which goes by keys, can look
-// up any of them.
+// up any of them. A byte for each tile and kByteKeys keys tells it which tiles it need not look at.
 //
 // Memory is linear in the keys, other than in row plans. A tile has room for as many columns as a selection leaves it
 // (fdm_problem.max_kept), or for kTileKeyRoom. A tile that keeps more overflows: its columns are then all kept keys of
@@ -36,6 +36,10 @@ constexpr int kThreadKeys = 4;       // keys of a thread in a part of a list of 
 struct alignas(16) RowWord {
   uint32_t part[kTileRows / 32];
 };
+
+// Keys of a row plan of which a byte tells whether any row of a tile keeps any of them, and whether all rows keep all.
+constexpr int kByteKeys = 32;
+enum KeptByte : uint8_t { kKeptByAny = 1, kKeptByAll = 2 };
 
 // Columns of a tile, and how many of them are full. In a tile that overflows none is, and `full` is ~n, with n the
 // position of its first column among the kept keys.
@@ -81,6 +85,8 @@ struct Plan {
   int32_t *columns;   // [list][tile][tile_keys]: full ones from the front; partial ones from the back, reversed.
                       // Null: those of a tile are the first kept keys of its list
   RowWord *words;     // [list][tile][tile_keys]: of every key, in key order; row plans only
+  uint8_t *kept;      // [list][tile][tile_bytes]: of kByteKeys keys, KeptByte; row plans only
+  int32_t tile_bytes;
 
   int32_t list_spans, list_sections; // those of a list over all sequences
   KeySpan *spans, *sections;         // [list][span], [list][section]; plans of runs, which have nothing else but runs
@@ -152,7 +158,11 @@ inline Plan lay_out_plan(const fdm_problem &p, void *base, int64_t *bytes) {
   }
   plan.counts = parts.take<TileCounts>(list_tiles);
   if (kind != FDM_MASK_KEYS) plan.columns = parts.take<int32_t>(list_tiles * plan.tile_keys);
-  if (kind == FDM_MASK_ROWS) plan.words = parts.take<RowWord>(list_tiles * plan.tile_keys);
+  if (kind == FDM_MASK_ROWS) {
+    plan.words = parts.take<RowWord>(list_tiles * plan.tile_keys);
+    plan.tile_bytes = int32_t(ceil_div(plan.tile_keys, kByteKeys));
+    plan.kept = parts.take<uint8_t>(list_tiles * plan.tile_bytes);
+  }
   *bytes = parts.used;
   return plan;
 }
@@ -166,8 +176,8 @@ inline Plan plan_of(const fdm_problem &p, const void *base) {
 // The value of fdm_pack.plan_layouts: an upper bound of the above by pack.h's formula.
 inline fdm_plan_layout plan_layout(fdm_mask_kind kind) {
   switch (kind) {
-  case FDM_MASK_ROWS:
-    return {3 * 256, 0, 0, sizeof(TileCounts), sizeof(int32_t) + sizeof(RowWord), kTileRows, INT64_MAX};
+  case FDM_MASK_ROWS: // a byte for each key of a tile is more than one for kByteKeys
+    return {4 * 256, 0, 0, sizeof(TileCounts), sizeof(int32_t) + sizeof(RowWord) + 1, kTileRows, INT64_MAX};
   case FDM_MASK_KEYS: // a tile for each sequence pays for its kept_count
     return {5 * 256, 0, 3 * sizeof(int32_t), sizeof(TileCounts) + sizeof(int32_t), 0, kTileRows, 0};
   case FDM_MASK_INTERVALS: // in a plan of runs a tile pays for its run, and for a span and a section of each sequence
