@@ -22,8 +22,8 @@ void divide(ListRoute *route, const fdm_problem &p, int64_t heads_per_tile) {
 }
 
 // Whether kernels with wgmma serve a call. Their rows are heads.
-bool may_use_wgmma(const fdm_problem &p, const DeviceFacts &device, const Alignment &lies) {
-  return group_size(p) >= kListWgmmaHeads && heads_share_keys(p) && device.has_wgmma() && lies.inputs && lies.out &&
+bool may_use_wgmma(const fdm_problem &p, const DeviceFacts &device, const Alignment &lies, int64_t fewest_heads) {
+  return group_size(p) >= fewest_heads && heads_share_keys(p) && device.has_wgmma() && lies.inputs && lies.out &&
          lies.row_places && has_head_places(p.q);
 }
 
@@ -54,7 +54,7 @@ ListRoute list_forward_route(const fdm_problem &p, const DeviceFacts &device, co
   ListRoute route = route_of(p, device, list_forward_tile);
   // Lookup warps read lists that have no gaps.
   const bool contiguous = p.indices.shape[3] == 1 || p.indices.stride[3] == 1;
-  if (contiguous && has_list_forward_sm90(route.head_dim) && may_use_wgmma(p, device, lies)) {
+  if (contiguous && has_list_forward_sm90(route.head_dim) && may_use_wgmma(p, device, lies, kListWgmmaHeads)) {
     take_wgmma(&route, p);
     route.blocks = std::min<int64_t>(route.count, device.sms);
   }
@@ -65,7 +65,11 @@ ListRoute list_forward_route(const fdm_problem &p, const DeviceFacts &device, co
 
 ListRoute list_backward_route(const fdm_problem &p, const DeviceFacts &device, const Alignment &lies) {
   ListRoute route = route_of(p, device, list_backward_tile);
-  if (lies.dout && has_list_backward_sm90(route.head_dim) && may_use_wgmma(p, device, lies)) take_wgmma(&route, p);
+  // Thread blocks that run at a time add to the sums of one KV head, beside what they read.
+  const bool sums_in_l2 = 2 * p.keys * route.head_dim * int64_t(sizeof(float)) <= device.table->l2_bytes;
+  const int64_t fewest = sums_in_l2 ? kListWgmmaHeads : kListWgmmaHeadsBeyondL2;
+  if (lies.dout && has_list_backward_sm90(route.head_dim) && may_use_wgmma(p, device, lies, fewest))
+    take_wgmma(&route, p);
   const int64_t key_rows = p.k.shape[0] * p.k.shape[1] * p.kv_heads,
                 biases = max64(elements(p.bias), elements(p.index_bias));
   WorkspaceParts parts;
