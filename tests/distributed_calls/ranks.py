@@ -69,7 +69,12 @@ def _enter(
         # The other ranks wait for this one until the group's time is up; they are not waited for.
         traceback.print_exc()
         os._exit(1)
-    if device == "cpu" and FREES_GROUPS_WITH_THE_GIL:
+    leave_group()
+
+
+def leave_group() -> None:
+    """Destroy the group, or where that might wait for ever end this process without it."""
+    if FREES_GROUPS_WITH_THE_GIL and dist.get_backend() == "gloo":
         dist.barrier()
         os._exit(0)
     dist.destroy_process_group()

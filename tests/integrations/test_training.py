@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from distributed_calls.ranks import leave_group
+
 from .tiny_models import inputs_of, padding, results, tiny_model, tokens
 
 
@@ -53,7 +55,7 @@ def train_in_one_of_two(rank: int, folder: str) -> None:
     )
     gradients = gradients_of_one_of_two(rank)
     torch.save(gradients, Path(folder) / f"gradients{rank}")
-    torch.distributed.destroy_process_group()
+    leave_group()
 
 
 def gradients_of_one_of_two(rank: int) -> list[Tensor | None]:

@@ -222,33 +222,66 @@ def test_pip_installs_from_it(tmp_path: Path) -> None:
         assert f"/files/{wheel.name}.metadata" in server.requests
 
 
-def commands_of_the_page(tool: str) -> list[str]:
-    """Return the words of the line by which the page tells a tool to install the project."""
-    page = (ROOT / "docs" / "install.md").read_text()
-    (line,) = re.findall(rf"^({tool} .*https://.* {PROJECT})$", page, re.MULTILINE)
-    return str(line).split()
+PAGE = (ROOT / "docs" / "install.md").read_text()
+(INDEX,) = set(re.findall(r"https://\S+/simple/", PAGE))
 
 
-@pytest.mark.parametrize("tool", ["pip", "uv"])
-def test_the_lines_of_the_page_install_from_it(tool: str, tmp_path: Path) -> None:
-    """Also where there are pre-releases only, and never from another index."""
-    wheel = make_wheel(tmp_path / "served/files", "2.0.0a1", machine="")
-    (index,) = {word for word in commands_of_the_page(tool) if word.endswith("/simple/")}
-    with serving(tmp_path / "served") as server:
-        release = local_release(tmp_path / "served/files", "v2.0.0a1", f"{server.url}/files")
-        write_index(files_of([release], PROJECT, no_fetch), tmp_path / "served")
-        words = [f"{server.url}/simple/" if w == index else w for w in commands_of_the_page(tool)]
-        environment = {**pip_environment(), "UV_NO_CONFIG": "1", "UV_NO_CACHE": "1"}
+def command_of_the_page(tool: str) -> str:
+    """Return the line by which the page tells a tool to install the project."""
+    (line,) = re.findall(rf"^({tool} .*https://.* {PROJECT})$", PAGE, re.MULTILINE)
+    return str(line)
+
+
+def block_of_the_page(language: str, content: str) -> str:
+    """Return the block of the page in which something is written."""
+    found = re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    (block,) = [text for text in found if content in text]
+    return str(block)
+
+
+def assert_installs(words: list[str], folder: Path, pyproject: str = "") -> None:
+    """Run a tool where the index has a pre-release only, and see that it takes that."""
+    wheel = make_wheel(folder / "served/files", "2.0.0a1", machine="")
+    with serving(folder / "served") as server:
+        release = local_release(folder / "served/files", "v2.0.0a1", f"{server.url}/files")
+        write_index(files_of([release], PROJECT, no_fetch), folder / "served")
+        url = f"{server.url}/simple/"
+        if pyproject:
+            (folder / "pyproject.toml").write_text(pyproject.replace(INDEX, url))
+        configured = {} if pyproject else {"UV_NO_CONFIG": "1"}
+        command = [word.replace(INDEX, url) for word in words]
         done = subprocess.run(
-            [sys.executable, "-m", *words, "--target", str(tmp_path / "t")],
-            env=environment,
+            [sys.executable, "-m", *command, "--target", str(folder / "t")],
+            cwd=folder,
+            env={**pip_environment(), **configured, "UV_NO_CACHE": "1"},
             capture_output=True,
             text=True,
             check=False,
         )
     assert done.returncode == 0, done.stderr
-    assert "2.0.0a1" in (tmp_path / "t/flash_dmattn/__init__.py").read_text()
+    assert "2.0.0a1" in (folder / "t/flash_dmattn/__init__.py").read_text()
     assert f"/files/{wheel.name}" in server.requests
+
+
+@pytest.mark.parametrize("tool", ["pip", "uv"])
+def test_the_lines_of_the_page_install_from_it(tool: str, tmp_path: Path) -> None:
+    """Also where there are pre-releases only, and never from another index."""
+    assert_installs(command_of_the_page(tool).split(), tmp_path)
+
+
+def test_a_project_of_uv_installs_from_it(tmp_path: Path) -> None:
+    project = f'[project]\nname = "mine"\nversion = "0"\ndependencies = ["{PROJECT}"]\n\n'
+    sources = block_of_the_page("toml", "tool.uv.sources")
+    words = ["uv", "pip", "install", "--requirements", "pyproject.toml"]
+    assert_installs(words, tmp_path, project + sources)
+
+
+def test_an_image_runs_the_lines_of_pip() -> None:
+    lines = block_of_the_page("dockerfile", PROJECT).replace("\\\n", "").splitlines()
+    (run,) = [line.removeprefix("RUN ") for line in lines if line.startswith("RUN ")]
+    needed, own = (re.sub(" +", " ", command.strip()) for command in run.split("&&"))
+    assert own == command_of_the_page("pip")
+    assert f"\n{needed}\n{own}\n" in PAGE
 
 
 def test_server_speaks_json_to_those_who_ask(tmp_path: Path) -> None:
