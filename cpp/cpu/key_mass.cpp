@@ -3,6 +3,7 @@
 //
 // A unit is one KV head of one sequence, or, where those are too few to occupy the threads, an interleaved part of its
 // query tiles, which has sums of its own. Those are added up in order: nothing is added by two threads.
+#include <algorithm>
 #include <cstring>
 
 #include "kernels.h"
@@ -31,7 +32,7 @@ int64_t key_mass_workspace_bytes(const fdm_problem &p) {
 void key_mass_pass(const fdm_problem &p, const fdm_key_mass_args &args, const void *plan, void *workspace) {
   const fdm_tensor &mass = args.mass;
   auto *const result = static_cast<float *>(mass.data);
-  std::memset(result, 0, size_t(mass.shape[0] * mass.shape[1] * mass.shape[2]) * sizeof(float));
+  std::fill_n(result, mass.shape[0] * mass.shape[1] * mass.shape[2], 0.0f); // memset wants an address for nothing, too
   if (p.batch == 0 || p.queries == 0 || p.keys == 0) return;
   const Kernels &kernels = best_kernels();
   const int64_t scratch = round_up(tile_scratch_bytes(p, false), 64), parts = part_count(p);

@@ -16,6 +16,7 @@ constexpr int kLanes = FDM_SIMD_BYTES / 4;
 
 typedef float vfloat __attribute__((vector_size(FDM_SIMD_BYTES)));
 typedef int32_t vint __attribute__((vector_size(FDM_SIMD_BYTES)));
+typedef uint32_t vuint __attribute__((vector_size(FDM_SIMD_BYTES))); // which may overflow
 typedef float vfloat_unaligned __attribute__((vector_size(FDM_SIMD_BYTES), aligned(4), may_alias));
 typedef int32_t vint_unaligned __attribute__((vector_size(FDM_SIMD_BYTES), aligned(4), may_alias));
 
@@ -61,8 +62,9 @@ inline vfloat exponential(vfloat x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  const vint exponent = (as_int(shifted) - as_int(magic) + 127) << 23;
-  return x < -87.3f ? splat(0.0f) : p * as_float(exponent);
+  // Of what is far below, this is of no meaning.
+  const vuint exponent = (reinterpret_cast<vuint>(shifted) - reinterpret_cast<vuint>(magic) + 127) << 23;
+  return x < -87.3f ? splat(0.0f) : p * reinterpret_cast<vfloat>(exponent);
 }
 
 // tanh(x): the Cephes library's polynomial near 0, elsewhere (1 - e) / (1 + e) with e = exp(-2 |x|).
