@@ -103,7 +103,8 @@ _default_backend._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def bounded_gates(log_forget: Tensor, prune: float | None, tokens: Tensor | None) -> Tensor:
     """Return gates in float64 that can be summed: finite, and 0 at padding."""
     gates = log_forget.to(torch.float64)
-    gates = gates.clamp(min=least_gate(prune))
+    # Not by clamp, which gives a gate at the bound its gradient only before torch 2.14.
+    gates = gates.masked_fill(gates < least_gate(prune), least_gate(prune))
     return gates if tokens is None else gates.masked_fill(~tokens, 0)
 
 
