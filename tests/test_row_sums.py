@@ -152,7 +152,7 @@ def check(case: Case, dtype: torch.dtype, target: Target, way: str = "core") -> 
     assert missing.min() > 1e-4
     sums = dbias.sum((-2, -1)).abs()
     # Triton's interpreter does not round to bfloat16 but truncates, which leaves a bit more.
-    share = 256 if target.backend == "triton" else 500
+    share = 256 if target.backend == "triton" else 1000
     assert (sums <= missing / share).all(), f"{sums} of {missing}"
 
 

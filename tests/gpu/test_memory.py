@@ -57,8 +57,6 @@ def test_a_shared_bias_takes_no_more_than_its_gradient(gpu: str) -> None:
 @pytest.mark.parametrize("length", [128, 250, 256, 333, 384])
 def test_sums_of_a_shared_bias_take_no_memory_of_their_own(length: int, gpu: str) -> None:
     """Beside results, numbers of a row in float32 and of the bias: three times those of lse."""
-    if "wgmma" not in loader.pack_for("cuda").features:
-        pytest.skip("kernels with mma.sync sum the gradient in memory of their own")
     shapes = [(length, length, 4, 32)] * 4 + [(1, 4, length, length)]
     tensors = [torch.randn(*shape, device=gpu, dtype=torch.bfloat16) for shape in shapes]
     dout, *inputs = tensors[0], *(tensor.requires_grad_() for tensor in tensors[1:])
@@ -77,4 +75,9 @@ def test_sums_of_a_shared_bias_take_no_memory_of_their_own(length: int, gpu: str
     requested()  # what is allocated once
     rows = 4 * length**2 * 4
     tiles = 4 * (-(-length // 128) * 128) ** 2 * 4  # of the sums of the bias gradient
-    assert requested() <= 4 * dout.numel() * dout.element_size() + 2 * rows + max(rows, tiles)
+    parts = 0
+    if "wgmma" not in loader.pack_for("cuda").features:
+        # Two parts of a tile of 128 x 128 for each thread block, of which an SM holds two.
+        parts = 4 * torch.cuda.get_device_properties(gpu).multi_processor_count * 128**2 * 4
+    most = 4 * dout.numel() * dout.element_size() + 2 * rows + max(rows, tiles) + parts
+    assert requested() <= most
