@@ -158,7 +158,7 @@ def is_looked_at(tensor: Tensor) -> bool:
     """Say whether a check may read a tensor: on a CPU, where no one waits for it, and outside of
     what is compiled, traced or transformed, which is for other values too.
     """
-    if is_compiling() or is_transformed() or not tensor.is_cpu:
+    if not tensor.is_cpu or is_compiling() or is_transformed():
         return False
     return type(tensor) in PLAIN_TYPES and has_values(tensor)
 

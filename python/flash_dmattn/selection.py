@@ -34,6 +34,7 @@ __all__ = [
     "is_per_key",
     "keeps_all",
     "key_counts",
+    "longest",
     "place_bias",
     "refuse_without_window",
     "select",
@@ -389,8 +390,8 @@ def _packing(packing: Packing, max_seqlen_q: int | None, max_seqlen_k: int | Non
         raise ValueError(f"{missing} must be given too: packed sequences need both")
     _check_bounds(packing)
     return packing._replace(
-        max_seqlen_q=_longest("max_seqlen_q", max_seqlen_q, cu_seqlens_q),
-        max_seqlen_k=_longest("max_seqlen_k", max_seqlen_k, cu_seqlens_k),
+        max_seqlen_q=longest("max_seqlen_q", max_seqlen_q, cu_seqlens_q),
+        max_seqlen_k=longest("max_seqlen_k", max_seqlen_k, cu_seqlens_k),
     )
 
 
@@ -409,7 +410,7 @@ def _check_packed_form(bias: Tensor, mask: Tensor | None, mask_name: str) -> Non
             )
 
 
-def _longest(name: str, length: int | None, cu_seqlens: Tensor) -> int:
+def longest(name: str, length: int | None, cu_seqlens: Tensor) -> int:
     """Return the length of the longest sequence; by default it is read from the device."""
     if length is not None:
         return index(name, length, 0, MOST_ROWS)

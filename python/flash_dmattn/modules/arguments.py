@@ -28,7 +28,6 @@ __all__ = [
     "checked_base",
     "checked_heads",
     "finite",
-    "longest",
 ]
 
 _DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
@@ -124,13 +123,6 @@ def check_fits_projection(hidden_states: Tensor, weight: Tensor) -> None:
             f"hidden_states must have dtype {weight.dtype}, as the layer's parameters, got "
             f"{hidden_states.dtype}; convert one of them, or call under torch.autocast"
         )
-
-
-def longest(cu_seqlens: Tensor, max_seqlen: int | None) -> int:
-    """Return the length of the longest packed sequence, by default as read from the device."""
-    if max_seqlen is None:
-        return checks.longest("cu_seqlens", cu_seqlens, "; pass max_seqlen")
-    return checks.index("max_seqlen", max_seqlen)
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, hidden_states: Tensor) -> Tensor:

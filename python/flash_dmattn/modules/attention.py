@@ -15,7 +15,7 @@ from ..interface import flash_dmattn_func, flash_dmattn_varlen_func
 from ..masks import IntervalMask
 from ..record import KeyCounts
 from ..reference import per_query_head
-from ..selection import keeps_all, key_counts, refuse_without_window, without_nan
+from ..selection import keeps_all, key_counts, longest, refuse_without_window, without_nan
 from ..state.chunks import described_call
 from ..wrong_keywords import refuse_keywords, telling_keywords, without_unknown
 from .arguments import (
@@ -29,7 +29,6 @@ from .arguments import (
     checked_base,
     checked_heads,
     finite,
-    longest,
 )
 from .cache import AttentionCache
 from .fusing import fused_step
@@ -335,7 +334,7 @@ class DynamicMaskAttention(nn.Module):
         if cu_seqlens is None:
             keys = key.shape[1]
         else:
-            keys = longest(cu_seqlens, max_seqlen)
+            keys = longest("max_seqlen", max_seqlen, cu_seqlens)
         if self.window_size is not None:
             counts = self._counts()
             selects = {

@@ -16,6 +16,7 @@ from ..forgetting import checked_prune, forgetting_attention, forgetting_bias
 from ..forgetting_formula import read_by
 from ..interface import flash_dmattn_func, flash_dmattn_varlen_func
 from ..masks import IntervalMask
+from ..selection import longest
 from ..wrong_keywords import refuse_keywords, telling_keywords, without_unknown
 from .arguments import (
     check_backend,
@@ -26,7 +27,6 @@ from .arguments import (
     checked_base,
     checked_heads,
     finite,
-    longest,
 )
 from .forgetting_cache import ForgettingCache
 from .heads import prepared
@@ -261,7 +261,7 @@ class ForgettingAttention(nn.Module):
                 backend=self.backend,
             )
         bias, mask = forgetting_bias(log_forget, self.prune, cu_seqlens, padding=padding)
-        keys = longest(cu_seqlens, max_seqlen)
+        keys = longest("max_seqlen", max_seqlen, cu_seqlens)
         bounds = (cu_seqlens, cu_seqlens, keys, keys)
         return self._attend(query, key, value, bias, mask, bounds)
 
