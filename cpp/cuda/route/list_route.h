@@ -58,7 +58,7 @@ enum class ListKernel : uint8_t {
 
 // The fewest heads of a group for kernels with wgmma, most of whose rows are then none: gathered rows and additions to
 // sums take longer than products. Up to 16 heads are one tile of mma.sync, whose thread blocks gather more rows at a
-// time (benchmarks/profiles/h200-lists.json). But in the backward pass so many blocks add to sums of keys that 16 heads
+// time (benchmarks/profiles/h200-steps.json). But in the backward pass so many blocks add to sums of keys that 16 heads
 // are faster with wgmma where L2 does not hold these.
 constexpr int64_t kListWgmmaHeads = 17, kListWgmmaHeadsBeyondL2 = 16;
 
