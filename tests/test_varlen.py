@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import flash_dmattn
-from flash_dmattn import IntervalMask, dynamic_mask, flash_dmattn_varlen_func
+from flash_dmattn import IntervalMask, dynamic_mask, flash_dmattn_func, flash_dmattn_varlen_func
 from support import (
     Problem,
     Target,
@@ -336,7 +336,9 @@ def test_paged_keys(causal: bool, bias_kind: str, gap: int, strided: bool, targe
                 rows = tensor[0, start : start + page]
                 pages[side][number, : len(rows)] = rows
     with torch.no_grad():
-        want = run(packed, target, packed.problem.leaves(target.device, None), return_lse=True)
+        want = run(
+            packed, target, packed.problem.leaves(target.device, None), return_attn_probs=True
+        )
         got = run(
             packed,
             target,
@@ -345,7 +347,7 @@ def test_paged_keys(causal: bool, bias_kind: str, gap: int, strided: bool, targe
                 "key": moved(pages[0], target.device, None),
                 "value": moved(pages[1], target.device, None),
             },
-            return_lse=True,
+            return_attn_probs=True,
             block_table=moved(table, target.device, None),
         )
     rounding = {"atol": 4e-3, "rtol": 2e-2} if gap and dtype != torch.float32 else {}
@@ -368,6 +370,54 @@ def test_probabilities(target: Target) -> None:
         torch.testing.assert_close(out[rows].cpu().float(), want, atol=2e-2, rtol=2e-2)
         assert not probabilities[index, :, queries:].any()
         assert not probabilities[index, :, :, keys:].any()
+
+
+@pytest.mark.parametrize("kind", ["keys", "rows", "intervals", "window"])
+def test_compiled_probabilities(kind: str, target: Target) -> None:
+    """Those of a whole program, and their gradients, are those of each sequence by itself."""
+    torch._dynamo.reset()
+    dtype = target.dtypes[0]
+    packed = Packed.random(dtype, causal=True, softcap=3.0)
+    rows, keys = sum(LENGTHS), sum(KEY_LENGTHS)
+    options: dict[str, object] = {"sink": randn(4, seed=6).to(target.device)}
+    bias_shape = (1, rows, max(KEY_LENGTHS)) if kind == "rows" else (2, 1, keys)
+    packed.problem.bias = randn(*bias_shape, dtype=dtype, seed=5)
+    if kind == "keys":
+        packed.problem.mask = rand_bool(2, 1, keys)
+    elif kind == "rows":
+        packed.problem.mask = rand_bool(4, rows, max(KEY_LENGTHS))
+    elif kind == "intervals":
+        start = torch.arange(keys, dtype=torch.int32).expand(2, -1) % 17
+        packed.problem.mask = IntervalMask(start, start + 30)
+    else:
+        options |= {"window_size": 9, "keep_last": 3}
+
+    def call(leaves: dict[str, Tensor]) -> Tensor:
+        return run(packed, target, leaves, return_attn_probs=True, **options)[2]
+
+    def call_each(leaves: dict[str, Tensor]) -> Tensor:
+        problem = dataclasses.replace(packed.problem, **leaves)
+        each = []
+        for _, _, part in dataclasses.replace(packed, problem=problem).sequences():
+            found = flash_dmattn_func(
+                part.query, part.key, part.value, part.mask, part.bias, None, True, 3.0,
+                return_attn_probs=True, backend=target.backend, **options,
+            )[2]  # fmt: skip
+            missing = max(KEY_LENGTHS) - found.shape[3], max(LENGTHS) - found.shape[2]
+            each.append(torch.nn.functional.pad(found, (0, missing[0], 0, missing[1])))
+        return torch.cat(each)
+
+    mask = packed.problem.mask
+    packed.problem.mask = None if mask is None else mask.to(target.device)
+    leaves = packed.problem.leaves(target.device, None)
+    got = torch.compile(call, fullgraph=True, backend="aot_eager")(leaves)
+    want = call_each(leaves)
+    torch.testing.assert_close(got, want)
+    given = [leaf for name, leaf in leaves.items() if name != "value"]
+    weights = randn(*want.shape, dtype=dtype, seed=7).to(target.device)
+    gradients = (torch.autograd.grad(p, given, weights) for p in (got, want))
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_no_rows_where_there_might_be_some(target: Target) -> None:

@@ -135,19 +135,65 @@ def attention_probabilities(inputs: AttentionInputs) -> Tensor:
 
     A packed call gives ``(B, H, max_seqlen_q, max_seqlen_k)``, zero outside each sequence.
     """
-    query, longest = inputs.query, (inputs.max_seqlen_q, inputs.max_seqlen_k)
-    if inputs.cu_seqlens_q is not None and inputs.cu_seqlens_q.is_meta:  # without values
-        return query.new_empty((inputs.cu_seqlens_q.shape[0] - 1, query.shape[1], *longest))
-    probabilities = [
-        attend(part, inputs).probabilities.to(query.dtype) for part in sequences(inputs)
-    ]
-    if not inputs.packed:
-        return probabilities[0]
-    padded = [
-        torch.nn.functional.pad(p, (0, longest[1] - p.shape[3], 0, longest[0] - p.shape[2]))
-        for p in probabilities
-    ]
-    return torch.cat([query.new_empty((0, query.shape[1], *longest)), *padded])
+    inputs = _side_by_side(inputs)
+    (part,) = sequences(inputs)
+    return attend(part, inputs).probabilities.to(inputs.query.dtype)
+
+
+def _side_by_side(inputs: AttentionInputs) -> AttentionInputs:
+    """Return the dense call with a batch entry for each sequence, of the longest lengths.
+
+    No value is read on the host, so that it can be compiled, and traced without values.
+    """
+    cu_seqlens_q, cu_seqlens_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        return inputs
+    row, column = (
+        torch.arange(longest, device=inputs.query.device)
+        for longest in (inputs.max_seqlen_q, inputs.max_seqlen_k)
+    )
+    rows, keys = cu_seqlens_q[:-1, None] + row, cu_seqlens_k[:-1, None] + column
+    is_row, is_key = rows < cu_seqlens_q[1:, None], keys < cu_seqlens_k[1:, None]
+    kept = is_row.unsqueeze(2) & is_key.unsqueeze(1)
+    if inputs.causal:
+        limit = row + (cu_seqlens_k.diff() - cu_seqlens_q.diff()).unsqueeze(1)
+        kept = kept & (column <= limit.unsqueeze(2))
+    kept = kept.unsqueeze(1)
+    if inputs.start is not None and inputs.end is not None:
+        start, end = (_at(t, keys, 1).transpose(0, 1) for t in (inputs.start, inputs.end))
+        kept = kept & intervals_to_bool(start, end, inputs.max_seqlen_q)
+    if inputs.mask is not None:
+        kept = kept & _dense_form(inputs.mask, rows, keys)
+    key, value, places = inputs.key, inputs.value, keys
+    if inputs.block_table is not None:
+        page_size = key.shape[1]
+        pages = _at(inputs.block_table, column // page_size, 1).long()
+        places = pages * page_size + column % page_size
+        key, value = key.flatten(0, 1), value.flatten(0, 1)
+    changed = {**Packing()._asdict(), "causal": False, "start": None, "end": None, "mask": kept}
+    return inputs._replace(
+        **changed,
+        query=_at(inputs.query, rows, 0),
+        key=_at(key, places, 0),
+        value=_at(value, places, 0),
+        bias=None if inputs.bias is None else _dense_form(inputs.bias, rows, keys),
+    )
+
+
+def _dense_form(tensor: Tensor, rows: Tensor, keys: Tensor) -> Tensor:
+    """Return a packed mask or bias as ``(B, heads, Q or 1, K)``."""
+    if tensor.shape[1] == 1:
+        return _at(tensor.squeeze(1), keys, 1).transpose(0, 1).unsqueeze(2)
+    return _at(tensor, rows, 1).transpose(0, 1)
+
+
+def _at(tensor: Tensor, places: Tensor, dimension: int) -> Tensor:
+    """Return what is at places of a dimension, whose shape replaces it; anything where none is."""
+    before, (length, *after) = tensor.shape[:dimension], tensor.shape[dimension:]
+    if length == 0:
+        tensor, length = torch.cat([tensor, tensor.new_zeros((*before, 1, *after))], dimension), 1
+    found = tensor.index_select(dimension, places.clamp(0, length - 1).flatten())
+    return found.view(*before, *places.shape, *after)
 
 
 def key_mass(inputs: AttentionInputs) -> Tensor:
