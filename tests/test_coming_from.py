@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_dmattn import KeptKeys, flash_dmattn_func
+from flash_dmattn import IntervalMask, KeptKeys, flash_dmattn_func
 from flash_dmattn.modules import (
     AttentionCache,
     DynamicMaskAttention,
@@ -144,6 +144,8 @@ LAYERS = [
     for layer in (DynamicMaskAttention, ForgettingAttention)
 ]
 TOKENS_OF_STATE = (*torch.zeros(3, 1, 4, 2, 8), torch.zeros(1, 2, 1, 4))
+_STATE = KeptKeys(3)
+BOUNDS = (torch.zeros(1, 1, 5, dtype=torch.int32),) * 2
 
 
 @pytest.mark.parametrize(
@@ -161,11 +163,45 @@ TOKENS_OF_STATE = (*torch.zeros(3, 1, 4, 2, 8), torch.zeros(1, 2, 1, 4))
         (LAYERS[0], "past_key_values", "it is called cache here"),
         (LAYERS[1], "cu_seqlens_k", "it is called cu_seqlens here"),
         (partial(KeptKeys(3).attend, *TOKENS_OF_STATE), "scaling", "it is called softmax_scale"),
+        (
+            partial(LAYERS[0].func.attend, *TOKENS_OF_STATE),
+            "attention_mask",
+            "it is called attn_mask here",
+        ),
+        (
+            partial(LAYERS[1].func.attend, *TOKENS_OF_STATE),
+            "attn_mask",
+            "it is called padding here",
+        ),
+        *(
+            (partial(call, *TOKENS_OF_STATE[1:]), "attention_mask", "it is called padding here")
+            for call in (_STATE.update, _STATE.updated, _STATE.visible, _STATE.extended)
+        ),
+        (partial(IntervalMask, *BOUNDS), "seqlen_q", "it is called query_length here"),
+        (partial(IntervalMask.documents, length=5), "cu_seqlens_q", "it is called cu_seqlens here"),
+        (IntervalMask.documents, "segment_ids", "it is called document_ids here"),
+        (partial(IntervalMask.tree, BOUNDS[0][0]), "prefix_len", "it is called prefix_length here"),
     ],
 )
-def test_keywords_of_layers_and_states(call: Any, keyword: str, told: str) -> None:
+def test_keywords_of_layers_masks_and_states(call: Any, keyword: str, told: str) -> None:
     with pytest.raises(TypeError, match=f"argument '{keyword}': {told}"):
         call(**{keyword: None})
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (partial(IntervalMask.sliding_window, 3, 0, 5, 5), "sliding_window"),
+        (partial(IntervalMask.delayed_eviction, BOUNDS[0] > 0, 2), "delayed_eviction"),
+        (partial(IntervalMask.from_key_padding, BOUNDS[0][0] > 0, 5), "from_key_padding"),
+        (partial(IntervalMask.prefix_lm, BOUNDS[0][0, 0], 5, 5), "prefix_lm"),
+    ],
+)
+def test_masks_tell_what_there_is_not(call: Any, named: str) -> None:
+    text = rf"^IntervalMask\.{named}\(\) got an unexpected .* 'dropout': there is no dropout"
+    with pytest.raises(TypeError, match=text):
+        call(dropout=0.0)
+    assert "unknown" not in inspect.signature(call.func).parameters
 
 
 def test_unknown_keywords_have_no_hint() -> None:

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from . import checks
 from .mask_checks import check_integers, checked_length, checked_side, last_bound
+from .wrong_keywords import refuse_keywords, telling_keywords, without_unknown
 
 
 def intervals_to_bool(start: Tensor, end: Tensor, query_length: int) -> Tensor:
@@ -19,6 +20,7 @@ def intervals_to_bool(start: Tensor, end: Tensor, query_length: int) -> Tensor:
     return (start.unsqueeze(-2) <= row) & (row < end.unsqueeze(-2))
 
 
+@telling_keywords
 class IntervalMask:
     """A mask that keeps each key for one contiguous range of queries: O(K) memory.
 
@@ -172,13 +174,21 @@ class IntervalMask:
             )
 
     @classmethod
-    def from_key_padding(cls, mask: Tensor, query_length: int) -> IntervalMask:
+    @without_unknown
+    def from_key_padding(
+        cls,
+        mask: Tensor,
+        query_length: int,
+        **unknown: NoReturn,
+    ) -> IntervalMask:
         """Keep the keys that are True in ``mask``, bool ``(B, K)``, for every query.
 
         Raises:
             TypeError: mask is not a bool tensor.
             ValueError: mask is not 2-D, or query_length is negative.
         """
+        if unknown:
+            refuse_keywords(IntervalMask.from_key_padding, unknown)
         if checks.tensor("mask", mask, "a boolean torch.Tensor").dtype != torch.bool:
             raise TypeError(f"mask must be a tensor of dtype torch.bool, got {mask.dtype}")
         if mask.dim() != 2:
@@ -188,6 +198,7 @@ class IntervalMask:
         return cls(torch.zeros_like(end), end, query_length=query_length)
 
     @classmethod
+    @without_unknown
     def sliding_window(
         cls,
         left: int | None,
@@ -196,6 +207,7 @@ class IntervalMask:
         key_length: int,
         *,
         device: torch.device | str | None = None,
+        **unknown: NoReturn,
     ) -> IntervalMask:
         """Keep the keys near the position of each query.
 
@@ -208,6 +220,8 @@ class IntervalMask:
             ValueError: a length or a side is negative, or too large for int32; or no device has
                 this name.
         """
+        if unknown:
+            refuse_keywords(IntervalMask.sliding_window, unknown)
         left, right = checked_side("left", left), checked_side("right", right)
         query_length = checked_length("query_length", query_length)
         key_length = checked_length("key_length", key_length)
@@ -223,12 +237,14 @@ class IntervalMask:
         )
 
     @classmethod
+    @without_unknown
     def documents(
         cls,
         document_ids: Tensor | None = None,
         *,
         cu_seqlens: Tensor | None = None,
         length: int | None = None,
+        **unknown: NoReturn,
     ) -> IntervalMask:
         """Keep the keys of the query's own document.
 
@@ -247,6 +263,8 @@ class IntervalMask:
             ValueError: not exactly one of both is given, its number of dimensions is wrong, or
                 there is no last value to read.
         """
+        if unknown:
+            refuse_keywords(IntervalMask.documents, unknown)
         if (document_ids is None) == (cu_seqlens is None):
             raise ValueError("give exactly one of document_ids and cu_seqlens")
         if document_ids is not None:
@@ -289,7 +307,14 @@ class IntervalMask:
         )
 
     @classmethod
-    def prefix_lm(cls, prefix_lengths: Tensor, query_length: int, key_length: int) -> IntervalMask:
+    @without_unknown
+    def prefix_lm(
+        cls,
+        prefix_lengths: Tensor,
+        query_length: int,
+        key_length: int,
+        **unknown: NoReturn,
+    ) -> IntervalMask:
         """Keep the prefix for every query and the rest causally; to be used without ``is_causal``.
 
         Args:
@@ -301,6 +326,8 @@ class IntervalMask:
             TypeError: prefix_lengths is not an integer tensor.
             ValueError: prefix_lengths is not 1-D, or a length is negative.
         """
+        if unknown:
+            refuse_keywords(IntervalMask.prefix_lm, unknown)
         check_integers("prefix_lengths", prefix_lengths, 1, "(B,)")
         query_length = checked_length("query_length", query_length)
         key_length = checked_length("key_length", key_length)
@@ -310,7 +337,13 @@ class IntervalMask:
         return cls(start, torch.full_like(start, query_length), query_length=query_length)
 
     @classmethod
-    def delayed_eviction(cls, keep: Tensor, delay: int) -> IntervalMask:
+    @without_unknown
+    def delayed_eviction(
+        cls,
+        keep: Tensor,
+        delay: int,
+        **unknown: NoReturn,
+    ) -> IntervalMask:
         """Keep some keys for every later query, and the others for ``delay`` queries.
 
         This is for causal self-attention, Q = K = N, of models that decide for each token whether
@@ -331,6 +364,8 @@ class IntervalMask:
             TypeError: keep is not a bool tensor, or delay no integer.
             ValueError: keep is not 3-D, or delay is negative.
         """
+        if unknown:
+            refuse_keywords(IntervalMask.delayed_eviction, unknown)
         if checks.tensor("keep", keep, "a boolean torch.Tensor").dtype != torch.bool:
             raise TypeError(f"keep must be a tensor of dtype torch.bool, got {keep.dtype}")
         if keep.dim() != 3:
@@ -341,7 +376,14 @@ class IntervalMask:
         return cls(key.to(torch.int32).expand_as(end).contiguous(), end, query_length=length)
 
     @classmethod
-    def tree(cls, parents: Tensor, *, prefix_length: int = 0) -> tuple[IntervalMask, Tensor]:
+    @without_unknown
+    def tree(
+        cls,
+        parents: Tensor,
+        *,
+        prefix_length: int = 0,
+        **unknown: NoReturn,
+    ) -> tuple[IntervalMask, Tensor]:
         """Let each node of a tree see its ancestors and itself, as drafts of a decoder do.
 
         In depth-first order the descendants of a node follow it without a gap, so that what sees it
@@ -371,6 +413,8 @@ class IntervalMask:
             ValueError: parents is not 2-D, a parent is no node, or a node has an ancestor of
                 itself; or prefix_length is negative.
         """
+        if unknown:
+            refuse_keywords(IntervalMask.tree, unknown)
         from .mask_trees import depth_first  # seldom needed
 
         prefix_length = checked_length("prefix_length", prefix_length)

@@ -177,6 +177,7 @@ class ContextParallelForgetting(ForgettingAttention):
             )
         return super().forward(hidden_states, **options)
 
+    @without_unknown
     def attend(
         self,
         query: Tensor,
@@ -187,8 +188,11 @@ class ContextParallelForgetting(ForgettingAttention):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
         padding: Tensor | None = None,
+        **unknown: NoReturn,
     ) -> Tensor:
         """Compute the attention of a shard; see `context_parallel_forgetting`."""
+        if unknown:
+            refuse_keywords(ContextParallelForgetting.attend, unknown)
         out: Tensor = context_parallel_forgetting(
             query,
             key,

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from ..masks import IntervalMask
 from ..modules import DynamicMaskAttention
 from ..modules.arguments import check_cu_seqlens
 from ..modules.rotary import packed_positions
+from ..wrong_keywords import refuse_keywords, without_unknown
 from .context_parallel import checked_group, context_parallel_dmattn
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ class ContextParallelAttention(DynamicMaskAttention):
             )
         return super().forward(hidden_states, **options)
 
+    @without_unknown
     def attend(
         self,
         query: Tensor,
@@ -89,8 +91,11 @@ class ContextParallelAttention(DynamicMaskAttention):
         *,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
+        **unknown: NoReturn,
     ) -> Tensor:
         """Compute the attention of a shard; see `context_parallel_dmattn`."""
+        if unknown:
+            refuse_keywords(ContextParallelAttention.attend, unknown)
         assert self.window_size is not None
         padding = None
         if (self.keep_last or self.keep_first) and cu_seqlens is None:

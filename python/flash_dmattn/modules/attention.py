@@ -300,6 +300,7 @@ class DynamicMaskAttention(nn.Module):
             bias = bias.exp()
         return bias.unsqueeze(-2)
 
+    @without_unknown
     def attend(
         self,
         query: Tensor,
@@ -310,6 +311,7 @@ class DynamicMaskAttention(nn.Module):
         *,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
+        **unknown: NoReturn,
     ) -> Tensor:
         """Compute the attention between the projections; a subclass may compute it otherwise.
 
@@ -322,6 +324,8 @@ class DynamicMaskAttention(nn.Module):
         Returns:
             A tensor of query's shape.
         """
+        if unknown:
+            refuse_keywords(DynamicMaskAttention.attend, unknown)
         settings: dict[str, Any] = {
             "attn_mask": attn_mask,
             "attn_bias": bias,

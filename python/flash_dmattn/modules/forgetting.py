@@ -231,6 +231,7 @@ class ForgettingAttention(nn.Module):
         states = self.f_proj(hidden_states).transpose(-1, -2)
         return logsigmoid(states.to(torch.promote_types(states.dtype, torch.float32)))
 
+    @without_unknown
     def attend(
         self,
         query: Tensor,
@@ -241,6 +242,7 @@ class ForgettingAttention(nn.Module):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
         padding: Tensor | None = None,
+        **unknown: NoReturn,
     ) -> Tensor:
         """Compute the attention of tokens to each other; a subclass may divide it.
 
@@ -249,6 +251,8 @@ class ForgettingAttention(nn.Module):
             log_forget: of `log_forget`.
             cu_seqlens, max_seqlen, padding: as in `forward`.
         """
+        if unknown:
+            refuse_keywords(ForgettingAttention.attend, unknown)
         if cu_seqlens is None:
             return forgetting_attention(
                 query,

@@ -117,6 +117,7 @@ class KeptKeys(HeldRows):
         call = described_call(query, sink, settings)
         return self._taken_in(chunk, backend_name(backend), attend, call)
 
+    @without_unknown
     def update(
         self,
         key: Tensor,
@@ -125,6 +126,7 @@ class KeptKeys(HeldRows):
         padding: Tensor | None = None,
         *,
         backend: str | None = None,
+        **unknown: NoReturn,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Take in the tokens that follow, in place.
 
@@ -139,18 +141,28 @@ class KeptKeys(HeldRows):
         Raises:
             TypeError, ValueError: as `attend`; or a gradient is required, which `updated` is for.
         """
+        if unknown:
+            refuse_keywords(KeptKeys.update, unknown)
         chunk = self._rows(key, value, bias, padding)
         seen = self._taken_in(chunk, backend_name(backend), lambda rows: rows)
         return seen.key, seen.value, seen.bias
 
+    @without_unknown
     def visible(
-        self, key: Tensor, value: Tensor, bias: Tensor, padding: Tensor | None = None
+        self,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor,
+        padding: Tensor | None = None,
+        **unknown: NoReturn,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return what `update` returns for tokens that are not taken in.
 
         Args:
             key, value, bias, padding: as in `attend`.
         """
+        if unknown:
+            refuse_keywords(KeptKeys.visible, unknown)
         seen = self._columns(self._rows(key, value, bias, padding))
         return seen.key, seen.value, seen.bias
 
@@ -172,6 +184,7 @@ class KeptKeys(HeldRows):
             return None
         return bias.detach() != -torch.inf
 
+    @without_unknown
     def updated(
         self,
         key: Tensor,
@@ -180,14 +193,18 @@ class KeptKeys(HeldRows):
         padding: Tensor | None = None,
         *,
         backend: str | None = None,
+        **unknown: NoReturn,
     ) -> KeptKeys:
         """Return the state after the tokens that follow, with gradients for those it keeps.
 
         Args:
             key, value, bias, padding, backend: as in `attend`.
         """
+        if unknown:
+            refuse_keywords(KeptKeys.updated, unknown)
         return self.extended(key, value, bias, padding, backend=backend)[1]
 
+    @without_unknown
     def extended(
         self,
         key: Tensor,
@@ -196,12 +213,15 @@ class KeptKeys(HeldRows):
         padding: Tensor | None = None,
         *,
         backend: str | None = None,
+        **unknown: NoReturn,
     ) -> tuple[tuple[Tensor, Tensor, Tensor], KeptKeys]:
         """Return what `update` returns, and the state that `updated` returns.
 
         Args:
             key, value, bias, padding, backend: as in `attend`.
         """
+        if unknown:
+            refuse_keywords(KeptKeys.extended, unknown)
         return self._after(self._rows(key, value, bias, padding), backend)
 
     def extended_by_marked(
