@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_dmattn import KeptKeys, dynamic_mask, flash_dmattn_func
+from flash_dmattn import KeptKeys, attention_reference, dynamic_mask, flash_dmattn_func
 from flash_dmattn.integrations import parallel_forgetting_attn
 
 H, HK, D = 4, 2, 8
@@ -37,6 +37,10 @@ def _selection(query: Tensor, key: Tensor) -> Any:
     return dynamic_mask(key.sum(-1).transpose(1, 2), 4, True, seen).to_bool(key.shape[1])
 
 
+def _formula(query: Tensor, key: Tensor) -> Any:
+    return attention_reference(query, key, key, causal=True)[0]
+
+
 @pytest.mark.parametrize(
     ("call", "batch", "length"),
     [
@@ -44,6 +48,7 @@ def _selection(query: Tensor, key: Tensor) -> Any:
         (_state, 2, 10),
         (_forgetting, 2, 10),
         (_selection, 2, 10),
+        (_formula, 2, 10),
     ],
 )
 def test_sizes_found_by_compilers_fit_as_others_do(

@@ -50,7 +50,7 @@ def _told(inputs: AttentionInputs, most_head_dim: int) -> dict[str, int]:
     """
     told = {}
     of_query, of_key = inputs.query.shape[-1:], inputs.key.shape[-1:]
-    if of_query == of_key and MOST_HEAD_DIM < max(of_key, default=0) <= most_head_dim:
+    if of_query == of_key and any(MOST_HEAD_DIM < size <= most_head_dim for size in of_key):
         told = dict.fromkeys(("query", "key", "value"), MOST_HEAD_DIM)
     if has_other_width(inputs, most_head_dim):
         told["value"] = told.get("key", inputs.key.shape[-1])
