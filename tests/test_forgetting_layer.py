@@ -476,6 +476,23 @@ def test_as_one_program(how: str) -> None:
     torch.testing.assert_close(program(x), layer(x))
 
 
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_compiled_training(checkpointed: bool) -> None:
+    layer = make(prune=-6.0)
+    x = states(2, 20, layer)
+
+    def call(x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(layer, x, use_reentrant=False) if checkpointed else layer(x)
+        return out
+
+    torch._dynamo.reset()
+    outs = torch.compile(call, backend="aot_eager", fullgraph=True)(x), layer(x)
+    for one, other in zip(
+        *(torch.autograd.grad(o.sum(), layer.parameters()) for o in outs), strict=True
+    ):
+        torch.testing.assert_close(one, other)
+
+
 @pytest.mark.parametrize("cached", [False, True])
 def test_under_autocast(cached: bool) -> None:
     layer = make(prune=-6.0)

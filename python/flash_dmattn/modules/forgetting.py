@@ -229,7 +229,9 @@ class ForgettingAttention(nn.Module):
             ``(B, num_gates, N)``, or ``(num_gates, total)``, float32 (float64 for float64).
         """
         states = self.f_proj(hidden_states).transpose(-1, -2)
-        return logsigmoid(states.to(torch.promote_types(states.dtype, torch.float32)))
+        # A gate's logits side by side, of whose derivative torch.compile expects the right strides.
+        states = states.to(torch.promote_types(states.dtype, torch.float32)).contiguous()
+        return logsigmoid(states)
 
     @without_unknown
     def attend(
