@@ -13,9 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flash_dmattn import AttentionCache, DynamicMaskAttention, KeptKeys, flash_dmattn_func
+from flash_dmattn import (
+    AttentionCache,
+    DynamicMaskAttention,
+    IntervalMask,
+    KeptKeys,
+    flash_dmattn_func,
+)
 from states import make_layer, states
-from support import Target
+from support import Target, rand_bool
 from test_kept_keys import EXACT, PACK, Stream, assert_same, in_chunks, make_stream
 
 Counts = tuple[int, int, int]
@@ -257,6 +263,33 @@ def test_a_layer_decodes(make: Any, chunks: list[int], padded: bool) -> None:
     if cache.kept is not None:
         assert cache.capacity == 11 + cache.rollback
         assert cache.kept.counts == (5, 4, 2)
+
+
+@pytest.mark.parametrize("heads", [None, 1, 2, 4])
+def test_a_layer_with_padding_beside_a_mask(heads: int | None) -> None:
+    """Of one head, where KV heads have biases of their own, or of each head; None: intervals."""
+    layer, x = make_layer(**PLACES), states(30)
+    padding = padded_on_the_left(30)
+    band = IntervalMask.sliding_window(17, 0, 30, 30)
+    mask = band.to_bool(30) if heads is None else rand_bool(2, heads, 30, 30)
+    given = band if heads is None else mask
+    with torch.no_grad():
+        want = layer(x, mask & padding[:, None, None])
+        got = layer(x, given, padding=padding)
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+        cache, outs = AttentionCache(every_key=True), []
+        for part in (slice(0, 14), slice(14, 15), slice(15, 30)):
+            seen = mask[:, :, part, : part.stop]
+            outs.append(layer(x[:, part], seen, cache=cache, padding=padding[:, part]))
+    torch.testing.assert_close(torch.cat(outs, 1), want, atol=1e-5, rtol=1e-5)
+
+
+def test_a_layer_with_padding_beside_a_wrong_mask() -> None:
+    layer, x, padding = make_layer(**PLACES), states(30), padded_on_the_left(30)
+    for shape in ((2, 3, 1, 30), (3, 1, 1, 30)):
+        mask = torch.ones(shape, dtype=torch.bool)
+        with pytest.raises(ValueError, match=rf"attn_mask has shape \({shape[0]}, {shape[1]}, "):
+            layer(x, mask, padding=padding)
 
 
 def test_a_layer_is_what_its_arguments_are() -> None:

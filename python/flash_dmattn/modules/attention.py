@@ -11,6 +11,7 @@ from torch.nn.functional import softplus
 
 from .. import checks
 from ..arguments import flag, to_4d
+from ..checks import is_one_of
 from ..interface import flash_dmattn_func, flash_dmattn_varlen_func
 from ..masks import IntervalMask
 from ..record import KeyCounts
@@ -406,7 +407,10 @@ def _marked(attn_mask: Tensor | IntervalMask | None, query: Tensor, bias: Tensor
         return seen
     if isinstance(attn_mask, IntervalMask):
         attn_mask = attn_mask.to_bool(query.shape[1])
-    batch, _, heads, _ = query.shape
-    sizes = {"batch": batch, "heads": heads, "kv_heads": seen.shape[1], "keys": seen.shape[3]}
+    (batch, _, heads, _), (_, kv_heads, _, keys) = query.shape, seen.shape
+    sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "keys": keys}
     attn_mask = to_4d("attn_mask", attn_mask, **sizes)
-    return attn_mask & per_query_head(seen, attn_mask.shape[1], seen.shape[1])
+    of_batch, of_heads = attn_mask.shape[:2]
+    if not (is_one_of(of_batch, 1, batch) and is_one_of(of_heads, 1, kv_heads, heads)):
+        return attn_mask  # which attention refuses
+    return attn_mask & (per_query_head(seen, heads, kv_heads) if of_heads == heads else seen)
