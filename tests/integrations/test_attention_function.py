@@ -13,6 +13,7 @@ from torch import Tensor
 import flash_dmattn
 from flash_dmattn import attention_reference, flash_dmattn_func
 from flash_dmattn.integrations import model_attention
+from flash_dmattn.integrations.key_bias import KeyBias, give_bias
 from flash_dmattn.integrations.model_attention import (
     _flash_dynamic_mask_attention_forward,
 )
@@ -383,6 +384,27 @@ def test_other_names_of_arguments() -> None:
         flash_dynamic_mask_attention_forward(
             module, *problem(), None, bias, window_size=WINDOW, keep_window_size=5
         )
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("kind", ["shared", "heads", "keys", "rows"])
+def test_biases_of_any_form_add_up(kind: str, own: bool) -> None:
+    """A bias of query heads with one of another rank, or of KV heads."""
+    more, bias, module = randn(1, H, Q, K, seed=11), BIASES[kind], Module(is_causal=True)
+    assert bias is not None
+    biases = [bias, more]
+    if own:
+        biases.append(randn(B, HK, K, seed=12))
+
+    def run(query: Tensor, key: Tensor, value: Tensor, *biases: Tensor) -> Tensor:
+        if own:
+            give_bias(module, KeyBias(lambda module, value: biases[2], None))
+        return flash_dynamic_mask_attention_forward(
+            module, query, key, value, None, biases[0], position_bias=biases[1]
+        )[0]
+
+    kept = torch.ones(Q, K, dtype=torch.bool).tril().expand(B, H, Q, K)
+    judged(run, kept, biases, problem())
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from flash_dmattn import checks
 from flash_dmattn.record import KeyCounts
 
 from .implementations import ATTENTION_NAME, other_attention
-from .mask_forms import Mask
+from .mask_forms import Mask, sum_of_biases
 
 if TYPE_CHECKING:
     from .cache import KeptLayer
@@ -126,7 +126,7 @@ def biased(
     if given is None:
         return Biased(key, value, mask, bias, window_size)
     own = _own_bias(module, given.function, value)
-    bias = own if bias is None else own + bias
+    bias = sum_of_biases(key_bias=own, attention_bias=bias)
     if window_size is not None:
         return Biased(key, value, mask, bias, window_size)
     places = {"keep_last": given.keep_last, "keep_first": given.keep_first}

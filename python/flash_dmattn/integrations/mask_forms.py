@@ -3,17 +3,19 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from flash_dmattn import checks
 from flash_dmattn.checks import is_one_of
 from flash_dmattn.masks import IntervalMask
 
 from .packed_documents import Documents
 
-__all__ = ["Mask", "MaskAndBias", "has_rows", "mask_and_bias"]
+__all__ = ["Mask", "MaskAndBias", "has_rows", "mask_and_bias", "sum_of_biases"]
 
 Mask = Tensor | IntervalMask | Documents | None
 
@@ -60,6 +62,15 @@ def mask_and_bias(
     added = _fitted(given, keys, dtype)
     assert added is not None
     return MaskAndBias(kept, added if bias is None else _sum(bias, added), keys)
+
+
+def sum_of_biases(**biases: Tensor | None) -> Tensor | None:
+    """Add what is there of biases, in any of the forms that `mask_and_bias` takes one in."""
+    given = {name: bias for name, bias in biases.items() if bias is not None}
+    if len(given) < 2:
+        return next(iter(given.values()), None)
+    each = (_four_dimensional(name, checks.tensor(name, bias)) for name, bias in given.items())
+    return functools.reduce(_sum, each)
 
 
 def has_rows(tensor: Mask) -> bool:

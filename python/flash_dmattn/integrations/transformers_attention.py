@@ -14,7 +14,7 @@ from flash_dmattn.masks import IntervalMask
 from . import implementations
 from .implementations import expects_eager_masks
 from .key_bias import biased, has_bias
-from .mask_forms import Mask
+from .mask_forms import Mask, sum_of_biases
 from .model_attention import _flash_dynamic_mask_attention_forward
 from .peft import target_dtype_of
 from .selected_keys import selected_keys
@@ -98,7 +98,7 @@ def flash_dynamic_mask_attention_forward(
     position_bias = kwargs.pop("position_bias", None)
     if position_bias is not None:
         checks.tensor("position_bias", position_bias)
-        attention_bias = position_bias if attention_bias is None else attention_bias + position_bias
+    attention_bias = sum_of_biases(attention_bias=attention_bias, position_bias=position_bias)
     sink = _sink(kwargs, query.dtype)
     indices = selected_keys(module, kwargs)
     is_causal = kwargs.pop("is_causal", None)
