@@ -376,9 +376,9 @@ private:
     const int32_t first_key = max(0, shared.key[0]),
                   tiles = int32_t(min64(kMappedTiles, ceil_div(s.q_count, kTileRows)));
     const int64_t bytes = ceil_div(s.k_count - first_key, kByteKeys);
-    const uint8_t *kept =
-        plan.kept + first_key / kByteKeys +
-        (list * plan.tiles + tile_number(params.p, s, shared.task.sequence_index, 0)) * plan.tile_bytes;
+    const uint8_t *keeps =
+        plan.tile_keeps + first_key / kByteKeys +
+        (list * plan.tiles + tile_number(params.p, s, shared.task.sequence_index, 0)) * plan.keeps_per_tile;
     Team::sync(); // no thread reads the maps of the last list any more
     for (int first = Team::thread() / 32 * 32; first < tiles; first += Team::kThreads) {
       const int tile = first + int(threadIdx.x) % 32;
@@ -386,7 +386,7 @@ private:
 #pragma unroll
       for (int n = 0; n < kKeys / kByteKeys; ++n) {
         if (tile >= tiles || n >= bytes) continue;
-        const uint32_t byte = kept[int64_t(tile) * plan.tile_bytes + n];
+        const uint32_t byte = keeps[int64_t(tile) * plan.keeps_per_tile + n];
         any |= byte;
         all &= byte;
       }

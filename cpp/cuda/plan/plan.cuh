@@ -39,7 +39,7 @@ struct alignas(16) RowWord {
 
 // Keys of a row plan of which a byte tells whether any row of a tile keeps any of them, and whether all rows keep all.
 constexpr int kByteKeys = 32;
-enum KeptByte : uint8_t { kKeptByAny = 1, kKeptByAll = 2 };
+enum TileKeeps : uint8_t { kKeptByAny = 1, kKeptByAll = 2 };
 
 // Columns of a tile, and how many of them are full. In a tile that overflows none is, and `full` is ~n, with n the
 // position of its first column among the kept keys.
@@ -81,12 +81,12 @@ struct Plan {
   int32_t *kept_index; // [list][list_keys]: those of a sequence from its k_begin on, keys of the own sequence
   int32_t *kept_start, *kept_end; // rows of the own sequence, causal limit included: start <= row < end
 
-  TileCounts *counts; // [list][tile]
-  int32_t *columns;   // [list][tile][tile_keys]: full ones from the front; partial ones from the back, reversed.
-                      // Null: those of a tile are the first kept keys of its list
-  RowWord *words;     // [list][tile][tile_keys]: of every key, in key order; row plans only
-  uint8_t *kept;      // [list][tile][tile_bytes]: of kByteKeys keys, KeptByte; row plans only
-  int32_t tile_bytes;
+  TileCounts *counts;  // [list][tile]
+  int32_t *columns;    // [list][tile][tile_keys]: full ones from the front; partial ones from the back, reversed.
+                       // Null: those of a tile are the first kept keys of its list
+  RowWord *words;      // [list][tile][tile_keys]: of every key, in key order; row plans only
+  uint8_t *tile_keeps; // [list][tile][keeps_per_tile]: of kByteKeys keys, TileKeeps; row plans only
+  int32_t keeps_per_tile;
 
   int32_t list_spans, list_sections; // those of a list over all sequences
   KeySpan *spans, *sections;         // [list][span], [list][section]; plans of runs, which have nothing else but runs
@@ -160,8 +160,8 @@ inline Plan lay_out_plan(const fdm_problem &p, void *base, int64_t *bytes) {
   if (kind != FDM_MASK_KEYS) plan.columns = parts.take<int32_t>(list_tiles * plan.tile_keys);
   if (kind == FDM_MASK_ROWS) {
     plan.words = parts.take<RowWord>(list_tiles * plan.tile_keys);
-    plan.tile_bytes = int32_t(ceil_div(plan.tile_keys, kByteKeys));
-    plan.kept = parts.take<uint8_t>(list_tiles * plan.tile_bytes);
+    plan.keeps_per_tile = int32_t(ceil_div(plan.tile_keys, kByteKeys));
+    plan.tile_keeps = parts.take<uint8_t>(list_tiles * plan.keeps_per_tile);
   }
   *bytes = parts.used;
   return plan;

@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kRowThreads, 2)
   const int64_t list_tile = work.list * plan.tiles + tile_number(p, work.s, work.sequence_index, work.part);
   int32_t *columns = plan.columns + list_tile * plan.tile_keys;
   RowWord *key_words = plan.words + list_tile * plan.tile_keys;
-  uint8_t *kept_bytes = plan.kept + list_tile * plan.tile_bytes;
+  uint8_t *tile_keeps = plan.tile_keeps + list_tile * plan.keeps_per_tile;
   static_assert(kByteKeys == 32, "a warp has the keys of a byte");
 
   const int part = warp_id() % kParts, group = warp_id() / kParts;
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kRowThreads, 2)
     const bool any_of_warp = __any_sync(0xffffffffu, any != 0),
                all_of_warp = __all_sync(0xffffffffu, !exists || full[0]);
     if (exists && lane_id() == 0)
-      kept_bytes[key / kByteKeys] = (any_of_warp ? kKeptByAny : 0) | (all_of_warp ? kKeptByAll : 0);
+      tile_keeps[key / kByteKeys] = (any_of_warp ? kKeptByAny : 0) | (all_of_warp ? kKeptByAll : 0);
     full_count += ranks.first_of(total);
     partial_count += ranks.second_of(total);
   }
@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(kRowThreads, 2)
   for (int64_t key = ceil_div(max64(0, visible), kStepKeys) * kStepKeys + threadIdx.x; key < work.s.k_count;
        key += kRowThreads) {
     key_words[key] = RowWord{};
-    if (lane_id() == 0) kept_bytes[key / kByteKeys] = 0;
+    if (lane_id() == 0) tile_keeps[key / kByteKeys] = 0;
   }
   if (threadIdx.x == 0)
     plan.counts[list_tile] = {static_cast<int32_t>(full_count + partial_count), static_cast<int32_t>(full_count)};
