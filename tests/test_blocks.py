@@ -28,6 +28,7 @@ from flash_dmattn import (
 from flash_dmattn.backends.pack import PackBackend
 from good_arguments import dense, on_device, varlen
 from support import (
+    LargestStorage,
     Problem,
     Target,
     assert_accurate,
@@ -361,6 +362,17 @@ def test_parts_of_block_masks_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
         found = block_masks.mask_of_blocks(given, query, key)
         as_bool = found.to_bool(200) if isinstance(found, IntervalMask) else found
         assert torch.equal(as_bool, mask)
+
+
+def test_intervals_of_block_masks_take_memory_of_blocks() -> None:
+    target, size = Target("cpu", "cpu"), (64, 64)
+    given, mask = block_mask_of("window", target, queries=4096, keys=4096, size=size)
+    query = randn(1, 4096, 4, 8)
+    with LargestStorage() as largest:
+        found = block_masks.mask_of_blocks(given, query, query)
+    assert isinstance(found, IntervalMask)
+    assert torch.equal(found.to_bool(4096), mask)
+    assert largest.bytes < mask.numel() // 2
 
 
 def test_full_and_unlisted_blocks_are_not_evaluated() -> None:

@@ -46,7 +46,7 @@ def mask_of_blocks(
     found = None
     if not as_tensor and blocks.queries and blocks.keys:
         found = _intervals(blocks, at, bits)
-    return blocks.rows(0, blocks.partial.shape[2], at, bits) if found is None else found
+    return blocks.to_bool(at, bits) if found is None else found
 
 
 def plain_mask(
@@ -85,22 +85,17 @@ class _Blocks(NamedTuple):
         full = _dense(mask.full_kv_num_blocks, mask.full_kv_indices, columns)
         return cls(partial & ~full, full, size, queries, keys)
 
-    def rows(self, begin: int, end: int, at: tuple[Tensor, ...], bits: Tensor) -> Tensor:
-        """Return bool ``(B|1, H|1, queries, K)`` of some rows of blocks.
+    def to_bool(self, at: tuple[Tensor, ...], bits: Tensor) -> Tensor:
+        """Return the mask, bool ``(B|1, H|1, Q, K)``.
 
         Args:
-            begin, end: of the rows of blocks.
-            at: the places of the partial blocks, in order.
+            at: the places of the partial blocks.
             bits: their contents.
         """
-        kept = self.full[:, :, begin:end, :, None, None].repeat(1, 1, 1, 1, *self.size)
-        batch, head, row, column = at
-        if (begin, end) != (0, self.partial.shape[2]):
-            own = (row >= begin) & (row < end)
-            batch, head, row, column, bits = (t[own] for t in (*at, bits))
-        kept[batch, head, row - begin, column] = bits
+        kept = self.full[..., None, None].repeat(1, 1, 1, 1, *self.size)
+        kept[at] = bits
         kept = kept.transpose(3, 4).flatten(4, 5).flatten(2, 3)
-        return kept[:, :, : self.queries - begin * self.size[0], : self.keys]
+        return kept[:, :, : self.queries, : self.keys]
 
 
 def _dense(counts: Tensor, numbers: Tensor, columns: int) -> Tensor:
@@ -183,23 +178,36 @@ def _indexing() -> contextlib.AbstractContextManager[Any]:
 
 
 def _intervals(blocks: _Blocks, at: tuple[Tensor, ...], bits: Tensor) -> IntervalMask | None:
-    """Return the mask as intervals, or None if some key is kept by separate runs of queries."""
-    batch, heads, rows, columns = blocks.partial.shape
-    of_rows = blocks.size[0]
-    step = max(1, _ELEMENTS_AT_ONCE // max(1, batch * heads * of_rows * columns * blocks.size[1]))
-    shape = batch, heads, blocks.keys
-    first = torch.full(shape, blocks.queries, dtype=torch.int32, device=bits.device)
-    last, total = torch.zeros_like(first), torch.zeros_like(first)
-    for begin in range(0, rows, step):
-        kept = blocks.rows(begin, min(begin + step, rows), at, bits)
-        row = begin * of_rows
-        count = kept.sum(2, dtype=torch.int32)
-        # The first True row of each key, and one past the last.
-        begins = kept.byte().argmax(2).int() + row
-        ends = row + kept.shape[2] - kept.flip(2).byte().argmax(2).int()
-        first = torch.where(count > 0, torch.minimum(first, begins), first)
-        last = torch.where(count > 0, torch.maximum(last, ends), last)
-        total += count
-    if not ((last - first == total) | (total == 0)).all():
+    """Return the mask as intervals, or None if some key is kept by separate runs of queries.
+
+    Work and memory are those of the blocks and of the contents of partial blocks.
+    """
+    batch, heads, rows, columns = blocks.full.shape
+    block_rows, block_keys = blocks.size
+    begins = torch.arange(rows, device=bits.device, dtype=torch.int32)[:, None] * block_rows
+    ends = (begins + block_rows).clamp(max=blocks.queries)
+    full, nothing = blocks.full, blocks.queries
+    # Of each key: the first query that keeps it, one past the last, and how many do.
+    first = begins.where(full, nothing).amin(2)
+    past = ends.where(full, 0).amax(2)
+    total = ((ends - begins) * full).sum(2, dtype=torch.int32)
+    first, past, total = (
+        t.unsqueeze(-1).repeat(1, 1, 1, block_keys).flatten(0, 2) for t in (first, past, total)
+    )
+    if bits.shape[0]:
+        count = bits.sum(1, dtype=torch.int32)
+        flags, row = bits.byte(), begins[at[2]]
+        own_first = (flags.argmax(1).int() + row).where(count > 0, nothing)
+        own_past = (row + block_rows - flags.flip(1).argmax(1).int()).where(count > 0, 0)
+        place = (at[0] * heads + at[1]) * columns + at[3]
+        place = place.unsqueeze(1).expand_as(count)
+        first = first.scatter_reduce(0, place, own_first, "amin")
+        past = past.scatter_reduce(0, place, own_past, "amax")
+        total = total.scatter_add(0, place, count)
+    if not ((past - first == total) | (total == 0)).all():
         return None
-    return IntervalMask(first.masked_fill(total == 0, 0), last, query_length=blocks.queries)
+    start, end = (
+        t.view(batch, heads, columns * block_keys)[..., : blocks.keys].contiguous()
+        for t in (first.masked_fill(total == 0, 0), past)
+    )
+    return IntervalMask(start, end, query_length=blocks.queries)
