@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Barriers in shared memory, and what warps of different roles need to work together (PTX ISA: mbarrier,
-// cp.async.mbarrier, bar, fence.proxy, setmaxnreg; sm_90).
+// Mbarriers and the other instructions for warp specialization (PTX ISA: mbarrier, cp.async.mbarrier, bar,
+// fence.proxy, setmaxnreg; sm_90).
 #pragma once
 
 #include <cstdint>
@@ -9,22 +9,22 @@
 
 namespace fdm::cuda::ptx {
 
-// A phase ends when `arrivals` threads have arrived. Its threads must be synchronized before others use it.
+// A phase ends after `arrivals` arrivals. The block must synchronize before other threads use the barrier.
 __device__ __forceinline__ void init_barrier(uint64_t &barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(shared_address(&barrier)), "r"(arrivals) : "memory");
 }
 
-// Releases what this thread has written to shared memory.
+// The arrival releases this thread's writes to shared memory.
 __device__ __forceinline__ void arrive(uint64_t &barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(shared_address(&barrier)) : "memory");
 }
 
-// Arrives when the copies that this thread has started so far are done. It is one of the barrier's arrivals.
+// Arrives when all earlier cp.async copies of this thread are complete. Counts as one of the barrier's arrivals.
 __device__ __forceinline__ void arrive_after_copies(uint64_t &barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];\n" ::"r"(shared_address(&barrier)) : "memory");
 }
 
-// Waits for the end of a phase of this parity; a barrier that was just made is past one of parity 1.
+// Waits until a phase of this parity has ended. On a new barrier, parity 1 does not wait.
 __device__ __forceinline__ void wait(uint64_t &barrier, uint32_t parity) {
   asm volatile("{\n"
                ".reg .pred done;\n"
@@ -36,7 +36,7 @@ __device__ __forceinline__ void wait(uint64_t &barrier, uint32_t parity) {
                : "memory");
 }
 
-// Whether a phase of this parity has ended.
+// Whether a phase of this parity has ended; does not wait.
 __device__ __forceinline__ bool test_wait(uint64_t &barrier, uint32_t parity) {
   uint32_t done;
   asm volatile("{\n"
@@ -50,15 +50,15 @@ __device__ __forceinline__ bool test_wait(uint64_t &barrier, uint32_t parity) {
   return done != 0;
 }
 
-// Makes shared memory that ordinary stores and cp.async have written visible to wgmma.
+// Makes ordinary stores and cp.async writes to shared memory visible to wgmma and TMA.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
 
-// Synchronizes `kThreads` threads of the block; number 0 is the barrier of __syncthreads.
+// Synchronizes `kThreads` threads of the block. __syncthreads uses barrier 0.
 template <int kNumber, int kThreads> __device__ __forceinline__ void sync_threads() {
   asm volatile("bar.sync %0, %1;\n" ::"n"(kNumber), "n"(kThreads) : "memory");
 }
 
-// The same for a barrier that is known at run time only, and for threads that need not wait for the others.
+// The same for a barrier number known at run time. arrive_threads() arrives without waiting.
 template <int kThreads> __device__ __forceinline__ void sync_threads(int number) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(number), "n"(kThreads) : "memory");
 }
@@ -66,8 +66,7 @@ template <int kThreads> __device__ __forceinline__ void arrive_threads(int numbe
   asm volatile("bar.arrive %0, %1;\n" ::"r"(number), "n"(kThreads) : "memory");
 }
 
-// These set how many registers each thread of this warpgroup has from here on, a multiple of 8. All its warps must
-// call them.
+// Set the number of registers of each thread of this warpgroup, a multiple of 8. All its warps must call them.
 template <int kRegisters> __device__ __forceinline__ void warpgroup_reg_dealloc() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(kRegisters));
 }

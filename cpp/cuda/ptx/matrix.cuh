@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Matrix fragments and the warp-wide multiply-add (PTX ISA: ldmatrix, mma.sync.m16n8k16; sm_80 and later).
 //
-// In a 16 x 8 accumulator, thread t holds rows t / 4 and t / 4 + 8, columns 2 (t % 4) and the next: c[0], c[1] of the
-// first row, c[2], c[3] of the second.
+// In a 16 x 8 accumulator, thread t holds columns 2 (t % 4) and 2 (t % 4) + 1 of rows t / 4 (c[0], c[1]) and t / 4 +
+// 8 (c[2], c[3]).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -27,7 +27,7 @@ __device__ __forceinline__ void ldmatrix_trans(uint32_t (&m)[4], uint32_t addres
                : "memory");
 }
 
-// Transposes an 8 x 8 matrix of 16-bit elements, of which thread t has columns 2 (t % 4) and the next of row t / 4.
+// Transposes an 8 x 8 matrix of 16-bit elements. Thread t holds columns 2 (t % 4) and 2 (t % 4) + 1 of row t / 4.
 __device__ __forceinline__ uint32_t transpose(uint32_t pair) {
   uint32_t transposed;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;\n" : "=r"(transposed) : "r"(pair));
@@ -82,7 +82,7 @@ template <class Element> __device__ __forceinline__ uint32_t pack(float low, flo
   return bits;
 }
 
-// Takes a pair apart that lies as pack() makes it.
+// Splits a pair that pack() made.
 template <class Element> __device__ __forceinline__ void unpack(uint32_t pair, float &low, float &high) {
   if constexpr (__is_same(Element, __half)) {
     const float2 both = __half22float2(reinterpret_cast<const __half2 &>(pair));
@@ -94,7 +94,7 @@ template <class Element> __device__ __forceinline__ void unpack(uint32_t pair, f
   }
 }
 
-// These reduce over the four threads that hold a row of an accumulator.
+// Reduce over the four threads that hold a row of an accumulator.
 __device__ __forceinline__ float row_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
   return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
@@ -104,7 +104,7 @@ __device__ __forceinline__ float row_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// fmaxf and fminf give the other number in the place of NaN; these give NaN (PTX ISA, max and min; sm_80 and later).
+// Return NaN if an operand is NaN (PTX ISA: max and min; sm_80 and later). fmaxf and fminf return the other operand.
 __device__ __forceinline__ float max_or_nan(float x, float y) {
   float z;
   asm("max.NaN.f32 %0, %1, %2;\n" : "=f"(z) : "f"(x), "f"(y));
@@ -122,7 +122,7 @@ __device__ __forceinline__ float exp2_approximate(float x) {
   return y;
 }
 
-// log2 x, with an absolute error of up to 2^-22 near 1, and elsewhere of one unit in the last place (PTX ISA,
+// log2 x. The absolute error is at most 2^-22 near 1; elsewhere, the error is one unit in the last place (PTX ISA,
 // lg2.approx).
 __device__ __forceinline__ float log2_approximate(float x) {
   float y;

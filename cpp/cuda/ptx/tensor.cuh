@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Copies of boxes of a tensor to shared memory (PTX ISA: cp.async.bulk.tensor, mbarrier.expect_tx; sm_90).
+// TMA copies of tensor boxes to shared memory (PTX ISA: cp.async.bulk.tensor, mbarrier.expect_tx; sm_90).
 #pragma once
 
 #include <cuda.h>
@@ -10,14 +10,14 @@
 
 namespace fdm::cuda::ptx {
 
-// The barrier's phase does not end before so many bytes more have been copied. The thread has still to arrive.
+// The barrier's phase lasts until `bytes` more bytes have been copied. This is not an arrival.
 __device__ __forceinline__ void expect_bytes(uint64_t &barrier, uint32_t bytes) {
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;\n" ::"r"(shared_address(&barrier)), "r"(bytes)
                : "memory");
 }
 
-// Starts to copy the box at these coordinates, the innermost first, and tells the barrier how many bytes it copied.
-// What lies outside of the tensor becomes zeros.
+// Starts to copy the box at these coordinates, innermost first. The copy reports its bytes to the barrier. Elements
+// outside of the tensor become zeros.
 __device__ __forceinline__ void copy_box(uint32_t shared, const CUtensorMap &map, int32_t x, int32_t y, int32_t z,
                                          int32_t w, uint64_t &barrier) {
   asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "

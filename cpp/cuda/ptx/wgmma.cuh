@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The warpgroup-wide multiply-add (PTX ISA: wgmma; sm_90a), asynchronous, with right operands in shared memory.
+// The warpgroup-wide multiply-add (PTX ISA: wgmma; sm_90a). It is asynchronous, and its right operand is in shared
+// memory.
 //
-// Accumulators are 64 rows by kN columns: each of the four warps holds 16 rows, as mma.sync would (ptx/matrix.cuh).
+// An accumulator has 64 rows and kN columns. Each of the four warps holds 16 rows in the layout of mma.sync
+// (ptx/matrix.cuh).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -11,27 +13,27 @@
 
 namespace fdm::cuda::ptx {
 
-// How an operand lies in shared memory: tiles of eight rows of 128 bytes, swizzled, `stride` bytes from one to the next
-// (PTX ISA, "matrix descriptor"). An operand whose columns are summed over has rows of 64 elements; one whose rows are
-// summed over (transposed) takes 64 of its columns from one row of 128 bytes, and the next 64 `leading` bytes further.
+// The descriptor of an operand in shared memory: swizzled tiles of eight rows of 128 bytes, `stride` bytes apart (PTX
+// ISA, "matrix descriptor"). If the product sums over its columns, a row has 64 elements. If it sums over its rows
+// (transposed), a 128-byte row holds 64 columns, and the next 64 columns are `leading` bytes further.
 __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address, uint32_t leading, uint32_t stride) {
   constexpr uint64_t kSwizzle128 = uint64_t(1) << 62;
   return kSwizzle128 | uint64_t(stride >> 4) << 32 | uint64_t(leading >> 4) << 16 | uint64_t((address & 0x3ffff) >> 4);
 }
 
-// The same for an operand without a swizzle whose columns are summed over: eight rows of 16 bytes follow each other,
-// the next eight are `stride` bytes further, and the next eight columns `leading` bytes.
+// The same without a swizzle, for a product that sums over columns: eight 16-byte rows are contiguous, the next eight
+// rows are `stride` bytes further, and the next eight columns `leading` bytes.
 __device__ __forceinline__ uint64_t plain_matrix_descriptor(uint32_t address, uint32_t leading, uint32_t stride) {
   return uint64_t(stride >> 4) << 32 | uint64_t(leading >> 4) << 16 | uint64_t((address & 0x3ffff) >> 4);
 }
 
-// Comes before the first product, and whenever registers that products read were written.
+// Required before the first product, and after registers that products read have been written.
 __device__ __forceinline__ void warpgroup_arrive() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
 __device__ __forceinline__ void warpgroup_commit_batch() {
   asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory");
 }
 
-// Keeps the compiler from moving uses of registers that products write or read across this point.
+// Keeps the compiler from moving uses of registers that wgmma writes or reads across this point.
 template <int kTiles> __device__ __forceinline__ void warpgroup_fence_operand(float (&registers)[kTiles][4]) {
 #pragma unroll
   for (int n = 0; n < kTiles; ++n)
@@ -45,13 +47,13 @@ template <int kTiles> __device__ __forceinline__ void warpgroup_fence_operand(ui
     for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(registers[n][i])::"memory");
 }
 
-// Waits until at most kPending of the most recent groups are under way. The compiler does not merge waits of different
-// marks into one.
+// Waits until at most kPending of the newest groups are incomplete. The compiler does not merge waits with different
+// marks.
 template <int kPending, int kMark = 0> __device__ __forceinline__ void warpgroup_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0; // %1\n" ::"n"(kPending), "n"(kMark) : "memory");
 }
 
-// The instruction differs in text only: by the number of accumulators, the type, and where the left operand lies.
+// The instruction text varies with the number of accumulators, the type, and the place of the left operand.
 #define FDM_ACCUMULATORS_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define FDM_ACCUMULATORS_32                                                                                            \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, "               \
@@ -85,8 +87,8 @@ template <int kPending, int kMark = 0> __device__ __forceinline__ void warpgroup
                : FDM_TILES_##COUNT                                                                                     \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), "n"(int(kRight)))
 
-// How a matrix that wgmma reads lies in shared memory: with the elements of the depth side by side, or those of its
-// other dimension (PTX ISA, asynchronous warpgroup level majorness).
+// The majorness of an operand in shared memory: contiguous along k, or along its other dimension (PTX ISA,
+// asynchronous warpgroup level majorness).
 enum class Major { k, mn };
 
 // c = A B', or with `accumulate` c += A B'. A is 64 x 16 and B kN x 16, both given by descriptors.
@@ -102,7 +104,7 @@ __device__ __forceinline__ void wgmma_ss(float (&c)[kTiles][4], uint64_t a, uint
   if constexpr (kTiles == 16 && !kHalf) FDM_PRODUCT_OF_SHARED(128, 64, 64, 65, 66, 67, 68, "bf16");
 }
 
-// The same with A in registers, as mma.sync has it.
+// The same with A in registers, in the layout of mma.sync.
 template <class Element, Major kRight, int kTiles>
 __device__ __forceinline__ void wgmma_rs(float (&c)[kTiles][4], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
   constexpr bool kHalf = __is_same(Element, __half);

@@ -6,8 +6,8 @@
 
 namespace fdm::cuda::ptx {
 
-// Absent rows are copied from here, and copies need no test for them. Device code is not linked, so each translation
-// unit has its own.
+// The source of copies of absent rows, so copies need no test for them. Device code is not linked across translation
+// units, so each unit has its own.
 static __device__ __align__(16) const uint16_t kZeroRow[256] = {};
 
 } // namespace fdm::cuda::ptx
