@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Prefix sums and order-keeping compaction over a thread block. All threads of the block must call them.
+// Prefix sums and order-preserving compaction over a thread block. All threads of the block must call them.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ __device__ __forceinline__ uint32_t warp_inclusive_sum(uint32_t value) {
   return value;
 }
 
-// Sums the values of the threads before this one, and of all threads.
+// Returns the sum over earlier threads. `total` becomes the sum over all.
 template <int kThreads> struct BlockSum {
   static constexpr int kWarps = kThreads / 32;
   static_assert(kThreads % 32 == 0 && kWarps <= 32);
@@ -31,7 +31,7 @@ template <int kThreads> struct BlockSum {
     __syncthreads(); // readers of an earlier call are done
     if (lane_id() == 31) warp_sum[warp_id()] = inclusive;
     __syncthreads();
-    // Each warp scans the warps' sums for itself: cheaper than a third barrier.
+    // Each warp scans the warp sums by itself. That is cheaper than a third barrier.
     const uint32_t sums = warp_inclusive_sum(lane_id() < kWarps ? warp_sum[lane_id()] : 0);
     *total = __shfl_sync(kAllLanes, sums, kWarps - 1);
     const uint32_t before = __shfl_sync(kAllLanes, sums, warp_id() > 0 ? warp_id() - 1 : 0);
@@ -39,8 +39,8 @@ template <int kThreads> struct BlockSum {
   }
 };
 
-// Ranks the items of one class or two in the order of the items. Item i of thread t is number i * kThreads + t, so
-// threads read neighbouring items together. Two counts share a word: first | second << 16.
+// Ranks items of one or two classes in item order. Item i of thread t has number i * kThreads + t, so threads read
+// consecutive items together. Two counts share a word: first | second << 16.
 template <int kThreads, int kItemsPerThread> struct BlockRanks {
   static constexpr int kWarps = kThreads / 32, kCounts = kWarps * kItemsPerThread, kPerLane = (kCounts + 31) / 32;
   static_assert(kThreads % 32 == 0 && kThreads * kItemsPerThread <= 0xffff);
@@ -49,7 +49,7 @@ template <int kThreads, int kItemsPerThread> struct BlockRanks {
   __device__ static uint32_t first_of(uint32_t packed) { return packed & 0xffffu; }
   __device__ static uint32_t second_of(uint32_t packed) { return packed >> 16; }
 
-  // Sets rank[i] to how many items of either class come before item i. Returns the totals, packed as well.
+  // Sets rank[i] to the number of items of each class before item i. Returns the totals. Both are packed.
   __device__ uint32_t rank(const bool (&first)[kItemsPerThread], const bool (&second)[kItemsPerThread],
                            uint32_t (&rank)[kItemsPerThread]) {
     const uint32_t below = (1u << lane_id()) - 1;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A radix sort over a thread block, and stable ranks of items by a digit, which are a pass of it. All threads must call
+// A radix sort over a thread block, and its single pass: stable ranks of items by a digit. All threads must call
 // them.
 #pragma once
 
@@ -7,17 +7,17 @@
 
 namespace fdm::cuda {
 
-// Item i of thread t is number i * kThreads + t.
+// Item i of thread t has number i * kThreads + t.
 template <int kThreads, int kItemsPerThread> struct DigitRanks {
   static constexpr int kDigitBits = 4, kDigits = 1 << kDigitBits;
   static constexpr int kGroups = kThreads / 32 * kItemsPerThread, kCounts = kDigits * kGroups,
                        kCountsPerThread = kCounts / kThreads;
   static_assert(kCounts % kThreads == 0);
 
-  uint32_t counts[kCounts]; // [digit][group of 32 items]: how many items come before those of the digit in the group
+  uint32_t counts[kCounts]; // [digit][group of 32 items]: the items that precede the digit's items of the group
   BlockSum<kThreads> sum;
 
-  // Sets rank[i] to the place of item i when all are sorted by digit, equal ones as they were.
+  // Sets rank[i] to the position of item i in a stable sort by digit.
   __device__ void rank(const uint32_t (&digit)[kItemsPerThread], uint32_t (&rank)[kItemsPerThread]) {
     uint32_t peers[kItemsPerThread];
 #pragma unroll
@@ -48,8 +48,7 @@ template <int kThreads, int kItemsPerThread> struct DigitRanks {
     for (int i = 0; i < kItemsPerThread; ++i) rank[i] = counts[place(digit[i], i)] + __popc(peers[i] & below);
   }
 
-  // Sorts items by their bits from `first` to before `past`, rounded up to whole digits; equal ones stay as they were.
-  // `shared` has room for all.
+  // Stable sort of the items by bits [first, past), rounded up to whole digits. `shared` holds all items.
   __device__ void sort(uint64_t (&item)[kItemsPerThread], uint64_t (&shared)[kThreads * kItemsPerThread], int first,
                        int past) {
     for (int shift = first; shift < past; shift += kDigitBits) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The ring of column facts (key, bias, kept rows) of kernels with mma.sync: as key_ring.cuh, for rows that are copied
-// 16 bytes at a time and a bias per key. A column has the number of its row in K and V instead of two addresses, which
-// take a multiplication to make when the row is copied.
+// The ring of column facts for kernels with mma.sync: like key_ring.cuh, for rows copied 16 bytes at a time and a
+// bias per key. A column stores the row number of its key in K and V instead of two addresses. The copy of the row
+// multiplies the number by the row stride.
 #pragma once
 
 #include "key_ring.cuh"
@@ -10,9 +10,9 @@
 
 namespace fdm::cuda {
 
-// A bias to base 2 times `factor`, in units of the product of Q and K; only a bias of -inf drops a key. It is cut off
-// at 2^90: times the scale, which is between 2^-30 and 2^20, that is far beyond what quick_softmax() takes, and far
-// from the lowest float, by which it shifts a row that has no maximum yet.
+// A base-2 bias times `factor`, in units of Q K'; only a bias of -inf drops a key. The result is clamped to +-2^90.
+// The scale is between 2^-30 and 2^20, so a clamped score is far above what quick_softmax() accepts. It is also far
+// from the lowest float, the shift of a row without a maximum.
 __device__ __forceinline__ float bias_in_products(float bias, float factor) {
   constexpr float kLargest = 0x1p90f;
   const float scaled = bias * factor;
@@ -22,16 +22,16 @@ __device__ __forceinline__ float bias_in_products(float bias, float factor) {
 template <class RingTile, int kColumnCount, int kThreadCount> struct ColumnRing {
   static constexpr int kColumns = kColumnCount, kThreads = kThreadCount;
   static constexpr int kBlocksAtOnce = kThreads / kColumns; // blocks that are fetched at a time
-  static constexpr int kBlocks = kBlocksAtOnce + 1; // the next batch is stored while the last block of one is used
+  static constexpr int kBlocks = kBlocksAtOnce + 1; // the next batch is stored while the last block of one is in use
   static_assert(kThreads % kColumns == 0, "each thread fetches one column");
-  // Threads that copy a row, and rows that are copied at a time.
+  // Threads that copy one row, and rows that are copied at a time.
   static constexpr int kThreadsPerRow = RingTile::kRowBytes / 16, kRowsAtOnce = kThreads / kThreadsPerRow;
   static constexpr int kSteps = (kColumns + kRowsAtOnce - 1) / kRowsAtOnce;
 
   struct Slot : ColumnFacts<kColumns> {
-    // The bias of two columns in units of q.k, where scores are linear in it: twice, as an accumulator has them.
+    // The bias of column pairs in units of Q K', where scores are linear in it. Stored twice, in accumulator layout.
     float4 initial[kColumns / 2];
-    alignas(16) int32_t row[kRowsAtOnce * kSteps]; // -1: no key. The rows that a thread copies lie side by side.
+    alignas(16) int32_t row[kRowsAtOnce * kSteps]; // -1: no key. The rows that a thread copies are contiguous.
 
     __device__ __forceinline__ void set_initial(int c, float bias) {
       auto *pair = reinterpret_cast<float *>(&initial[c / 2]) + c % 2;
@@ -43,7 +43,8 @@ template <class RingTile, int kColumnCount, int kThreadCount> struct ColumnRing 
   __device__ __forceinline__ Slot &slot(int block) { return slots[uint32_t(block) % kBlocks]; }
   __device__ __forceinline__ static int place(int c) { return c % kRowsAtOnce * kSteps + c / kRowsAtOnce; }
 
-  // Starts the copies of the rows of a slot to a tile; absent rows become zeros. AnySlot is any struct with such rows.
+  // Starts the copies of the rows of a slot to a tile; absent rows become zeros. AnySlot has the member `row` of
+  // Slot.
   template <class AnySlot>
   __device__ __forceinline__ static void copy(uint32_t base, const AnySlot &slot, GatheredRows rows, int head_dim) {
     const int chunk = threadIdx.x % kThreadsPerRow, thread_row = threadIdx.x / kThreadsPerRow;
@@ -65,7 +66,7 @@ template <class RingTile, int kColumnCount, int kThreadCount> struct ColumnRing 
         row[step] = slot.row[thread_row * kSteps + step];
       }
     }
-    // The compiler would add both parts to each row apart.
+    // Without opaque(), the compiler adds both parts for each row.
     const char *source = ptx::opaque(rows.first + chunk * 16);
     const bool inside = chunk * 8 < head_dim;
     const uint32_t address = RingTile::chunk_address(base, thread_row, chunk);

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The columns of a tile as the attention kernels walk them, from a plan or, without a mask or in a plan of runs,
-// computed.
+// The columns of a tile in the order of the attention kernels: from a plan, or computed (no mask, or a plan of runs).
 #pragma once
 
 #include "../plan/plan.cuh"
@@ -11,29 +10,28 @@ struct TileColumns {
   int32_t count, full;
   int32_t first_row; // the first row of the tile of kTileRows rows, in its sequence
   int32_t causal_off;
-  int32_t run, full_run;   // without key_list: the first key, and the first that is full
-  const int32_t *key_list; // null: column_key() computes keys; 0 is the first in both runs: column c is key c
-  int32_t
-      key_list_size; // entry key_list_size - 1 is the first partial column, and they go backwards; 0: entry c is column c
-  const RowWord *words;       // a word for every key of the sequence; null: there is no row plan
+  int32_t run, full_run;   // without key_list: the first key, and the first full key
+  const int32_t *key_list; // null: column_key() computes keys; if both runs start at 0, column c is key c
+  int32_t key_list_size; // entry key_list_size - 1 is the first partial column, then backwards; 0: entry c is column c
+  const RowWord *words;  // a word for every key of the sequence; null: there is no row plan
   const int32_t *start, *end; // the rows of each key; null: there are no intervals
   int64_t start_stride, end_stride;
   bool causal;
   int32_t walk_begin; // kernels walk blocks of columns from this one to the first; -1: from the first on
 };
 
-// Where block n of the walk over a tile's blocks lies among its columns.
+// The index among the tile's blocks of columns of block n of the walk.
 __device__ __forceinline__ int column_block(const TileColumns &t, int n) {
   const int begin = t.walk_begin;
   return n <= begin ? begin - n : n;
 }
 
-// The first `count` keys of a sequence are those that some of a tile's rows see, the first `full` those that all see.
+// Some rows of a tile see the first `count` keys of a sequence. All rows see the first `full` keys.
 struct TileSpan {
   int32_t count, full;
 };
 
-// Without a mask, for `rows` rows from `first` on.
+// The span of `rows` rows from `first` on, without a mask.
 __device__ __forceinline__ TileSpan consecutive_columns(const fdm_problem &p, const Sequence &s, int64_t first,
                                                         int64_t rows) {
   const auto keys = static_cast<int32_t>(s.k_count);
@@ -43,7 +41,7 @@ __device__ __forceinline__ TileSpan consecutive_columns(const fdm_problem &p, co
   return {static_cast<int32_t>(max64(full, min64(keys, last + s.causal_off + 1))), static_cast<int32_t>(full)};
 }
 
-// All of TileColumns but what find_column_rows() finds. Two threads may do these at a time.
+// Sets all of TileColumns except the fields of find_column_rows(). Two threads may run both in parallel.
 __device__ __forceinline__ void find_columns(TileColumns &t, const fdm_problem &p, const Plan &plan, const Sequence &s,
                                              int64_t sequence_index, int64_t head, int64_t tile) {
   const int64_t first = tile * kTileRows;
@@ -107,7 +105,7 @@ __device__ __forceinline__ TileColumns tile_columns(const fdm_problem &p, const 
   return t;
 }
 
-// Where the key of column c < count is, if there is a list.
+// The address of the key of column c < count, if there is a list.
 __device__ __forceinline__ const int32_t *key_list_entry(const TileColumns &t, int32_t c) {
   return t.key_list + (c < t.full || t.key_list_size == 0 ? c : t.key_list_size - 1 - (c - t.full));
 }
@@ -124,8 +122,8 @@ __device__ __forceinline__ int32_t column_key(const TileColumns &t, int32_t c) {
   return t.key_list ? *key_list_entry(t, c) : key_of_run(t, c);
 }
 
-// The rows of a tile that keep a column, as a word for each 32 rows: from the key's rows [start, end) if there are
-// intervals, or the word of a row plan.
+// The rows of a tile that keep a column, one word for each 32 rows: from the key's rows [start, end) if there are
+// intervals, else the word of the row plan.
 __device__ __forceinline__ RowWord column_word(const TileColumns &t, int32_t c, int32_t key, int32_t start, int32_t end,
                                                const RowWord &planned) {
   RowWord word;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Copies of rows of global memory to the tiles of shared memory that mma.sync reads.
+// Copies of global rows to the smem tiles that mma.sync reads.
 #pragma once
 
 #include "../route/facts.h"
@@ -10,9 +10,9 @@ namespace fdm::cuda {
 
 using ptx::kZeroRow;
 
-// Copies 8 elements of a row of global memory to a chunk, one by one: for rows that do not start at multiples of 16
-// bytes, have a stride between elements, or a head dimension that is no multiple of 8. It is not inlined, which keeps
-// it out of the way of the aligned copies, which are asynchronous.
+// Copies 8 elements of a global row to a chunk, one by one: for rows that are not 16-byte aligned, have an element
+// stride, or have a head dimension that is not a multiple of 8. It is not inlined, to keep it out of the asynchronous
+// aligned copies.
 static __device__ __noinline__ void copy_chunk_by_elements(uint32_t address, const uint16_t *row, int first,
                                                            int head_dim, int64_t stride) {
   uint32_t packed[4] = {0, 0, 0, 0};
@@ -24,14 +24,14 @@ static __device__ __noinline__ void copy_chunk_by_elements(uint32_t address, con
   ptx::store_shared(address, uint4{packed[0], packed[1], packed[2], packed[3]});
 }
 
-// Copies rows of global memory to a tile. Row r comes from the address source(r), which is kZeroRow for absent rows.
-// The copies are asynchronous, except where `aligned` (see below) is false.
+// Copies global rows to a tile. Row r comes from source(r), which is kZeroRow for absent rows. The copies are
+// asynchronous if `aligned`: rows can be copied 16 bytes at a time.
 template <class Tile, int kRows, int kThreads, class Source>
 __device__ __forceinline__ void copy_rows(uint32_t base, bool aligned, int head_dim, int64_t stride,
                                           const Source &source) {
   constexpr int kTotal = kRows * Tile::kChunks;
-  constexpr int kLoadsInFlight = 8; // addresses are found before the first copy is issued, and their loads overlap
-  // Where a step of all threads is a number of whole rows, a thread's chunk is always the same.
+  constexpr int kLoadsInFlight = 8; // find addresses before the first copy, so that their loads overlap
+  // If a step of all threads covers whole rows, a thread always has the same chunk.
   constexpr bool kWholeRows = kThreads % Tile::kChunks == 0;
   if (aligned) {
 #pragma unroll
@@ -40,7 +40,7 @@ __device__ __forceinline__ void copy_rows(uint32_t base, bool aligned, int head_
 #pragma unroll
       for (int step = 0; step < kLoadsInFlight; ++step) {
         const int begin = batch + step * kThreads, i = begin + int(threadIdx.x);
-        if (begin >= kTotal) break; // known to the compiler, as i < kTotal is not
+        if (begin >= kTotal) break; // known at compile time, unlike i < kTotal
         const int r = kWholeRows ? begin / Tile::kChunks + int(threadIdx.x) / Tile::kChunks : i / Tile::kChunks;
         if (begin + kThreads <= kTotal || i < kTotal) rows[step] = source(r);
       }
@@ -65,31 +65,31 @@ __device__ __forceinline__ void copy_rows(uint32_t base, bool aligned, int head_
   }
 }
 
-// How rows of a tensor are copied to a tile.
+// How to copy rows of a tensor to a tile.
 struct RowCopy {
-  int64_t row, col; // strides
+  int64_t row, col; // in elements
   int head_dim;
-  bool aligned; // 16 bytes at a time
+  bool aligned; // 16-byte copies
 
   __device__ __forceinline__ RowCopy(const fdm_tensor &t, int64_t dims, bool chunks)
       : row(t.stride[1]), col(t.stride[3]), head_dim(int(dims)), aligned(chunks) {}
 };
 
-// Starts the copies of `count` rows from `first` on to rows from `tile_row` on of a tile, of which `there` exist; the
-// others become zeros. Where rows cannot be copied 16 bytes at a time, elements are stored one by one. That loop is not
-// unrolled, and no call: a call in the mainloop would cost it registers.
+// Starts the copies of `count` rows from `first` on to a tile, from row `tile_row` on. Rows from `there` on become
+// zeros. Rows that cannot be copied 16 bytes at a time are stored by elements. That loop is neither unrolled nor a
+// call: a call in the mainloop costs registers.
 template <class Tile, int kThreads>
 __device__ __forceinline__ void copy_tile_rows(uint32_t base, int tile_row, const uint16_t *first, int count, int there,
                                                const RowCopy &copy) {
   constexpr int kThreadsPerRow = Tile::kRowBytes / 16,
                 kRowsAtOnce = kThreads / kThreadsPerRow; // threads of a row, and rows at a time
-  constexpr bool kAlike = kRowsAtOnce % 8 == 0;          // the chunks of a thread lie alike in their rows
+  constexpr bool kAlike = kRowsAtOnce % 8 == 0;          // all chunks of a thread have the same swizzle
   if (copy.aligned) {
     const int chunk = threadIdx.x % kThreadsPerRow, row = threadIdx.x / kThreadsPerRow;
     const uint16_t *source = first + row * copy.row + chunk * 8;
     const uint32_t address = Tile::chunk_address(base, tile_row + row, chunk);
     const int rows_left = chunk * 8 < copy.head_dim ? there - row : 0;
-    // Threads that are left over have no row.
+    // Surplus threads have no row.
     if ((Tile::kChunks == kThreadsPerRow || chunk < Tile::kChunks) &&
         (kThreads % kThreadsPerRow == 0 || row < kRowsAtOnce))
 #pragma unroll

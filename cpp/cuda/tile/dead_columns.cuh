@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Columns that no row of a tile keeps, though the plan could not tell: a bias of -inf with a row for each query drops
-// them. Their probabilities are 0, but 0 * NaN is NaN, and what such a key holds must reach no result. Looking for
-// them in every block would cost every call. Instead, a tile whose result has a NaN is computed a second time, and
-// their rows of V (for dQ, of K) are zeros then.
+// Columns that no row of a tile keeps although the plan has them: a bias per query of -inf drops them. Their
+// probabilities are 0, but 0 * NaN is NaN, and the contents of such a key must not reach a result. A search in every
+// block would slow down every call. Instead, a tile whose result has a NaN is computed again, with zeros in place of
+// the dead rows of V (for dQ, of K).
 #pragma once
 
 #include "copy_rows.cuh"
@@ -10,7 +10,7 @@
 
 namespace fdm::cuda {
 
-// This is not inlined, and takes no registers where it is not called.
+// Not inlined, so it takes no registers in the caller.
 template <class Tile, int kColumns, int kThreads>
 __device__ __noinline__ void clear_unmarked_rows(const uint8_t *live, uint32_t tile) {
 #pragma unroll 1
@@ -19,13 +19,13 @@ __device__ __noinline__ void clear_unmarked_rows(const uint8_t *live, uint32_t t
       ptx::store_shared(Tile::chunk_address(tile, i / Tile::kChunks, i % Tile::kChunks), uint4{});
 }
 
-// This lies in shared memory. kPossible says that the kernel takes such a bias.
+// Lies in shared memory. kPossible: the kernel accepts a bias per query.
 template <int kColumns, bool kPossible> struct DeadColumns {
-  bool clears; // this is the second time; false at first
+  bool clears; // the tile is computed for the second time
   uint8_t live[kPossible ? kColumns : 1];
 
-  // Whether a sum of any thread has a NaN, in a row that exists(row tile, half). The tile must then be computed again.
-  // All threads of the block call it.
+  // Whether any thread has a NaN sum in a row for which exists(row tile, half) holds. The tile must then be computed
+  // again. All threads of the block call this.
   template <int kRowTiles, int kColumnTiles, class Exists>
   __device__ __forceinline__ bool may_have_spoilt(const float (&sums)[kRowTiles][kColumnTiles][4],
                                                   const Exists &exists) {
@@ -43,8 +43,8 @@ template <int kColumns, bool kPossible> struct DeadColumns {
     return true;
   }
 
-  // Makes zeros of the rows of a tile in shared memory whose column has `dead_value` in all accumulators of all
-  // threads, apart from rows that do not exist: exists(row tile, half).
+  // Zeroes the rows of a tile in shared memory whose column has `dead_value` in the accumulators of all threads. Rows
+  // for which exists(row tile, half) is false do not count.
   template <class Tile, int kThreads, int kRowTiles, int kColumnTiles, class Exists>
   __device__ __forceinline__ void clear(uint32_t tile, const float (&values)[kRowTiles][kColumnTiles][4],
                                         float dead_value, const Exists &exists) {

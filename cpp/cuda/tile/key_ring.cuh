@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A ring of column facts, which kernels need before they fetch the keys of a block: where K and V lie, the
-// bias, and which rows keep them. Each thread fetches one column, so all threads together fetch several blocks, some
-// blocks ahead. The kernel then never waits for the chain plan -> bias -> address, and no warp has more to do than the
-// others.
+// A ring of column facts that kernels need before they copy the keys of a block: the addresses of K and V, the bias,
+// and the rows that keep each key. Each thread fetches one column. All threads together fetch several blocks, some
+// blocks ahead. The kernel then never waits for the load chain plan -> bias -> address, and all warps have equal
+// work.
 #pragma once
 
 #include <cfloat>
@@ -16,13 +16,13 @@ namespace fdm::cuda {
 
 constexpr float kLog2E = 1.44269504088896341f;
 
-// A float64 bias of one head of a sequence, less what float32 would have no room for beside it: the largest bias of a
-// tile's columns. host/relative_bias.cu makes one for each tile of kTileRows rows.
+// A float64 bias of one head of a sequence, minus a reference so that float32 can hold it. The reference is the
+// largest bias of a tile's columns. host/relative_bias.cu makes one for each tile of kTileRows rows.
 struct RelativeBias {
   const double *first; // of key 0
   double reference;
 
-  // What is a number stays one.
+  // A finite bias stays finite.
   __device__ __forceinline__ float load(int64_t index) const {
     const double bias = first[index];
     const auto relative = static_cast<float>(bias - reference);
@@ -30,7 +30,7 @@ struct RelativeBias {
   }
 };
 
-// A bias or any tensor of scores, for one head of a sequence.
+// A bias or another tensor of scores, for one head of a sequence.
 struct ScoreView {
   const void *data; // null: absent; float64: a RelativeBias
   int64_t row, col; // strides in elements
@@ -58,8 +58,8 @@ __device__ __forceinline__ ScoreView score_view(const fdm_problem &p, const fdm_
   return {m.base, m.row, m.col, t.dtype, per_query(t)};
 }
 
-// The bias of the rows of a tile of kTileRows rows. A float64 bias has been replaced by a table of RelativeBias, one
-// for each sequence, query head and tile (relative_bias_tensor).
+// The bias of the rows of a tile of kTileRows rows. A table of RelativeBias, one for each sequence, query head and
+// tile, replaces a float64 bias (relative_bias_tensor).
 __device__ __forceinline__ ScoreView bias_view(const fdm_problem &p, const Sequence &s, int64_t sequence_index,
                                                int64_t head, int64_t tile) {
   const fdm_tensor &t = p.bias;
@@ -69,15 +69,15 @@ __device__ __forceinline__ ScoreView bias_view(const fdm_problem &p, const Seque
   return view;
 }
 
-// Converts a bias to base 2, without making infinity of finfo.min. NaN stays NaN.
+// Converts a bias to base 2. finfo.min does not become -inf, and NaN stays NaN.
 __device__ __forceinline__ float to_base_2(float bias) {
   const float scaled = bias * kLog2E;
   return bias == -INFINITY ? bias : ptx::max_or_nan(scaled, -3.4e38f);
 }
 
-// The facts about the columns of a block that every kernel needs.
+// The facts about a block's columns that every kernel needs.
 template <int kColumns> struct ColumnFacts {
-  float bias[kColumns];                    // the bias to base 2; -inf: no row keeps the column
+  float bias[kColumns];                    // base-2 bias; -inf: no row keeps the column
   uint32_t word[kTileRows / 32][kColumns]; // set in blocks with partial columns
 };
 
@@ -95,8 +95,8 @@ template <int kColumns, int kThreads> struct KeyRing {
   __device__ __forceinline__ Slot &slot(int block) { return slots[block % kBlocks]; }
 };
 
-// What one thread fetches for one column. It is stored raw, and used only when the latency of the loads has passed.
-// The key itself is fetched one step earlier still, since everything else is found by it.
+// The facts that one thread fetches for one column. They are stored raw and converted after the latency of the loads.
+// The key is fetched one step earlier, since all other loads depend on it.
 struct ColumnEntry {
   int32_t key;        // -1: no column
   uint32_t bias_bits; // the bits of an element of the bias's dtype
@@ -108,7 +108,7 @@ __device__ __forceinline__ int32_t fetch_key(const TileColumns &t, int32_t c) {
   return c < t.count ? column_key(t, c) : -1;
 }
 
-// Which rows keep the entry's key, which not all may do.
+// Fetches the rows that keep the key of a partial column.
 __device__ __forceinline__ void fetch_rows(ColumnEntry &entry, const TileColumns &t) {
   if (t.words) entry.word = t.words[entry.key];
   if (t.start) {
@@ -127,13 +127,13 @@ __device__ __forceinline__ ColumnEntry fetch_column(const TileColumns &t, const 
   return entry;
 }
 
-// Key 0 of a sequence in k or v, where there is no block table.
+// The row of key 0 of a sequence in k or v, without a block table.
 __device__ __forceinline__ const uint16_t *first_key_row(const fdm_tensor &t, const Sequence &s, int64_t kv_head) {
   return static_cast<const uint16_t *>(t.data) + s.batch * t.stride[0] + s.k_begin * t.stride[1] +
          kv_head * t.stride[2];
 }
 
-// Key j of a sequence in k or v, through the block table where there is one.
+// The row of key j of a sequence in k or v, through the block table if there is one.
 __device__ __forceinline__ const uint16_t *key_row(const fdm_problem &p, const fdm_tensor &t, const Sequence &s,
                                                    int64_t sequence_index, int64_t kv_head, int32_t j) {
   const auto *base = static_cast<const uint16_t *>(t.data);
@@ -145,8 +145,8 @@ __device__ __forceinline__ const uint16_t *key_row(const fdm_problem &p, const f
   return base + page * t.stride[0] + (j % page_size) * t.stride[1] + kv_head * t.stride[2];
 }
 
-// Stores the facts about column c, and returns its key; -1 if no row keeps it. `partial` says that the column's block
-// is not one of full columns only.
+// Stores the facts about column c. Returns its key, or -1 if no row keeps it. `partial`: the block has partial
+// columns.
 template <int kColumns>
 __device__ __forceinline__ int32_t store_facts(ColumnFacts<kColumns> &facts, const TileColumns &t,
                                                const ScoreView &bias, int32_t c, bool partial,
@@ -162,7 +162,7 @@ __device__ __forceinline__ int32_t store_facts(ColumnFacts<kColumns> &facts, con
       facts.word[part][i] = word.part[part];
       any |= word.part[part];
     }
-    if (any == 0) column_bias = -INFINITY; // of a tile that overflows
+    if (any == 0) column_bias = -INFINITY; // in tiles that overflow
   }
   facts.bias[i] = column_bias;
   return column_bias == -INFINITY ? -1 : entry.key;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Booleans of a mask, four at a time.
+// Mask booleans, four at a time.
 #pragma once
 
 #include <cstdint>
@@ -8,16 +8,17 @@
 
 namespace fdm::cuda {
 
-// The upper bit of each of four bytes that is not 0: booleans that are views of other integers may have any bits set.
+// Sets the upper bit of each of four bytes that is not 0. Booleans that are views of other integers may have any bits
+// set.
 __device__ __forceinline__ uint32_t upper_bits(uint32_t bytes) {
   constexpr uint32_t kLower = 0x7f7f7f7fu;
   return (((bytes & kLower) + kLower) | bytes) & ~kLower;
 }
 
-// A word is loaded at once: all four booleans are there, `col` is 1 and `first` a multiple of four.
+// `word`: one load, if all four booleans exist, `col` is 1 and `first` is a multiple of four.
 enum class MaskLoad { bytes, word };
 
-// Four booleans, `col` bytes apart, as bytes; those beyond `keys` are 0.
+// Loads four booleans, `col` bytes apart; those from `keys` on are 0.
 template <MaskLoad kLoad> __device__ __forceinline__ uint32_t load_mask(const uint8_t *first, int64_t col, int keys) {
   if constexpr (kLoad == MaskLoad::word) return __ldcs(reinterpret_cast<const uint32_t *>(first));
   uint32_t bytes = 0;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What the attention kernels do with tiles: multiply them, and write rows of accumulators out.
+// Products of tiles by mma.sync, and stores of rows of accumulators.
 #pragma once
 
 #include "ptx/matrix.cuh"
@@ -7,8 +7,8 @@
 
 namespace fdm::cuda {
 
-// Calls multiply(d, n, a, b) for each 16 columns d of A and B, and each two tiles n of 8 rows of B, with their
-// fragments and those of all tiles of A.
+// Calls multiply(d, n, a, b) for each step d of 16 columns of A and B and each pair n of 8-row tiles of B. `a` has
+// the fragments of all tiles of A, `b` those of the pair.
 template <int kHeadDim, int kLeftTiles, int kRightTiles, class Multiply>
 __device__ __forceinline__ void for_fragments(uint32_t left, uint32_t right, const Multiply &multiply) {
   using Tile = SmemTile<kHeadDim>;
@@ -26,8 +26,8 @@ __device__ __forceinline__ void for_fragments(uint32_t left, uint32_t right, con
   }
 }
 
-// sums += A B' with both in shared memory, summed over their kHeadDim columns. `left` is SmemTile::left of the first
-// row of A, `right` SmemTile::right_rows of B.
+// sums += A B', both in shared memory, summed over kHeadDim columns. `left` is SmemTile::left of the first row of A,
+// `right` SmemTile::right_rows of B.
 template <class Element, int kHeadDim, int kLeftTiles, int kRightTiles>
 __device__ __forceinline__ void gemm_ss(float (&sums)[kLeftTiles][kRightTiles][4], uint32_t left, uint32_t right) {
   const auto multiply = [&](int, int n, const uint32_t (&a)[kLeftTiles][4], const uint32_t (&b)[4]) {
@@ -40,7 +40,7 @@ __device__ __forceinline__ void gemm_ss(float (&sums)[kLeftTiles][kRightTiles][4
   for_fragments<kHeadDim, kLeftTiles, kRightTiles>(left, right, multiply);
 }
 
-// A left operand in shared memory. Where registers allow it they hold its fragments, loaded once.
+// A left operand in shared memory. With kHeld, registers hold its fragments, loaded once.
 template <class Element, int kHeadDim, int kLeftTiles, bool kHeld> struct LeftOperand {
   using Tile = SmemTile<kHeadDim>;
   uint32_t left; // SmemTile::left of its first row
@@ -77,7 +77,7 @@ template <class Element, int kHeadDim, int kLeftTiles, bool kHeld> struct LeftOp
   }
 };
 
-// sums = A B' + what its columns begin with: first(n) has the numbers of this thread's two columns of tile n, twice.
+// sums = A B' + initial values of the columns. first(n) has those of this thread's two columns of tile n, twice.
 template <class Element, int kHeadDim, int kLeftTiles, int kRightTiles, class First>
 __device__ __forceinline__ void gemm_ss_from(float (&sums)[kLeftTiles][kRightTiles][4], uint32_t left, uint32_t right,
                                              const First &first) {
@@ -97,8 +97,8 @@ __device__ __forceinline__ void gemm_ss_from(float (&sums)[kLeftTiles][kRightTil
   for_fragments<kHeadDim, kLeftTiles, kRightTiles>(left, right, multiply);
 }
 
-// sums += A B, summed over kDepth rows of B, which lies in shared memory. load_left(a, k) loads the fragments of 16
-// columns of A from k on. right(k, d) is where this thread reads B from row k on, for the tiles d and d + 1 of sums.
+// sums += A B, summed over kDepth rows of B in shared memory. load_left(a, k) loads the fragments of 16 columns of A
+// from k on. right(k, d) is this thread's ldmatrix address of B from row k on, for the tiles d and d + 1 of sums.
 template <class Element, int kDepth, int kLeftTiles, int kRightTiles, class Left, class Right>
 __device__ __forceinline__ void gemm_columns_at(float (&sums)[kLeftTiles][kRightTiles][4], const Right &right,
                                                 const Left &load_left) {
@@ -119,7 +119,7 @@ __device__ __forceinline__ void gemm_columns_at(float (&sums)[kLeftTiles][kRight
   }
 }
 
-// The same where pairs of tiles of sums are kColumnStep columns apart. `right` is SmemTile::right_columns of B.
+// The same, with pairs of tiles of sums kColumnStep columns apart. `right` is SmemTile::right_columns of B.
 template <class Element, class RightTile, int kDepth, int kColumnStep = 16, int kLeftTiles, int kRightTiles, class Left>
 __device__ __forceinline__ void gemm_columns(float (&sums)[kLeftTiles][kRightTiles][4], uint32_t right,
                                              const Left &load_left) {
@@ -127,7 +127,7 @@ __device__ __forceinline__ void gemm_columns(float (&sums)[kLeftTiles][kRightTil
       sums, [&](int k, int d) { return RightTile::fragment_address(right, k, d / 2 * kColumnStep); }, load_left);
 }
 
-// The same with A the accumulators of an earlier product, rounded to Element, and B kHeadDim columns wide.
+// The same, with the accumulators of an earlier product as A, rounded to Element. B has kHeadDim columns.
 template <class Element, int kHeadDim, int kLeftTiles, int kDepthTiles>
 __device__ __forceinline__ void gemm_rs(float (&sums)[kLeftTiles][kHeadDim / 8][4],
                                         const float (&left)[kLeftTiles][kDepthTiles][4], uint32_t right) {
@@ -158,16 +158,16 @@ __device__ __forceinline__ int accumulator_row(int half) { return threadIdx.x % 
 // The first of this thread's two columns in an 8-column tile.
 __device__ __forceinline__ int accumulator_column() { return 2 * (threadIdx.x % 4); }
 
-// What packing a pair leaves of it by rounding, packed.
+// The rounding errors of pack(low, high), packed.
 template <class Element> __device__ __forceinline__ uint32_t pack_left(float low, float high) {
   float packed_low, packed_high;
   ptx::unpack<Element>(ptx::pack<Element>(low, high), packed_low, packed_high);
   return ptx::pack<Element>(low - packed_low, high - packed_high);
 }
 
-// The rest of a number that is rounded to 16 bits: the difference of the bits of both as float32, in units of 2^-8 of
-// the largest there is where the rounded number is normal. Below, it is as much of the difference as a byte holds. What
-// it adds to makes no finite number infinite and leaves NaN as it is.
+// The rest of a float32 that is rounded to 16 bits: the difference of their float32 bits. Its unit is 2^-8 of a unit
+// in the last place of a normal rounded number. For subnormal numbers it saturates at the range of a byte. Adding it
+// makes no finite number infinite, and NaN stays NaN.
 template <class Element> constexpr int kRestShift = std::is_same_v<Element, __half> ? 5 : 8;
 template <class Element> __device__ __forceinline__ int32_t rest_of(float x, float rounded) {
   constexpr int kShift = kRestShift<Element>;
@@ -178,7 +178,7 @@ template <class Element> __device__ __forceinline__ float with_rest(float rounde
   return __int_as_float(__float_as_int(rounded) + rest * (1 << kRestShift<Element>));
 }
 
-// The rests of a pair, a byte of each half of the word; those of a second pair follow in `joined_rests`.
+// The rests of a pair, one in the low byte of each half of the word. joined_rests() makes one word of two pairs.
 template <class Element> __device__ __forceinline__ uint32_t pack_rests(float low, float high) {
   float packed_low, packed_high;
   ptx::unpack<Element>(ptx::pack<Element>(low, high), packed_low, packed_high);
@@ -210,8 +210,8 @@ __device__ __forceinline__ void store_accumulators(const float (&sums)[kLeftTile
   store_packed<Tile>(sums, base, row, column, [](float low, float high) { return ptx::pack<Element>(low, high); });
 }
 
-// The four lanes that share rows have a word each of four tiles; afterwards each has the four words of one tile.
-// All lanes of the warp call this: with a mask that is no constant, shuffles would be executed once for each quad.
+// The four lanes of a row each hold one word of four tiles. The transpose gives each lane the four words of one tile.
+// All lanes of the warp call this: with a mask that is not constant, each quad executes its shuffles separately.
 __device__ __forceinline__ void transpose_quad(uint32_t (&words)[4]) {
 #pragma unroll
   for (int distance = 1; distance <= 2; distance *= 2) {
@@ -226,7 +226,7 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&words)[4]) {
   }
 }
 
-// Rounds two floats and packs them, as ptx::pack does: for an Element, or for a dtype that is known at run time.
+// ptx::pack for an Element, or for a dtype known at run time.
 template <class Element> struct Packing {
   __device__ __forceinline__ uint32_t operator()(float low, float high) const { return ptx::pack<Element>(low, high); }
 };
@@ -241,8 +241,8 @@ struct AnyPacking {
   }
 };
 
-// Writes this thread's part of a row of accumulators, times a factor, if the row exists; zeros of a blank row. All
-// lanes of the warp call this together. `row` may point anywhere if the row does not exist.
+// Writes this thread's part of a row of accumulators, times a factor, if the row exists; zeros if `blank`. All lanes
+// of the warp call this together. `row` may point anywhere if the row does not exist.
 template <class Element, int kDimTiles, class Pack = Packing<Element>>
 __device__ __forceinline__ void write_row(Element *row, int64_t stride, int head_dim, const float (&sums)[kDimTiles][4],
                                           int half, float factor, bool exists, bool blank = false,
@@ -299,7 +299,7 @@ __device__ __forceinline__ void store_element(const fdm_tensor &t, int64_t offse
     static_cast<__nv_bfloat16 *>(t.data)[offset] = __float2bfloat16_rn(value);
 }
 
-// Stores an element of out, and the rest of it if that is wanted.
+// Stores an element of out, and its rest if requested.
 __device__ __forceinline__ void store_out(const fdm_forward_args &a, int64_t offset, float value) {
   store_element(a.out, offset, value);
   if (!present(a.out_rest)) return;

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The kernel that rounds float32 sums to gradients: a warp for each band of 16 rows, of which it has the accumulators of
-// tiles of 8 columns (ptx/matrix.cuh). A `Bands` tells where sums lie:
+// The kernel that rounds float32 sums to gradients. Each warp has a band of 16 rows and holds it as accumulators of
+// 8-column tiles (ptx/matrix.cuh). `Bands` gives access to the sums:
 //   Params                      the kernel's parameters
-//   kTilesAtOnce                   tiles that are loaded before any of them is written
-//   kBlocks                     thread blocks for which an SM must have registers
-//   Bands(params, n)            band n, of which a warp asks once. It waits for the kernel ahead if it reads what kernels wrote
-//   tiles()                     how many tiles it has: 0 if there is no such band
+//   kTilesAtOnce                the tiles that are loaded before any of them is written
+//   kBlocks                     the thread blocks on an SM that registers must allow
+//   Bands(params, n)            band n, constructed once per warp; waits for the kernel ahead if it reads its results
+//   tiles()                     the number of its tiles: 0 if there is no such band
 //   load(first tile, sums), store(first tile, sums)
-//   end(finite)                 whether all sums of this thread are finite
+//   end(finite)                 receives whether all sums of this thread are finite
 #pragma once
 
 #include "../host/launch.cuh"
@@ -17,7 +17,7 @@
 
 namespace fdm::cuda {
 
-// Where this thread's two rows of a band begin in t; -1: there is no such row.
+// The offsets of this thread's two rows of a band in t; -1: there is no such row.
 struct BandRows {
   int64_t offset[2];
 
@@ -38,7 +38,7 @@ struct BandRows {
   }
 };
 
-// A band of dk or dv, each row of which lies by itself. A row of the grid has dk, another dv.
+// A band of dk or dv whose rows are addressed separately. blockIdx.y selects dk (0) or dv (1).
 struct KeyBand {
   const float *sums[2]; // of this thread's two rows, where they exist
   BandRows rows{{-1, -1}};
@@ -46,7 +46,7 @@ struct KeyBand {
   __device__ static bool of_values() { return blockIdx.y == 1; }
   __device__ static const fdm_tensor &gradient(const fdm_backward_args &a) { return of_values() ? a.dv : a.dk; }
 
-  // A thread has four neighbours of two tiles of columns, as the kernels that add to the sums write them.
+  // A thread loads four consecutive floats of two column tiles, as the kernels that add to the sums write them.
   template <int kTiles> __device__ void load(int first, float (&x)[kTiles][4]) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half)
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kRoundingThreads, Bands::kBlocks)
   for (int first = 0; first < tiles; first += kTilesAtOnce) {
     float sums[kTilesAtOnce][4];
     band.load(first, sums);
-    __syncwarp(); // rows may be written where other threads of the warp have read
+    __syncwarp(); // other threads of the warp may have read the rows that are overwritten
     band.store(first, sums);
 #pragma unroll
     for (int k = 0; k < kTilesAtOnce; ++k)

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A bias per query, on its way to a tile of scores. It is copied to shared memory while other work goes on. Lanes go
-// along the keys, so the elements of a row come in few transactions wherever the keys lie.
+// A bias per query for a tile of scores. It is copied to shared memory asynchronously. Lanes run along the keys, so
+// the elements of a row take few transactions wherever the keys are.
 //
-// Asynchronous copies have four bytes or more. So each pair of a row and a key has a word, a copy of the aligned word
-// in global memory that the element lies in. An element of 16 bits is one half of that word.
+// Asynchronous copies have at least four bytes. So each pair of row and key has a word: a copy of the aligned global
+// word that contains the element. A 16-bit element is one half of its word.
 #pragma once
 
 #include "key_ring.cuh"
@@ -12,7 +12,7 @@ namespace fdm::cuda {
 
 // The bias of one head of a sequence; `first` is the address of the element of row 0 and key 0.
 struct RowBiasTile {
-  const fdm_tensor &bias; // one of the kernel's parameters, whose fields take no registers
+  const fdm_tensor &bias; // one of the kernel's parameters, so its fields take no registers
   uintptr_t first;
 
   __device__ __forceinline__ RowBiasTile(const fdm_tensor &tensor, const ScoreView &view)
@@ -22,8 +22,8 @@ struct RowBiasTile {
   __device__ int64_t row_bytes() const { return bias.stride[2] * element_bytes(); }
   __device__ int64_t key_stride() const { return bias.shape[3] == 1 ? 0 : bias.stride[3]; }
 
-  // A warp copies kColumns keys of `rows` rows from row `row` on to kRows rows of sBias, which have kPitch words each.
-  // For absent keys, where keys[c] is -1, it copies key 0, which exists wherever this is called.
+  // A warp copies kColumns keys of `rows` rows from row `row` on to kRows rows of sBias with a pitch of kPitch words.
+  // For absent keys (keys[c] is -1) it copies key 0, which exists wherever this is called.
   template <int kRows, int kColumns, int kPitch>
   __device__ __forceinline__ void copy(uint32_t *sBias, const int32_t *keys, int64_t row, int rows) const {
     constexpr int kThreadsPerRow = kColumns < 32 ? kColumns : 32, kRowsAtOnce = 32 / kThreadsPerRow,
@@ -32,8 +32,8 @@ struct RowBiasTile {
     const int across = threadIdx.x % kThreadsPerRow, down = threadIdx.x % 32 / kThreadsPerRow;
     const int64_t pitch = row_bytes(), key_bytes = key_stride() * element_bytes();
     const uintptr_t first_word = first + row * pitch, half = half_word();
-    // The addresses of the words of a row and of the next row of this thread. Two rows further, an element lies in the
-    // same half of its word: twice a row is a multiple of four bytes.
+    // The word addresses of a row and of this thread's next row. Two rows further, an element is in the same half of
+    // its word: two row strides are a multiple of four bytes.
     uintptr_t words[kSteps][2];
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
@@ -62,8 +62,7 @@ struct RowBiasTile {
 private:
   __device__ int element_bytes() const { return is_float32() ? 4 : 2; }
 
-  // The address of the word of which only the first half, the last element in memory, belongs to the tensor; 0 if there
-  // is none.
+  // The address of the word whose second half is behind the tensor's last element; 0 if there is none.
   __device__ __forceinline__ uintptr_t half_word() const {
     int64_t last = 0;
 #pragma unroll
@@ -72,7 +71,7 @@ private:
     return is_float32() || address % 4 != 0 ? 0 : address;
   }
 
-  // Whether a word may lie in some rows, whatever the strides.
+  // Whether the word may be in the rows, whatever the strides.
   __device__ __forceinline__ bool may_hold(uintptr_t word, uintptr_t first_word, int rows, int64_t pitch,
                                            int64_t key_bytes) const {
     const int64_t row_extent = (rows - 1) * pitch, key_extent = (bias.shape[3] - 1) * key_bytes;
@@ -81,7 +80,7 @@ private:
            offset <= max64(0, row_extent) + max64(0, key_extent);
   }
 
-  // Copies as many rows as there are. It copies only half of a word that lies in the tensor by half.
+  // Copies the rows that exist. Of the word at `half_word`, it reads the first half only.
   template <int kSteps, int kRowsAtOnce, int kThreadsPerRow, int kPitch>
   __device__ __forceinline__ void copy_carefully(uint32_t address, const uintptr_t (&words)[kSteps][2], int rows,
                                                  uintptr_t half_word) const {
@@ -92,14 +91,13 @@ private:
         const uintptr_t word = (words[s][0] + r * row_bytes()) & ~uintptr_t(3);
         if (word != half_word)
           ptx::cp_async_4(address + s * kThreadsPerRow * 4, reinterpret_cast<const void *>(word));
-        else // an asynchronous copy of two bytes reads four
+        else // cp.async copies at least four bytes
           ptx::store_shared(address + s * kThreadsPerRow * 4, uint32_t(*reinterpret_cast<const uint16_t *>(word)));
       }
   }
 };
 
-// A warp copies the bias of its rows of a tile, kWarpRows of the query head of a task, if there is a row for each
-// query.
+// A warp copies the bias per query of its kWarpRows rows of a task's tile, if there is one.
 template <int kWarpRows, int kColumns, int kPitch, class Task>
 __device__ __forceinline__ void copy_own_rows(uint32_t (*sBias)[kPitch], const fdm_tensor &bias, const Task &task,
                                               const int32_t (&keys)[kColumns]) {
@@ -110,7 +108,7 @@ __device__ __forceinline__ void copy_own_rows(uint32_t (*sBias)[kPitch], const f
       .copy<kWarpRows, kColumns, kPitch>(sBias[first], keys, row, int(min64(kWarpRows, task.s.q_count - row)));
 }
 
-// What a thread needs to read elements from their words.
+// The shifts with which a thread reads elements from their words.
 template <class Element> struct RowBiasElements {
   uint32_t first_shift, row_odd, key_mask; // row_shift() and key_shift() use them
   uint32_t value_mask;                     // keeps the upper half of a word, or all of a float32
@@ -123,7 +121,7 @@ template <class Element> struct RowBiasElements {
     value_mask = float32 ? ~0u : 0xffff0000u;
   }
 
-  // An element lies so many bits below the upper half of its word: the exclusive or of its row's shift and its key's.
+  // The distance in bits of an element from the upper half of its word is row_shift() ^ key_shift().
   __device__ __forceinline__ uint32_t row_shift(int64_t i) const {
     return first_shift ^ ((uint32_t(i) & row_odd) * 16);
   }
@@ -137,18 +135,17 @@ template <class Element> struct RowBiasElements {
   }
 };
 
-// Adds an element of the bias to a score to base 2; to_base_2 tells why it is cut.
+// Adds a bias element to a base-2 score. The clamp has the reason of to_base_2().
 __device__ __forceinline__ float with_row_bias(float score, float bias) {
   return fmaf(ptx::max_or_nan(bias, -2.35e38f), kLog2E, score);
 }
 
-// A thread reads the bias of the rows whose accumulators it has. The tile has kPitch words a row, and begins with the
-// row of query `first`.
+// Reads the bias of a thread's accumulator rows. The tile has kPitch words a row, and its first row is query `first`.
 template <class Element, int kPitch> struct RowBiasReader {
   RowBiasElements<Element> reader;
   const uint32_t *words;
   const int32_t *keys;
-  uint32_t row_shift; // the same for all rows of a thread, which are a multiple of eight apart
+  uint32_t row_shift; // the same for all rows of a thread, since they are a multiple of eight apart
 
   __device__ __forceinline__ RowBiasReader(const RowBiasTile &tile, const uint32_t (*sBias)[kPitch],
                                            const int32_t *keys_of_columns, int64_t first, int row)

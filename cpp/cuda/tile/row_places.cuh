@@ -1,26 +1,26 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Rows by their numbers: a number of 32 bits, and the bytes from row to row, are an address in one instruction, and two
-// addresses of 64 bits need not be kept for each column.
+// Rows identified by number. One instruction computes the address from the 32-bit number and the row stride, so a
+// column needs no two 64-bit addresses.
 #pragma once
 
 #include "key_ring.cuh"
 
 namespace fdm::cuda {
 
-// Rows of K or V that are copied 16 bytes at a time, for one KV head of a sequence.
+// Rows of K or V for one KV head of a sequence, which are copied 16 bytes at a time.
 struct GatheredRows {
   const char *first; // row 0
   int32_t bytes;     // from one row to the next
 };
 
-// Where the rows of Q, K and V lie. Those of K and V have a number in common: that of the key, or with a block table
-// that of its place in the pages.
+// The row strides of Q, K and V. K and V share a row number: the key, or with a block table, the key's place in the
+// pages.
 struct RowPlaces {
   int32_t q_bytes, k_bytes, v_bytes; // from one row to the next
   int32_t page_rows;                 // from one page of a block table to the next
 
   RowPlaces() = default;
-  // Holds for problems with Alignment::row_places; kernels of other problems do not read it.
+  // Valid for problems with Alignment::row_places; kernels of other problems do not read it.
   explicit RowPlaces(const fdm_problem &p) {
     const auto bytes = [](const fdm_tensor &t) { return int32_t(2 * t.stride[1]); };
     q_bytes = bytes(p.q);
@@ -36,7 +36,7 @@ struct RowPlaces {
     return {reinterpret_cast<const char *>(first), bytes};
   }
 
-  // The row of key j of a sequence.
+  // The row number of key j of a sequence.
   __device__ __forceinline__ int32_t row(const fdm_problem &p, int64_t sequence_index, int32_t j) const {
     const fdm_tensor &table = p.block_table;
     if (!present(table)) return j;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The sizes of a kernel with mma.sync, of which a thread block has a tile of query rows of one head.
+// The sizes of an mma.sync kernel whose thread blocks each have a tile of query rows of one head.
 #pragma once
 
 #include "../plan/plan.cuh"
@@ -18,7 +18,7 @@ struct RowTileConfig {
   static constexpr int kRowTiles = kRows / kWarps / 16;               // tiles of 16 rows of each warp
   using Tile = SmemTile<kHeadDim>;
   static constexpr int kQBytes = Tile::bytes(kRows), kKeyBytes = Tile::bytes(kColumns);
-  static constexpr int kBiasPitch = kColumns + 8; // the pairs of words that a half warp reads meet all banks
+  static constexpr int kBiasPitch = kColumns + 8; // the word pairs that a half warp reads cover all banks
   static_assert(kRows <= kTileRows && kTileRows % kRows == 0 && kRowTiles >= 1);
 };
 

@@ -13,13 +13,13 @@ __device__ __forceinline__ float tanh_of(float x) {
 }
 
 struct ScoreFactors {
-  float scale; // multiplies q.k: for tanh where there is a softcap, else to base 2
-  float cap;   // the softcap to base 2
+  float scale; // factor of q.k: to the argument of tanh with a softcap, else to base 2
+  float cap;   // base-2 softcap
 
   ScoreFactors() = default;
   __host__ __device__ explicit ScoreFactors(const fdm_problem &p)
       : scale(p.softcap > 0 ? p.scale / p.softcap : p.scale * kLog2E), cap(p.softcap * kLog2E) {}
-  // The same where it is known that there is no softcap: a multiplication, without a branch.
+  // Without a softcap: no branch, one multiplication.
   __device__ static ScoreFactors uncapped(const fdm_problem &p) {
     ScoreFactors factors;
     factors.scale = p.scale * kLog2E;
@@ -27,12 +27,11 @@ struct ScoreFactors {
     return factors;
   }
 
-  // Whether products may begin with the bias, in their units. Beyond these bounds biases would leave the range of their
-  // type, or products with the scale that of floats.
+  // Whether products may start from the bias, in their units. Outside of these bounds, the bias exceeds the range of
+  // its type, or the scaled products exceed that of float.
   __host__ __device__ bool may_begin_with_bias() const { return cap == 0 && scale > 0x1p-30f && scale < 0x1p20f; }
 
-  // Returns the score to base 2. `slope` becomes the derivative of the capped score with respect to the one without a
-  // cap.
+  // Returns the base-2 score. `slope` becomes the derivative of the capped score with respect to the uncapped score.
   template <bool kHasSoftcap> __device__ __forceinline__ float score(float product, float bias, float *slope) const {
     if constexpr (kHasSoftcap) {
       const float t = tanh_of(product * scale);

@@ -2,9 +2,9 @@
 // Row tiles of 16-bit elements in shared memory, swizzled so that ldmatrix, wgmma and 16-byte copies have no bank
 // conflicts.
 //
-// A tile is cut into panels of 64 columns. A row of a panel has 128 bytes, which are eight chunks of 16; chunk c of row
-// r lies where chunk c ^ (r % 8) would. Eight rows of one chunk then cover all banks. wgmma knows this as the swizzle
-// of 128 bytes.
+// A tile has panels of 64 columns. A row of a panel has 128 bytes: eight 16-byte chunks. Chunk c of row r is stored
+// at chunk position c ^ (r % 8). The same chunk of eight rows then covers all banks. This is the 128-byte swizzle of
+// wgmma.
 #pragma once
 
 #include "../../indexing.h"
@@ -15,18 +15,18 @@ namespace fdm::cuda {
 
 constexpr int kAnyRows = 0;
 
-// A tile with a number of rows has one panel after the other, as wgmma reads them. A tile with kAnyRows has the panels
-// of a row side by side, and as many rows as its memory holds; mma.sync reads it. Up to 32 columns, two rows of it
-// share 128 bytes, and chunk c of row r lies where chunk c ^ (r / 2 % 4) of its row would.
+// A tile with kRows > 0 stores one panel after the other; wgmma reads it. A tile with kAnyRows stores the panels of a
+// row side by side and has as many rows as its memory holds; mma.sync reads it. With up to 32 columns, two of its
+// rows share 128 bytes (kPairs), and chunk c of row r is stored at position c ^ (r / 2 % 4) of its row.
 template <int kColumns, int kRows = kAnyRows> struct SmemTile {
   static constexpr bool kHasPanels = kRows != kAnyRows, kPairs = !kHasPanels && kColumns <= 32;
   static constexpr int kPanels = (kColumns + 63) / 64, kChunks = kColumns / 8;
   static constexpr int kRowBytes = kPairs ? 64 : (kHasPanels ? 128 : kPanels * 128); // from one row to the next
   static constexpr int kPanelBytes = kHasPanels ? kRows * 128 : 128;                 // from one panel to the next
-  static constexpr int kBytes = kPanels * kRows * 128;                               // of a tile with panels
+  static constexpr int kBytes = kPanels * kRows * 128;                               // of a tile with kHasPanels
   static_assert(kRows % 8 == 0);
 
-  // The bytes of a tile of any rows.
+  // The bytes of a kAnyRows tile.
   static constexpr int bytes(int rows) {
     static_assert(!kHasPanels);
     return rows * kRowBytes;
@@ -34,27 +34,28 @@ template <int kColumns, int kRows = kAnyRows> struct SmemTile {
 
   __device__ static __forceinline__ uint32_t chunk_address(uint32_t base, int row, int chunk) {
     if constexpr (kHasPanels) return base + chunk / 8 * kPanelBytes + row * kRowBytes + ((chunk ^ row) & 7) * 16;
-    // This is the same sum, but with an `or`: with the sum, mma.sync kernels take up to 22 registers more, and spill
-    // more.
+    // The same address, with the parts of the chunk joined by `or`. With a sum, mma.sync kernels take up to 22
+    // registers more and spill more.
     const int swizzled = kPairs ? (chunk ^ (row / 2)) & 3 : (chunk & ~7) | ((chunk ^ row) & 7);
     return base + row * kRowBytes + swizzled * 16;
   }
 
-  // The next three return where this thread reads a fragment for mma.sync whose first column is 0. `base` and rows are
-  // multiples of 128 bytes; other fragments are therefore an exclusive or and an addition of constants away.
+  // The next three return this thread's ldmatrix address of the fragment at column 0. `base` and row offsets are
+  // multiples of a swizzled row (128 bytes; 64 with kPairs), so other fragments differ by an exclusive or and an
+  // addition of constants.
   //
-  // A left operand, 16 x 16, begins at a row of the tile.
+  // A left operand, 16 x 16, from `row` on.
   __device__ static __forceinline__ uint32_t left(uint32_t base, int row) {
     const int lane = threadIdx.x % 32;
     return chunk_address(base, row + lane % 16, lane / 16);
   }
-  // Two right operands of a product with the transposed tile, which sums over 16 of its columns: b[0], b[1] are for 8
+  // Two right operands of a product with the transposed tile, summed over 16 of its columns: b[0], b[1] are for 8
   // rows, b[2], b[3] for the next 8.
   __device__ static __forceinline__ uint32_t right_rows(uint32_t base) {
     const int lane = threadIdx.x % 32;
     return chunk_address(base, lane / 16 * 8 + lane % 8, lane / 8 % 2);
   }
-  // Two right operands for 8 columns and the next 8, of a product that sums over 16 rows, are loaded transposed.
+  // Two right operands, loaded transposed, for 8 columns and the next 8 of a product that sums over 16 rows.
   __device__ static __forceinline__ uint32_t right_columns(uint32_t base) { return left(base, 0); }
 
   // The address of the fragment at (row, column) from that of (0, 0). `row` is a multiple of 8, `column` of 16.
@@ -62,23 +63,23 @@ template <int kColumns, int kRows = kAnyRows> struct SmemTile {
     return (fragment ^ (column / 8 % 8 * 16)) + row * kRowBytes + column / 64 * kPanelBytes;
   }
 
-  // wgmma's descriptor of the whole tile, which begins at a multiple of 1024 bytes. Those of other parts are an
-  // addition of `offset` away.
+  // The wgmma descriptor of the whole tile, which is 1024-byte aligned. Adding `offset` gives the descriptor of
+  // another part.
   __device__ static __forceinline__ uint64_t descriptor(uint32_t base) {
     static_assert(kHasPanels);
     return ptx::matrix_descriptor(base, kPanelBytes, 8 * kRowBytes);
   }
-  // The offset to the descriptor of the part that begins at (row, column), multiples of 8 and 16.
+  // The descriptor offset of the part at (row, column), multiples of 8 and 16.
   __device__ static constexpr uint64_t offset(int row, int column) {
     static_assert(kHasPanels);
     return uint64_t((column / 64 * kPanelBytes + row * kRowBytes + column % 64 * 2) >> 4);
   }
 
-  // The warps of a group of kWarps copy kRows rows from global memory, and this warp those from first_row() on. Lane i
-  // gives the address of row first_row() + i; columns from head_dim on become zeros.
+  // A group of kWarps warps copies kRows global rows. Each warp copies kRows / kWarps rows from first_row() on. Lane
+  // i gives the address of row first_row() + i. Columns from head_dim on become zeros.
   //
-  // A step copies a panel of several rows. A lane has the same chunk of each panel in all steps, so most addresses are
-  // constants away from two, which are swizzled for rows of either half of eight.
+  // A step copies one panel of several rows. A lane copies the same chunk of each panel in all steps, so most
+  // addresses differ by constants from two, which are swizzled for rows of either half of eight.
   template <int kWarps> __device__ static __forceinline__ int first_row(int warp) { return kRows / kWarps * warp; }
   template <int kWarps>
   __device__ static __forceinline__ void gather(uint32_t base, int warp, const uint16_t *row_of_lane, int head_dim) {
@@ -91,8 +92,8 @@ template <int kColumns, int kRows = kAnyRows> struct SmemTile {
     for (int half = 0; half < 2; ++half)
       own_address[half] =
           chunk_address(base, first_row<kWarps>(warp) + own_row + 4 * half, own_chunk) - 4 * half * kRowBytes;
-    // The addresses of several rows are found first: a register that a copy reads cannot be written until the copy has
-    // left the queue.
+    // Several row addresses are computed first: a register that a copy reads cannot be overwritten before the copy
+    // has left the queue.
     constexpr int kRowsInFlight = kOwnRows / kStepRows < 4 ? kOwnRows / kStepRows : 4;
     static_assert(kOwnRows / kStepRows % kRowsInFlight == 0);
 #pragma unroll

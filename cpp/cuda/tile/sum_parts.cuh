@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The kernel that adds float32 sums of which thread blocks have computed parts, in the order of the parts. A column of the
-// grid goes through items; its blocks share the numbers of each. An `Items` tells where they lie:
-//   Params, Value          the kernel's parameters; a few neighbours, of one thread
-//   Items(params), count   how many items there are
-//   find(n)                finds item n and its `parts`; false: it is none, or was not divided
-//   values()               how many values it has
-//   index(i)               where value i lies in each of its parts; -1: it is not wanted
+// The kernel that adds float32 sums of which thread blocks computed parts, in the order of the parts. blockIdx.x
+// strides over items; the blocks of a grid column share the values of each item. `Items` gives access to them:
+//   Params, Value          the kernel's parameters; a few consecutive floats, for one thread
+//   Items(params), count   the number of items
+//   find(n)                finds item n and its `parts`; false: there is none, or it was not divided
+//   values()               the number of its values
+//   index(i)               the index of value i in each of its parts; -1: not needed
 //   store(i, sum)
 #pragma once
 
@@ -17,7 +17,7 @@ namespace fdm::cuda {
 
 constexpr int kPartsThreads = 256;
 
-// Each part but the first lies `stride` floats behind the one before.
+// Each part after the second is `stride` floats behind the previous one.
 struct PartSums {
   const float *first, *second;
   int64_t stride;
@@ -35,7 +35,7 @@ __device__ __forceinline__ void add(float4 &sum, const float4 &x) {
   sum.w += x.w;
 }
 
-// Asked for one block on an SM, the compiler spills no registers to make room for a fifth.
+// The bound of one block per SM keeps the compiler from spilling registers to fit a fifth block.
 template <class Items>
 __global__ void __launch_bounds__(kPartsThreads, 1) sum_parts(const __grid_constant__ typename Items::Params params) {
   using Value = typename Items::Value;

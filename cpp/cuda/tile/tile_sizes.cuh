@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // The tile table: sizes for each head dimension and arch, with the reason for each.
 //
-// Shared memory of a block: 163 KB on sm_80, 99 KB on sm_86, sm_89 and sm_120, 227 KB on sm_90 and sm_100 (CUDA
-// programming guide, compute capabilities). Accumulators of a warp with 32 rows take head_dim + columns registers of
-// each thread.
+// Shared memory of a thread block: 163 KB on sm_80, 99 KB on sm_86, sm_89 and sm_120, 227 KB on sm_90 and sm_100
+// (CUDA programming guide, compute capabilities). Accumulators of a warp with 32 rows take head_dim + columns
+// registers per thread.
 #pragma once
 
 #include <cstdint>
 
 namespace fdm::cuda {
 
-// The general kernel also serves rows that cannot be copied 16 bytes at a time, and a bias per query. Both are rare,
+// The general kernel also serves rows that cannot be copied 16 bytes at a time, and a bias per query. Both are rare
 // and need much code.
 enum class TileKind { usual, general };
 
@@ -20,51 +20,51 @@ constexpr int shared_limit(int arch) {
   return 227 * 1024;
 }
 
-// Rows and columns of a block, and blocks for which an SM must have registers.
+// Tile rows and columns, warps, and thread blocks on an SM that registers must allow.
 struct ForwardTileChoice {
   int rows, columns, warps, blocks;
 };
 
 constexpr ForwardTileChoice forward_tile(int arch, int head_dim) {
   const bool small_shared = arch == 86 || arch == 89 || arch >= 120;
-  // With 32 rows a warp, a fragment of K or V is read from shared memory once and serves two products. Two blocks
-  // share an SM, and one computes while the other waits.
+  // With 32 rows a warp, a fragment of K or V is read from shared memory once and serves two products. Two thread
+  // blocks share an SM: one computes while the other waits.
   if (head_dim <= 64 || (head_dim <= 128 && !small_shared)) return {128, 64, 4, 2};
-  // Where there is the shared memory for one block, it has eight warps.
+  // If shared memory holds one thread block, it has eight warps.
   if (head_dim <= 128) return {128, 64, 8, 1};
-  // The accumulators of 32 rows do not fit the registers.
+  // Registers cannot hold the accumulators of 32 rows.
   if (small_shared) return {64, 32, 4, 1};
   return {128, 64, 8, 1};
 }
 
-// The tile where there are thread blocks for more than two on every SM. Three smaller ones share an SM then, and have
-// enough registers: seen on an H200, where twelve warps hide each other's latencies better than eight, though each
-// barrier comes twice as often.
+// The tile for grids of more than two thread blocks per SM. Three smaller blocks then share an SM and have enough
+// registers. Measured on an H200: twelve warps hide each other's latencies better than eight, although each barrier
+// comes twice as often.
 constexpr ForwardTileChoice crowded_forward_tile(int arch, int head_dim) {
   if (head_dim == 64) return {128, 32, 4, 3};
   return forward_tile(arch, head_dim);
 }
 
-// The tile of the general kernel, which has four bytes of bias for each row and column too.
+// The tile of the general kernel, which also stores four bytes of bias for each row and column.
 constexpr ForwardTileChoice general_forward_tile(int arch, int head_dim) {
   const bool large_shared = shared_limit(arch) > 200 * 1024;
-  // The loads of the bias have latencies that more warps hide better than more work of each.
+  // More warps hide the latencies of the bias loads better than more work per warp.
   if (head_dim <= 64) return {128, large_shared ? 64 : 32, 8, shared_limit(arch) < 100 * 1024 ? 1 : 2};
   ForwardTileChoice tile = forward_tile(arch, head_dim);
-  // With fewer columns it fits, and on sm_80 two blocks still share an SM.
+  // With 32 columns it fits, and on sm_80 two thread blocks still share an SM.
   if (!large_shared) tile.columns = 32;
   return tile;
 }
 
-// The gradient of the queries: rows and columns of a block, and blocks for which an SM must have registers.
+// dQ: rows and columns of a tile, warps, and thread blocks on an SM that registers must allow.
 struct DqTileChoice {
   int rows, columns, warps, blocks;
 };
 
 constexpr DqTileChoice dq_tile(int arch, int head_dim) {
   const bool small_shared = arch == 86 || arch == 89 || arch >= 120;
-  // Q and dO stay in shared memory; K and V of two blocks of columns share the rest. As in the forward pass, 32 rows a
-  // warp where the registers allow it; scores and their gradients then leave room for 32 columns.
+  // Q and dO stay in shared memory; K and V of two key blocks share the rest. As in the forward pass, a warp has 32
+  // rows if registers allow it; scores and their gradients then leave room for 32 columns.
   if (head_dim <= 64) return {128, 32, 4, 2};
   if (head_dim <= 128) {
     if (small_shared) return {64, 32, 4, 1};
@@ -84,8 +84,8 @@ constexpr DqTileChoice general_dq_tile(int arch, int head_dim) {
   return {128, head_dim <= 128 ? 32 : 16, 8, 1};
 }
 
-// The gradients of keys and values: keys of a block, rows of a step, blocks for which an SM must have registers, and
-// whether one launch computes both.
+// dK and dV: keys of a block, rows of a step, warps, thread blocks on an SM that registers must allow, and whether
+// one launch computes both.
 struct DkdvTileChoice {
   int keys, rows, warps, blocks;
   bool together;
@@ -93,52 +93,53 @@ struct DkdvTileChoice {
 
 constexpr DkdvTileChoice dkdv_tile(int arch, int head_dim) {
   const bool small_shared = arch == 86 || arch == 89 || arch >= 120;
-  // With 16 keys a warp, the accumulators of dk and dv take head_dim registers of a thread, and the scores of 64 rows
-  // and their gradients another 64. With less shared memory a step has 32 rows, and on sm_80 two blocks share an SM. On
-  // sm_90 a block has as many keys as in the wgmma kernels, which these kernels stand in for.
+  // With 16 keys a warp, the accumulators of dk and dv take head_dim registers per thread, and the scores of 64 rows
+  // and their gradients another 64. With less shared memory a step has 32 rows, and on sm_80 two thread blocks share
+  // an SM. On sm_90 a block has as many keys as in the wgmma kernels that these kernels replace.
   if (arch == 90 && head_dim <= 128) return {128, 64, 8, 1, true};
   if (head_dim <= 64) return {64, 64, 4, 2, true};
   if (head_dim <= 128) return {64, arch >= 90 && !small_shared ? 64 : 32, 4, small_shared ? 1 : 2, true};
-  // The registers do not hold both accumulators, so the scores are computed twice.
+  // Registers cannot hold both accumulators, so the scores are computed twice.
   if (small_shared) return {32, 16, 2, 1, false};
   return arch == 80 ? DkdvTileChoice{64, 32, 4, 1, false} : DkdvTileChoice{128, 32, 8, 1, false};
 }
 
-// What shared memory holds beside K and Q: V and two stages of dO; or one stage of dO, with V in registers.
+// The contents of shared memory beside K and Q: V and two stages of dO; or one stage of dO, with V in registers.
 enum class SharedHolds { values_and_two_douts, one_dout };
 
-// All gradients at once: keys of a block and rows of a step; of the kernel with mma.sync also warps, blocks for which
-// an SM must have registers, warps with the same keys, and what shared memory holds.
+// The fused backward pass: keys of a block and rows of a step. For mma.sync also: warps, thread blocks on an SM that
+// registers must allow, warps that share the same keys, and the contents of shared memory.
 struct FusedTileChoice {
   int keys, rows, warps = 0, blocks = 0, shares = 1;
   SharedHolds shared_holds = SharedHolds::values_and_two_douts;
 };
 
 constexpr FusedTileChoice fused_tile(int arch, int head_dim, int value_dim) {
-  // Accumulators of dk and dv take head_dim registers of a thread for 128 keys, and as many as 128 for 64. P and dP
-  // take as many as there are rows; wide products read less shared memory for each operation. Up to 64 columns, three
-  // warpgroups have registers for 64 keys each.
+  // With 128 keys, accumulators of dk and dv take head_dim registers per thread; with 64, half as many. P and dP take
+  // as many as a step has rows. Wide products read less shared memory per operation. For head dimensions up to 64,
+  // three warpgroups have registers for 64 keys each.
   if (arch == 90) {
     if (head_dim <= 64) return {192, 64};
     return head_dim <= 128 || value_dim < head_dim ? FusedTileChoice{128, 64} : FusedTileChoice{64, 64};
   }
-  // With 32 keys a warp, a fragment of Q or dO serves two products. Two blocks share an SM, and one computes while the
-  // other waits at a barrier.
+  // With 32 keys a warp, a fragment of Q or dO serves two products. Two thread blocks share an SM: one computes while
+  // the other waits at a barrier.
   if (head_dim <= 64) return {128, 32, 4, 2};
   // The accumulators of 16 keys and 64 rows fill the registers. More keys mean fewer additions to dq.
   const bool small_shared = shared_limit(arch) < 100 * 1024;
   if (head_dim <= 128) return small_shared ? FusedTileChoice{64, 32, 4, 2} : FusedTileChoice{128, 64, 8, 1};
-  // Two warps have the same 16 keys, and half of the columns of their dk and dv each.
+  // Two warps share the same 16 keys; each has half of the columns of their dk and dv.
   return {64, 32, 8, 1, 2, small_shared ? SharedHolds::one_dout : SharedHolds::values_and_two_douts};
 }
 
-// Whether the kernel knows biases per query. With fewer columns, the pair bias kernels serve most of these.
+// Whether the fused kernel supports a bias per query. For smaller head dimensions, the pair bias kernels serve most
+// of these.
 constexpr bool fuses_row_bias(int arch, int head_dim) { return arch == 90 && head_dim > 128; }
-// The same with a mask that has a row for each query.
+// The same for a mask per query.
 constexpr bool fuses_row_mask(int arch, int head_dim) { return arch == 90 && head_dim <= 128; }
 
-// All gradients at once, of key blocks that one warpgroup of sm_90 computes by itself. Accumulators take head_dim + 64
-// registers of a thread, so three of them share an SM; of larger head dimensions two would, which is slower.
+// The fused backward pass of key blocks that one warpgroup of sm_90 computes alone. Accumulators take head_dim + 64
+// registers per thread, so three thread blocks share an SM. Larger head dimensions would allow two, which is slower.
 struct SmallBlockChoice {
   int keys, rows, most_head_dim;
 };
@@ -151,11 +152,11 @@ struct RowBiasTileChoice {
 
 constexpr RowBiasTileChoice row_bias_tile(int arch, int head_dim) {
   const bool small_shared = shared_limit(arch) < 100 * 1024, large_shared = shared_limit(arch) > 200 * 1024;
-  // Blocks of four warps share an SM where two fit.
+  // Thread blocks of four warps share an SM where two fit.
   if (head_dim <= 64)
     return small_shared ? RowBiasTileChoice{32, 8, 1, 2} : RowBiasTileChoice{large_shared ? 64 : 32, 4, 2, 2};
-  // An SM has eight warps where there is the memory for their rows. With many sources, Q and dO come with each step.
-  // Their copies should then be under way during the step before, rather than those of K and V.
+  // An SM has eight warps if memory holds their rows. With many sources, Q and dO come with each step. Their copies
+  // should then overlap the previous step, rather than those of K and V.
   if (head_dim <= 128)
     return large_shared ? RowBiasTileChoice{64, 8, 2, 1} : RowBiasTileChoice{32, small_shared ? 4 : 8, 1, 2};
   if (large_shared) return {32, 4, 2, 2};
