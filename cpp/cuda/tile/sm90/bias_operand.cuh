@@ -1,23 +1,23 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A bias for each column as operands of a product: one more step of 16 columns, in which every row of Q has ones, adds
-// it to the scores on the tensor cores.
+// A bias for each column as operands of a product: one more step of 16 columns, in which every row of Q has ones. The
+// tensor cores then add the bias to the scores.
 #pragma once
 
 #include "operand_chunk.cuh"
 
 namespace fdm::cuda {
 
-// What the fourth column of a bias is multiplied with: float16 has no room for large ones.
+// The factor of the fourth column, which holds large biases of float16.
 constexpr float kFourth = 1024.0f;
 
 template <class Element> __device__ __forceinline__ OperandChunk<Element> ones_chunk() {
   return OperandChunk<Element>::make(1.0f, 1.0f, 1.0f, kFourth);
 }
 
-// A bias times `factor`, in units of the product of Q and K; only a bias of -inf drops a key. One of float16 that four
-// columns have no room for becomes NaN. One of bfloat16 is cut off at kLargest: times the scale, which is between 2^-30
-// and 2^30, that is far beyond what quick_softmax() takes, and far from the lowest float, by which it shifts a row that
-// has no maximum yet.
+// A bias times `factor`, in units of Q K'; only a bias of -inf drops a key. A float16 bias that exceeds the four
+// columns becomes NaN. A bfloat16 bias is clamped to kLargest. The scale is between 2^-30 and 2^20, so a clamped
+// score is far above what quick_softmax() accepts. It is also far from the lowest float, the shift of a row without a
+// maximum.
 template <class Element> __device__ __forceinline__ OperandChunk<Element> bias_chunk(float given, float factor) {
   using Chunk = OperandChunk<Element>;
   constexpr bool kHalf = __is_same(Element, __half);
@@ -48,7 +48,7 @@ template <class Element, int kColumns, int kSlotCount> struct BiasOperand : Bias
   using BiasSlots<Element, kColumns, kSlotCount>::slots;
 
   alignas(128) Chunk ones[kRows];
-  alignas(128) Chunk zeros[kRows > kColumns ? kRows : kColumns]; // the second eight columns of all
+  alignas(128) Chunk zeros[kRows > kColumns ? kRows : kColumns]; // the second eight columns of all operands
 
   // All threads of the block call this, before they are synchronized.
   __device__ void init() {
@@ -57,7 +57,7 @@ template <class Element, int kColumns, int kSlotCount> struct BiasOperand : Bias
     ptx::fence_async_proxy();
   }
 
-  // Stores a bias of -inf for a column that is dropped, else of 0.
+  // Stores a bias of -inf for a dropped column, else of 0.
   __device__ void drop(int slot, int column, bool dropped) {
     slots[slot][column] = Chunk::make(dropped ? -INFINITY : 0.0f, 0.0f, 0.0f);
   }
@@ -68,15 +68,15 @@ template <class Element, int kColumns, int kSlotCount> struct BiasOperand : Bias
   }
 };
 
-// The same in little memory: eight rows of ones are all rows of Q. The second eight columns of the biases, which meet
-// zeros, are the first again: one that is not finite reaches its own key alone.
+// The same in less memory: eight rows of ones serve all rows of Q. The second eight columns of the biases alias the
+// first and are multiplied by zeros. A non-finite bias thus makes NaN of its own key only.
 template <class Element, int kColumns, int kSlotCount>
 struct SmallBiasOperand : BiasSlots<Element, kColumns, kSlotCount> {
   using Chunk = OperandChunk<Element>;
   using BiasSlots<Element, kColumns, kSlotCount>::slots;
-  static constexpr int kRows = 8; // of the memory for one descriptor
+  static constexpr int kRows = 8; // rows in memory of one descriptor
 
-  alignas(128) Chunk ones[2][kRows]; // and zeros: the second eight columns
+  alignas(128) Chunk ones[2][kRows]; // ones, then zeros for the second eight columns
 
   // All threads of the block call this, before they are synchronized.
   __device__ void init() {

@@ -1,15 +1,14 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Lookup warps that take turns at blocks: each finds what the producer and consumer warps need to know of the columns
-// of a whole block, some blocks ahead.
+// Lookup warps that take turns at blocks. Each finds the column facts of a whole block for the producer and consumer
+// warps, some blocks ahead.
 #pragma once
 
 #include "stream_lookup.cuh"
 
 namespace fdm::cuda {
 
-// A lookup warp. The blocks of all tasks are one stream, of which each warp has its share. What a block needs is a
-// chain of loads, key -> bias, and so several of them are under way at a time. Lanes have columns that lie side by
-// side, then the next 32.
+// A lookup warp. The blocks of all tasks are one stream, and each warp has its share. A block needs a chain of loads,
+// key -> bias, so several blocks are looked up at a time. The lanes have 32 adjacent columns, then the next 32.
 template <class Stream, class OnColumn> struct BlockLookup : StreamLookup<Stream, OnColumn> {
   using Base = StreamLookup<Stream, OnColumn>;
   using Base::kColumns, Base::k_state, Base::pass_block, Base::stream;
@@ -46,7 +45,7 @@ private:
     for (int n = 0; n < kLaneColumns; ++n) keys[n] = fetch_key(columns, first + 32 * n);
   }
 
-  // The keys are those of the block, and become those of this warp's next.
+  // `keys` has the keys of the block, and then those of this warp's next block.
   template <class Task> __device__ void store_block(const Task &task, int32_t (&keys)[kLaneColumns]) {
     const TileColumns &columns = task.columns;
     const int place = column_block(columns, block), first = place * kColumns + int(threadIdx.x) % 32;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The pipeline of K and V where the columns of a tile are consecutive keys: they are copied as boxes of rows, and
-// nothing is gathered. One warp starts the copies. The lookup warpgroup finds the bias of each key and which queries
-// keep it, and makes zeros of V of keys that no query of the tile keeps: 0 times NaN is NaN. Each stage has barriers
-// that say "full" and "empty".
+// The pipeline of K and V for tiles whose columns are consecutive keys. TMA copies them as boxes of rows, without a
+// gather. One warp starts the copies. The lookup warpgroup finds the bias of each key and the queries that keep it.
+// It zeroes V of keys that no query of the tile keeps, since 0 * NaN is NaN. Each stage has "full" and "empty"
+// barriers.
 #pragma once
 
 #include "key_columns.cuh"
@@ -15,7 +15,7 @@ template <int kHeadDim, int kValueDimension, int kColumnCount, int kKStageCount,
   static_assert(kKStages >= 2, "K of a block may be in use until the scores of the next are started");
   static constexpr bool kFlagsBlocks = true, kFenced = true;
   static constexpr int kTaskReaders = 0;   // lookup threads do not release tasks
-  static constexpr int kQueryArrivals = 1; // of the copying warp, for a task
+  static constexpr int kQueryArrivals = 1; // of the copying warp, per task
   using Tile = SmemTile<kHeadDim, kColumns>;
   using ValueTile = SmemTile<kValueDim, kColumns>;
   using KPipelineState = PipelineState<kKStages>;
@@ -23,7 +23,7 @@ template <int kHeadDim, int kValueDimension, int kColumnCount, int kKStageCount,
 
   alignas(1024) char sK[kKStages][Tile::kBytes];
   char sV[kVStages][ValueTile::kBytes];
-  // The facts of a block lie with its K, and are stored when that stage is free.
+  // The facts of a block are stored with its K, when that stage is empty.
   ColumnFacts<kColumns> facts[kKStages];
   FlagsOfBlocks<kKStages> flags;
   uint64_t k_full[kKStages], v_landed[kVStages], v_full[kVStages], k_empty[kKStages], v_empty[kVStages];
@@ -42,14 +42,14 @@ template <int kHeadDim, int kValueDimension, int kColumnCount, int kKStageCount,
   }
 };
 
-// The copying warp. The blocks of all tasks are one stream: V of a task's last block is copied among the blocks of the
-// next.
+// The copying warp. The blocks of all tasks are one stream: V of a task's last block is copied between K blocks of
+// the next task.
 template <class Boxes> struct BoxCopier {
   Boxes &boxes;
   const CUtensorMap &k, &v;
   typename Boxes::KPipelineState k_state;
   typename Boxes::VPipelineState v_state;
-  BoxPlace now = {-1, 0, 0}, before = now; // the block whose K was copied last, and that before; row -1: none
+  BoxPlace now = {-1, 0, 0}, before = now; // the block whose K was copied last, and the one before; row -1: none
 
   __device__ BoxCopier(Boxes &shared, const CUtensorMap &k_map, const CUtensorMap &v_map)
       : boxes(shared), k(k_map), v(v_map) {}
@@ -81,10 +81,10 @@ template <class Boxes> struct BoxCopier {
   }
 };
 
-// A lookup thread. The facts about the columns of a block are requested when those of the block before have been
-// stored, which may be of the task before.
+// A lookup thread. It requests the column facts of a block after it has stored those of the previous block, which may
+// belong to the previous task.
 //
-// on_column(task, stage, i, bias) is called for each column of a block whose facts have been stored.
+// It calls on_column(task, stage, i, bias) for each column after storing its facts.
 template <class Boxes, class OnColumn> struct BoxLookup {
   using Reader = KeyColumnReader<Boxes::kColumns>;
 
@@ -93,9 +93,9 @@ template <class Boxes, class OnColumn> struct BoxLookup {
   Reader reader;
   typename Boxes::KPipelineState k_state;
   typename Boxes::VPipelineState v_state;
-  bool asked = false; // for the facts about the first block of the task
-  bool lags = false;  // V of a block whose facts are stored is not dealt with yet
-  bool dead = false;  // no query of the tile keeps the column of that block
+  bool asked = false; // the facts of the task's first block are requested
+  bool lags = false;  // V of the block whose facts were stored last is pending
+  bool dead = false;  // no query of the tile keeps this thread's column of that block
 
   __device__ BoxLookup(const fdm_problem &problem, Boxes &shared, const OnColumn &call)
       : boxes(shared), on_column(call), reader(problem) {}
@@ -120,11 +120,11 @@ template <class Boxes, class OnColumn> struct BoxLookup {
       if (block == 0) meanwhile();
     }
     if (blocks > 0) return;
-    // The consumers finish what they have before they go on to tasks without columns, of which there may be many.
+    // Consumers finish their blocks before they take tasks without columns, of which there may be many.
     clear_values();
     meanwhile();
   }
-  // Deals with V of the last block of all.
+  // Clears V of the last block of all.
   __device__ void finish() { clear_values(); }
 
 private:
@@ -145,7 +145,7 @@ private:
     return has_column && key.dead();
   }
 
-  // Makes zeros of V of the dead column of the block before, which the consumers then may read.
+  // Zeroes V of the previous block's dead column, and then hands that V to the consumers.
   __device__ void clear_values() {
     if (!lags) return;
     const int stage = v_state.index;

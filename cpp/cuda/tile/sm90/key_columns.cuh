@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The facts that lookup warps find of consecutive keys, which are copied as boxes: the bias, and which queries of the
-// tile keep each.
+// The facts of consecutive keys, which are copied as boxes: the bias, and the queries of the tile that keep each key.
 #pragma once
 
 #include "../key_ring.cuh"
@@ -10,10 +9,10 @@
 
 namespace fdm::cuda {
 
-// What the consumers ask of a block first.
+// The facts about a block that consumers read first.
 struct alignas(8) BlockFlags {
-  bool partial[Roles::kLookupWarps]; // a query may drop a key that the lookup warp knows
-  bool last;                         // of its task
+  bool partial[Roles::kLookupWarps]; // a query may drop a key of this lookup warp
+  bool last;                         // the task's last block
 
   __device__ __forceinline__ bool is_partial() const {
     static_assert(sizeof(partial) == sizeof(uint32_t));
@@ -25,7 +24,7 @@ struct alignas(8) BlockFlags {
     if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32 % Roles::kLookupWarps] = drops;
     if (threadIdx.x % Roles::kLookupThreads == 0) last = is_last;
   }
-  // One lookup warp calls this, where it knows all keys of the block.
+  // One lookup warp calls this, if it knows all keys of the block.
   __device__ __forceinline__ void set_whole(bool drops, bool is_last) {
     if (threadIdx.x % 32 != 0) return;
     *reinterpret_cast<uint32_t *>(partial) = drops;
@@ -33,8 +32,8 @@ struct alignas(8) BlockFlags {
   }
 };
 
-// The flags of the block in each stage, and of the block that was there before: consumers need not hold those of a
-// block that they have released.
+// The flags of the block in each stage and of the stage's previous block. Consumers can then read the flags of a
+// block after its release.
 template <int kStages> struct FlagsOfBlocks {
   BlockFlags slots[2][kStages];
 
@@ -47,12 +46,12 @@ template <int kStages> struct FlagsOfBlocks {
   }
 };
 
-// Where the boxes of a head of a sequence begin.
+// The coordinates of a box of a head of a sequence.
 struct BoxPlace {
   int32_t row, head, batch;
 };
 
-// Copies a row tile. The barrier is told of the bytes, and gets no arrival.
+// Copies a row tile. The barrier expects its bytes; this is not an arrival.
 template <class Tile>
 __device__ __forceinline__ void copy_tile(const char *tile, const CUtensorMap &map, const BoxPlace &place,
                                           uint64_t &full) {
@@ -63,7 +62,7 @@ __device__ __forceinline__ void copy_tile(const char *tile, const CUtensorMap &m
                   place.batch, full);
 }
 
-// The same for a barrier whose only arrival says that the copy has been started.
+// The same for a barrier with one arrival, which happens when the copy has been started.
 template <class Tile>
 __device__ __forceinline__ void copy_whole(const char *tile, const CUtensorMap &map, const BoxPlace &place,
                                            uint64_t &full) {
@@ -74,7 +73,7 @@ __device__ __forceinline__ void copy_whole(const char *tile, const CUtensorMap &
 // A key, as the queries of a tile see it.
 struct KeyColumn {
   RowWord word;
-  float bias; // to base 2; -inf: no query of the tile keeps it
+  float bias; // base-2 bias; -inf: no query of the tile keeps it
 
   __device__ bool dead() const { return bias == -INFINITY; }
   __device__ bool full() const {
@@ -92,7 +91,7 @@ struct KeyColumn {
   }
 };
 
-// A lookup thread knows one key of each block, or none. It asks for what lies in global memory a block ahead.
+// A lookup thread has at most one key of each block. It requests global data one block ahead.
 template <int kColumns> struct KeyColumnReader {
   const fdm_problem &p;
   uint32_t bias_bits;
@@ -116,7 +115,7 @@ template <int kColumns> struct KeyColumnReader {
     if (task.bias.data && c < task.columns.count) bias_bits = bias_view(task.bias.data).load_bits(c);
   }
 
-  // The key of a block that was asked for.
+  // The key of the block that ask() requested.
   template <class Task> __device__ KeyColumn read(const Task &task, int block) const {
     const int c = column(task, block);
     if (c >= task.columns.count) return KeyColumn::none();

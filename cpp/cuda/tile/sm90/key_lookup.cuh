@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The lookup warpgroup finds what the producer and consumer warps need to know of the columns of a block, some blocks
-// ahead: the rows of K and V, the bias, and which queries keep them.
+// The lookup warpgroup finds the column facts of a block for the producer and consumer warps, some blocks ahead: the
+// rows of K and V, the bias, and the queries that keep them.
 #pragma once
 
 #include "ptx/registers.cuh"
@@ -8,28 +8,28 @@
 
 namespace fdm::cuda {
 
-// A lookup thread, which knows one column of each block, or none. The blocks of all tasks are one stream: the first
-// columns of a task are asked for before those of the task before are stored. What is needed of a task for each block
-// is held in registers: it would be read from shared memory again each time.
+// A lookup thread. It has at most one column of each block. The blocks of all tasks are one stream: the first columns
+// of a task are requested before the last columns of the previous task are stored. Task data needed for each block is
+// held in registers, since the compiler would read it from shared memory each time.
 template <class Stream, class OnColumn> struct KeyLookup : StreamLookup<Stream, OnColumn> {
   using Base = StreamLookup<Stream, OnColumn>;
   using Base::blocks_of, Base::kColumns, Base::k_state, Base::p, Base::row_state, Base::stream;
   static constexpr int kOwnColumns = kColumns / Roles::kLookupWarps;
 
-  int32_t key; // of the block after the one that was stored last, which may be the next task's; -1: none
+  int32_t key; // of the block after the last stored one, maybe of the next task; -1: none
   uint32_t bias_bits;
   int32_t next_key;        // of the block after that
-  const TileColumns *keys; // of the task of the column that is asked for next
+  const TileColumns *keys; // of the task of the column that is requested next
   const void *biases;      // of the task of the next key; null: none
 
   using Base::Base;
 
-  // The column of this thread in a block of the walk over a task.
+  // This thread's column in a block of the walk over a task.
   __device__ static int column(const TileColumns &columns, int block) {
     return Roles::own_column<kColumns, Roles::kLookupWarps>(column_block(columns, block));
   }
 
-  // Requests the facts about the first columns, which have then arrived when the columns are stored.
+  // Requests the facts of the first columns early, so they arrive before the columns are stored.
   template <class Task> __device__ void start(const Task &task) {
     keys = &task.columns;
     fetch_from(task);
@@ -37,8 +37,8 @@ template <class Stream, class OnColumn> struct KeyLookup : StreamLookup<Stream, 
     next_key = fetch_key(*keys, column(*keys, 1));
   }
 
-  // Stores the facts of the blocks of the current task. meanwhile() is called once, where it delays least. What is read
-  // of tasks comes from shared memory each time: registers are scarce.
+  // Stores the facts of the blocks of the current task. meanwhile() is called once, where it delays least. Task data
+  // is read from shared memory each time, because registers are scarce.
   template <class Tasks, class Meanwhile> __device__ void run(const Tasks &tasks, const Meanwhile &meanwhile) {
     hold(tasks, 0);
 #pragma unroll 1
@@ -51,10 +51,10 @@ template <class Stream, class OnColumn> struct KeyLookup : StreamLookup<Stream, 
       if (block >= blocks) break;
       store_block(tasks, block, blocks);
     }
-    if (blocks_of(tasks.current()) < 2) start(tasks.next()); // store_block() asked for too little ahead
+    if (blocks_of(tasks.current()) < 2) start(tasks.next()); // store_block() requested too little ahead
   }
 
-  // One warp at a time may call these around other work that needs its registers.
+  // Save and restore registers around other work that needs them. One warp at a time may use them.
   __device__ void park() const {
     stream.parked[threadIdx.x % 32] = {key, next_key, bias_bits, k_state, row_state};
     ptx::compiler_fence();
@@ -70,7 +70,7 @@ template <class Stream, class OnColumn> struct KeyLookup : StreamLookup<Stream, 
   }
 
 private:
-  // Whose columns are asked for when this block is to be stored next.
+  // Selects the task whose columns are requested next, before this block is stored.
   template <class Tasks> __device__ void hold(const Tasks &tasks, int block) {
     const int left = blocks_of(tasks.current()) - block;
     keys = left < 2 && block > 0 ? &tasks.next().columns : &tasks.current().columns;
@@ -80,7 +80,7 @@ private:
   template <class Tasks> __device__ void store_block(const Tasks &tasks, int block, int blocks) {
     const auto &task = tasks.current();
     const int stage = k_state.index;
-    // Few blocks are partial, so which rows keep their columns is not asked for further ahead.
+    // Few blocks are partial, so the rows that keep their columns are not requested further ahead.
     ColumnEntry entry{key, bias_bits};
     const bool partial = (column_block(task.columns, block) + 1) * kColumns > task.columns.full;
     if (partial && key >= 0) fetch_rows(entry, task.columns);
@@ -92,8 +92,8 @@ private:
     ask_ahead(tasks, block, blocks - block);
   }
 
-  // Asks for the column of the block after this one, and for the key of the one after that. `left` blocks are left: 1,
-  // if this is the last.
+  // Requests the column of the next block, and the key of the block after it. `left` blocks are left, including this
+  // one.
   template <class Tasks> __device__ void ask_ahead(const Tasks &tasks, int block, int left) {
     if (left <= 2) keys = &tasks.next().columns;
     if (left == 1) fetch_from(tasks.next());
@@ -101,7 +101,7 @@ private:
     next_key = fetch_key(*keys, column(*keys, left > 2 ? block + 2 : 2 - left));
   }
 
-  // Columns are those of this task from here on.
+  // Requests columns of this task from here on.
   template <class Task> __device__ void fetch_from(const Task &task) {
     biases = task.bias.rows ? nullptr : task.bias.data;
   }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The pipeline of K and V of a kernel without lookup warps (key_stream.cuh): a producer warpgroup finds and gathers
-// rows of K and V, kColumns at a time, while consumer warpgroups multiply those of earlier blocks. Each stage has
-// barriers that say "full" and "empty".
+// The pipeline of K and V of kernels without lookup warps (compare key_stream.cuh). A producer warpgroup finds and
+// gathers kColumns rows of K and V at a time, while consumer warpgroups multiply earlier blocks. Each stage has
+// "full" and "empty" barriers.
 #pragma once
 
 #include "../key_ring.cuh"
@@ -15,7 +15,7 @@ template <int kHeadDim, int kColumnCount, int kKStageCount, int kVStageCount> st
   static constexpr int kColumns = kColumnCount, kKStages = kKStageCount, kVStages = kVStageCount;
   static_assert(kKStages >= 2, "K of a block may be in use until the scores of the next are started");
   using Tile = SmemTile<kHeadDim, kColumns>;
-  // Facts of a block are read after its K is released, but not after the K of the next block is.
+  // The facts of a block are read after its K is released, but not after K of the next block is released.
   static constexpr int kFactSlots = kKStages + 1;
   struct KPipelineState : PipelineState<kKStages> {
     int facts = 0;
@@ -27,7 +27,7 @@ template <int kHeadDim, int kColumnCount, int kKStageCount, int kVStageCount> st
   };
   using VPipelineState = PipelineState<kVStages>;
 
-  // What a producer thread puts aside.
+  // The state that park() saves.
   struct Parked {
     ColumnEntry entry;
     int32_t next_key;
@@ -55,9 +55,9 @@ template <int kHeadDim, int kColumnCount, int kKStageCount, int kVStageCount> st
   }
 };
 
-// A producer thread, which knows one column of each block, or none. The blocks of all tasks are one stream: V of a
-// task's last block is loaded among the blocks of the next, whose first columns were asked for before. What is needed
-// of a task for each block is held in registers: it would be read from shared memory again each time.
+// A producer thread. It has at most one column of each block. The blocks of all tasks are one stream: V of a task's
+// last block is loaded between blocks of the next task, whose first columns are requested earlier. Task data needed
+// for each block is held in registers, since the compiler would read it from shared memory each time.
 template <class Pipeline> struct KeyProducer {
   static constexpr int kColumns = Pipeline::kColumns, kOwnColumns = kColumns / Roles::kProducerWarps;
   using Tile = typename Pipeline::Tile;
@@ -66,9 +66,9 @@ template <class Pipeline> struct KeyProducer {
   Pipeline &pipeline;
   typename Pipeline::KPipelineState k_state;
   typename Pipeline::VPipelineState v_state;
-  const uint16_t *first_k, *first_v; // key 0 of the task that is loaded
-  int32_t full;                      // its full columns
-  ColumnEntry entry;                 // of the block after the one that was loaded last, which may be the next task's
+  const uint16_t *first_k, *first_v; // key 0 of the current task
+  int32_t full;                      // of that task
+  ColumnEntry entry;                 // of the block after the last loaded one, which may be the next task's
   const TileColumns *entry_columns;
   int32_t entry_full;
   ScoreView bias;
@@ -88,7 +88,7 @@ template <class Pipeline> struct KeyProducer {
     return (task.columns.count + kColumns - 1) / kColumns;
   }
 
-  // Requests the facts about the first columns, which have then arrived when the columns are loaded.
+  // Requests the facts of the first columns early, so they arrive before the columns are loaded.
   template <class Task> __device__ void start(const Task &task) {
     keys = task.columns;
     fetch_from(task);
@@ -96,7 +96,7 @@ template <class Pipeline> struct KeyProducer {
     next_key = fetch_key(keys, column(1));
   }
 
-  // Loads K of a task's first block, so that what comes between begin() and run() need not be waited for first.
+  // Loads K of a task's first block, so that it does not wait for the work between begin() and run().
   template <class Task> __device__ void begin(const Task &task, const Task &next) {
     const int blocks = blocks_of(task);
     hold(task, next, 0, blocks);
@@ -105,8 +105,8 @@ template <class Pipeline> struct KeyProducer {
     else
       load_values();
   }
-  // Loads the other blocks, but for V of the last. meanwhile() is called once, where it delays least: when all stages
-  // of K have been asked for.
+  // Loads the other blocks, except V of the last. meanwhile() is called once, where it delays least: after all stages
+  // of K have been requested.
   template <class Task, class Meanwhile>
   __device__ void run(const Task &task, const Task &next, const Meanwhile &meanwhile) {
     const int blocks = blocks_of(task);
@@ -120,13 +120,13 @@ template <class Pipeline> struct KeyProducer {
       if (block >= blocks) break;
       load_block(task, next, block, blocks);
     }
-    if (blocks_of(task) < 2) start(next); // load_block() asked for too little ahead
+    if (blocks_of(task) < 2) start(next); // load_block() requested too little ahead
   }
   // Loads V of the last block of all.
   __device__ void finish() { load_values(); }
 
-  // One warp at a time may call these around other work that needs its registers. The compiler would use local memory,
-  // whose loads wait behind all copies that were started before.
+  // Save and restore registers around other work that needs them. One warp at a time may use them. The compiler would
+  // use local memory, whose loads wait behind all earlier copies.
   __device__ void park() const {
     pipeline.parked[threadIdx.x % 32] = {entry, next_key, k_state, v_state, v_row};
     ptx::compiler_fence();
@@ -142,7 +142,7 @@ template <class Pipeline> struct KeyProducer {
   }
 
 private:
-  // Reads from the tasks what is held in registers, when this block is to be loaded next.
+  // Reads task data into registers before this block is loaded.
   template <class Task> __device__ void hold(const Task &task, const Task &next, int block, int blocks) {
     first_k = first_key_row(p.k, task.s, task.kv_head);
     first_v = first_key_row(p.v, task.s, task.kv_head);
@@ -181,16 +181,16 @@ private:
     return row;
   }
 
-  // Asks for the column of the block after this one, and for the key of the one after that.
+  // Requests the column of the next block, and the key of the block after it.
   template <class Task> __device__ void ask_ahead(const Task &next, int block, int blocks) {
-    const int left = blocks - block; // 1: this is the last
+    const int left = blocks - block; // including this block
     if (left == 2 || (left == 1 && block == 0)) keys = next.columns;
     if (left == 1) fetch_from(next);
     fetch(column(left > 1 ? block + 1 : 0), next_key);
     next_key = fetch_key(keys, column(left > 2 ? block + 2 : 2 - left));
   }
 
-  // Columns are those of this task from here on.
+  // Requests columns of this task from here on.
   template <class Task> __device__ void fetch_from(const Task &task) {
     entry_columns = &task.columns;
     entry_full = task.columns.full;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The pipeline of K and V: producer warps gather rows of K and V, kColumns at a time, while consumer warpgroups
-// multiply those of earlier blocks. Which rows they are, lookup warps have found before (key_lookup.cuh,
-// block_lookup.cuh). Each stage has barriers that say "full" and "empty".
+// The pipeline of K and V: producer warps gather kColumns rows of K and V at a time, while consumer warpgroups
+// multiply earlier blocks. Lookup warps have found the rows before (key_lookup.cuh, block_lookup.cuh). Each stage has
+// "full" and "empty" barriers.
 #pragma once
 
 #include "../row_places.cuh"
@@ -15,15 +15,16 @@ struct KeyStream {
   static constexpr int kValueDim = kValueDimension;
   static constexpr int kColumns = kColumnCount, kKStages = kKStageCount, kVStages = kVStageCount;
   static constexpr Lookup kLookup = kLookupChoice;
-  // A warp that waits for a stage to become empty must know that it was so the time before: the parity of a barrier
-  // does not tell two rounds apart. With no more warps than stages, it was when the warp stored the block before.
+  // A warp may wait for an empty stage only if it knows that the stage was empty one round earlier: a parity does not
+  // tell two rounds apart. With at most as many warps as stages, the warp has seen this when it stored its previous
+  // block.
   static constexpr int kTurnWarps = kKStages < Roles::kTurnWarpRoom ? kKStages : Roles::kTurnWarpRoom;
-  // Lookup threads that release tasks.
+  // The lookup threads that release tasks.
   static constexpr int kTaskReaders = kLookup == Lookup::warps ? 32 * kTurnWarps : 0;
 
-  static constexpr bool kFenced = false;      // copies of threads are not
-  static constexpr bool kFlagsBlocks = false; // lists tell which blocks are partial, and how many there are
-  // Arrivals of each producer thread for a task: one for its copies, and one that passes the task on.
+  static constexpr bool kFenced = false;      // cp.async copies need a fence
+  static constexpr bool kFlagsBlocks = false; // column counts tell the number of blocks, and which are partial
+  // The arrivals of the producer threads per task: each arrives for its copies, and to pass the task on.
   static constexpr int kQueryArrivals = 2 * Roles::kProducerThreads;
   static_assert(kKStages >= 2, "K of a block may be in use until the scores of the next are started");
   using Tile = SmemTile<kHeadDim, kColumns>;
@@ -33,12 +34,12 @@ struct KeyStream {
   static_assert(Gather::kStepRows == ValueGather::kStepRows, "rows are listed once, at their place() of either");
   using KPipelineState = PipelineState<kKStages>;
   using VPipelineState = PipelineState<kVStages>;
-  // The facts of a block lie with its K, and are stored when that stage is free. Its rows are read once more for V,
-  // before K of the next block is released.
+  // The facts of a block are stored with its K, when that stage is empty. Its rows are read again for V, before K of
+  // the next block is released.
   static constexpr int kRowSlots = kKStages + 1;
   using RowState = PipelineState<kRowSlots>;
 
-  // What a lookup thread puts aside.
+  // The state that park() saves.
   struct Parked {
     int32_t key, next_key;
     uint32_t bias_bits;
@@ -57,7 +58,7 @@ struct KeyStream {
   __device__ void init() {
     for (int stage = 0; stage < kKStages; ++stage) {
       ptx::init_barrier(found[stage], kLookup == Lookup::warps ? 32 : Roles::kLookupThreads);
-      ptx::init_barrier(k_full[stage], 2 * Roles::kProducerThreads); // the copies, and what passes the facts on
+      ptx::init_barrier(k_full[stage], 2 * Roles::kProducerThreads); // the copies, and the hand-over of facts
       ptx::init_barrier(k_empty[stage], Roles::kConsumerThreads);
     }
     for (int stage = 0; stage < kVStages; ++stage) {
@@ -67,13 +68,13 @@ struct KeyStream {
   }
 };
 
-// A producer thread. The blocks of all tasks are one stream: V of a task's last block is loaded among the blocks of the
-// next.
+// A producer thread. The blocks of all tasks are one stream: V of a task's last block is loaded between blocks of the
+// next task.
 template <class Stream> struct KeyGatherer {
   using Gather = typename Stream::Gather;
   using ValueGather = typename Stream::ValueGather;
-  // Where K has a stage more, K of a block is loaded before V of the previous block. The stage of that V is released
-  // so late that K would come late too if it had to wait behind it.
+  // If K has one stage more than V, K of a block is loaded before V of the previous block. That V stage is released
+  // so late that K behind it would be late too.
   static constexpr bool kValuesLag = Stream::kKStages > Stream::kVStages;
 
   Stream &stream;
@@ -89,7 +90,7 @@ template <class Stream> struct KeyGatherer {
       : stream(shared), head_dim(int(p.head_dim)), value_dim(int(p.v.shape[3])), k_stride(rows.k_bytes),
         v_stride(rows.v_bytes) {}
 
-  // Loads K of the next block, whose row 0 is first_k, if there is one; and V of the block whose K was loaded last.
+  // Loads K of the next block if `exists`, with row 0 at first_k; and V of the block whose K was loaded last.
   __device__ void load(const char *first_k, bool exists) {
     if constexpr (!kValuesLag) load_values();
     const int slot = exists ? load_keys(first_k) : -1;
@@ -102,7 +103,7 @@ private:
     const int stage = k_state.index, slot = row_state.index;
     ptx::wait(stream.found[stage], k_state.phase);
     const auto rows = Gather::listed(first_k, k_stride, stream.rows[slot]);
-    // The lookup threads have waited for this before, so it takes no time.
+    // The lookup threads have already waited for this, so it takes no time.
     Roles::producer_acquire(stream.k_empty[stage], k_state.phase);
     Gather::copy(ptx::shared_address(stream.sK[stage]), rows, head_dim);
     Roles::producer_commit(stream.k_full[stage]);

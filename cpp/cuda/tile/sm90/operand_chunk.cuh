@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Operands of one more step of 16 columns of a product, which adds numbers to its results on the tensor cores.
 //
-// Element has too few digits for such a number, so three columns hold what is left of it after the columns before: 24
-// digits of bfloat16, as float32 has, or 33 of float16.
+// Element has too few digits for such a number. So three columns hold it: each holds the rest after the columns
+// before. That gives 24 digits for bfloat16, as in float32, or 33 for float16.
 #pragma once
 
 #include <cmath>
@@ -12,7 +12,7 @@
 
 namespace fdm::cuda {
 
-// Eight columns of a row. Without a swizzle, eight rows lie one after the other (PTX ISA, "core matrix").
+// Eight columns of a row. Without a swizzle, eight rows are contiguous (PTX ISA, "core matrix").
 template <class Element> struct alignas(16) OperandChunk {
   Element column[8];
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Products of tiles by wgmma. They are started here; who needs the sums waits for them.
+// Products of tiles by wgmma. These functions start them; the caller waits for the sums.
 #pragma once
 
 #include "../smem_tile.cuh"
@@ -8,8 +8,8 @@
 
 namespace fdm::cuda {
 
-// sums = A B', or sums += A B' where `accumulate`, summed over kHeadDim columns. `left` describes 64 rows of a
-// LeftTile, `right` a RightTile of as many rows as sums has columns.
+// sums = A B', or with `accumulate` sums += A B', summed over kHeadDim columns. `left` describes 64 rows of a
+// LeftTile, `right` the rows of a RightTile, one for each column of sums.
 template <class Element, class LeftTile, class RightTile, int kHeadDim, int kTiles>
 __device__ __forceinline__ void warpgroup_gemm_ss(float (&sums)[kTiles][4], uint64_t left, uint64_t right,
                                                   bool accumulate) {
@@ -19,8 +19,8 @@ __device__ __forceinline__ void warpgroup_gemm_ss(float (&sums)[kTiles][4], uint
                                                          right + RightTile::offset(0, d), accumulate || d > 0);
 }
 
-// sums = A B, or sums += A B where `accumulate`, summed over kDepth rows of a RightTile, of which `right` describes as
-// many columns as sums has. `left` describes 64 rows of a LeftTile, or with Major::mn 64 columns.
+// sums = A B, or with `accumulate` sums += A B, summed over kDepth rows of a RightTile. `right` describes one of its
+// columns for each column of sums. `left` describes 64 rows of a LeftTile, or with Major::mn 64 columns.
 template <class Element, class LeftTile, ptx::Major kLeft, class RightTile, int kDepth, int kTiles>
 __device__ __forceinline__ void warpgroup_gemm_ss_columns(float (&sums)[kTiles][4], uint64_t left, uint64_t right,
                                                           bool accumulate) {
@@ -40,8 +40,8 @@ __device__ __forceinline__ void warpgroup_gemm_rs_transposed(float (&sums)[kTile
     ptx::wgmma_rs<Element, ptx::Major::k>(sums, left[k], right + RightTile::offset(0, 16 * k), k > 0);
 }
 
-// Loads 16 rows of a tile for each warp of a warpgroup as a left operand, from a chunk of eight columns on; this warp's
-// begin at `row`.
+// Loads 16 rows of a tile for each warp of a warpgroup as a left operand, from a chunk of eight columns on. This
+// warp's rows begin at `row`.
 template <class LeftTile, int kDepth>
 __device__ __forceinline__ void load_left(uint32_t (&left)[kDepth][4], uint32_t base, int row, int chunk = 0) {
   const int lane = threadIdx.x % 32;
@@ -50,7 +50,7 @@ __device__ __forceinline__ void load_left(uint32_t (&left)[kDepth][4], uint32_t 
     ptx::ldmatrix(left[k], LeftTile::chunk_address(base, row + lane % 16, chunk + 2 * k + lane / 16));
 }
 
-// Stores a left operand as load_left loads it, from a column on.
+// Stores a left operand in the layout of load_left, from a column on.
 template <class LeftTile, int kDepth>
 __device__ __forceinline__ void store_left(const uint32_t (&left)[kDepth][4], uint32_t base, int row, int column) {
   const int lane = threadIdx.x % 32;
@@ -59,7 +59,7 @@ __device__ __forceinline__ void store_left(const uint32_t (&left)[kDepth][4], ui
     ptx::stmatrix(LeftTile::chunk_address(base, row + lane % 16, column / 8 + 2 * k + lane / 16), left[k]);
 }
 
-// Rounds accumulators to Element, as a left operand.
+// Rounds accumulators to Element, in the layout of a left operand.
 template <class Element, int kTiles>
 __device__ __forceinline__ void pack_left(uint32_t (&packed)[kTiles / 2][4], const float (&sums)[kTiles][4]) {
 #pragma unroll
@@ -72,7 +72,7 @@ __device__ __forceinline__ void pack_left(uint32_t (&packed)[kTiles / 2][4], con
   }
 }
 
-// The high and low halves of accumulators, each as a left operand has them; and the accumulators of these.
+// split_left() splits accumulators into high and low 16 bits, each a left operand. join_left() is its inverse.
 __device__ __forceinline__ void split_left(uint32_t (&high)[4], uint32_t (&low)[4], const float (&first)[4],
                                            const float (&second)[4]) {
 #pragma unroll
@@ -92,7 +92,7 @@ __device__ __forceinline__ void join_left(float (&first)[4], float (&second)[4],
   }
 }
 
-// The accumulators that were rounded.
+// The inverse of pack_left(), after rounding.
 template <class Element, int kTiles>
 __device__ __forceinline__ void unpack_left(float (&sums)[kTiles][4], const uint32_t (&packed)[kTiles / 2][4]) {
 #pragma unroll
@@ -104,8 +104,8 @@ __device__ __forceinline__ void unpack_left(float (&sums)[kTiles][4], const uint
     }
 }
 
-// sums = A B, or sums += A B where `accumulate`, with A in registers and B the rows of a RightTile, one for each column
-// of A.
+// sums = A B, or with `accumulate` sums += A B, with A in registers and the rows of a RightTile as B, one for each
+// column of A.
 template <class Element, class RightTile, int kDepth, int kTiles>
 __device__ __forceinline__ void warpgroup_gemm_rs(float (&sums)[kTiles][4], const uint32_t (&left)[kDepth][4],
                                                   uint64_t right, bool accumulate = true) {
@@ -129,7 +129,7 @@ __device__ __forceinline__ void warpgroup_gemm_rs(float (&sums)[kTiles][4], cons
   }
 }
 
-// The same with sums += A B, and waits for them.
+// sums += A B; waits for the sums.
 template <class Element, class RightTile, int kDepth, int kTiles>
 __device__ __forceinline__ void warpgroup_add_rs(float (&sums)[kTiles][4], uint32_t (&left)[kDepth][4],
                                                  uint64_t right) {
@@ -142,8 +142,8 @@ __device__ __forceinline__ void warpgroup_add_rs(float (&sums)[kTiles][4], uint3
   ptx::warpgroup_fence_operand(left);
 }
 
-// sums += A B' by mma.sync, for 16 rows of a warp and 16 columns of both; `chunk` is the first of B's two chunks of
-// eight.
+// sums += A B' by mma.sync, for 16 rows of a warp and 16 columns of both. `chunk` is the first of B's two chunks of
+// eight columns.
 template <class Element, class RightTile, int kTiles>
 __device__ __forceinline__ void warp_add_transposed(float (&sums)[kTiles][4], const uint32_t (&left)[4], uint32_t base,
                                                     int chunk) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Warp specialization of the Hopper kernels: which warps produce, which consume, and how they hand stages over.
+// Warp specialization of the Hopper kernels: the roles of warps, and the hand-over of pipeline stages.
 #pragma once
 
 #include <type_traits>
@@ -9,19 +9,20 @@
 
 namespace fdm::cuda {
 
-// A value that all lanes of a warp have. Lane 0's tells the compiler so: what follows from it takes uniform registers.
+// Marks a value that all lanes of a warp share. The shuffle from lane 0 tells the compiler, which then uses uniform
+// registers.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
 
-// The roles of the warps of a thread block: the consumer warpgroups come first, then the producers. The functions have
-// the names of CUTLASS's pipelines, but take a stage's barriers.
+// The roles of the warps of a thread block: first the consumer warpgroups, then the producers. The functions are
+// named after CUTLASS's pipelines, but take a stage's barriers.
 template <int kGroups> struct WarpRoles {
   static constexpr int kConsumerGroups = kGroups, kConsumerWarps = 4 * kGroups, kProducerWarps = 4;
   static constexpr int kProducerThreads = 32 * kProducerWarps, kThreads = 32 * (kConsumerWarps + kProducerWarps);
-  // Kernels may have a lookup warpgroup more, which finds what the producers are to copy.
+  // Kernels may add a lookup warpgroup, which finds the rows for the producers to copy.
   static constexpr int kLookupWarps = 4, kLookupThreads = 32 * kLookupWarps;
   static constexpr int kThreadsWithLookup = kThreads + kLookupThreads;
   __device__ static __forceinline__ bool is_lookup() { return threadIdx.x / 32 >= kConsumerWarps + kProducerWarps; }
-  // Where lookup warps take turns at blocks, the last of the warpgroup makes tasks.
+  // If lookup warps take turns at blocks, the last warp of the warpgroup makes tasks.
   static constexpr int kTurnWarpRoom = kLookupWarps - 1;
   __device__ static __forceinline__ int lookup_warp() {
     return uniform(threadIdx.x / 32) - (kConsumerWarps + kProducerWarps);
@@ -29,7 +30,7 @@ template <int kGroups> struct WarpRoles {
   __device__ static __forceinline__ void sync_lookup() { ptx::sync_threads<4, kLookupThreads>(); }
   __device__ static __forceinline__ bool is_producer() { return threadIdx.x / 32 >= kConsumerWarps; }
   __device__ static __forceinline__ int consumer_group() { return uniform(threadIdx.x / 128); }
-  // The column of a block that this thread of a warpgroup has, the warps side by side; INT32_MAX: none.
+  // This thread's column of a block, with the warps of the warpgroup side by side; INT32_MAX: none.
   template <int kColumns, int kWarps> __device__ static __forceinline__ int own_column(int block) {
     constexpr int kOwnColumns = kColumns / kWarps;
     const int thread = int(ptx::thread_index());
@@ -39,15 +40,15 @@ template <int kGroups> struct WarpRoles {
   // The index of this thread among the producers.
   __device__ static __forceinline__ int producer_thread() { return int(threadIdx.x) - 32 * kConsumerWarps; }
   __device__ static __forceinline__ void sync_producers() { ptx::sync_threads<1, kProducerThreads>(); }
-  // Every consumer thread arrives. One thread for each warp is no faster, and compute-sanitizer's racecheck does not
-  // see that it stands for the others.
+  // Every consumer thread arrives. One arrival per warp is no faster, and compute-sanitizer's racecheck does not see
+  // that the thread stands for its warp.
   static constexpr int kConsumerThreads = 32 * kConsumerWarps;
-  // 0 is that of __syncthreads, 1 that of sync_producers(), 4 that of sync_lookup().
+  // __syncthreads uses barrier 0, sync_producers() 1, sync_lookup() 4.
   static constexpr int kFirstTurnBarrier = 2;
   __device__ static __forceinline__ void consumer_release(uint64_t &empty) { ptx::arrive(empty); }
 
-  // Consumer warpgroups may take turns (ping-pong): while one starts products, the other works with its scores. Group 0
-  // is first once group 1 has passed its turn on. Both must take as many turns.
+  // Consumer warpgroups may take turns (ping-pong): while one starts products, the other processes its scores. Group
+  // 0 is first, after group 1 has passed its turn on. Both must take equally many turns.
   __device__ static __forceinline__ void take_turn(int group) {
     ptx::sync_threads<kConsumerThreads>(kFirstTurnBarrier + group);
   }
@@ -60,16 +61,16 @@ template <int kGroups> struct WarpRoles {
     ptx::wait(empty, phase ^ 1);
   }
 
-  // A producer thread arrives twice: when its copies are done, and for its ordinary stores.
+  // A producer thread arrives twice: when its copies are complete, and for its ordinary stores.
   __device__ static __forceinline__ void producer_commit(uint64_t &full) {
     ptx::arrive_after_copies(full);
     ptx::arrive(full);
   }
-  // A producer thread arrives when its copies are done, where a stage holds nothing else.
+  // A producer thread arrives when its copies are complete, for stages that hold nothing else.
   __device__ static __forceinline__ void producer_commit_copies(uint64_t &full) { ptx::arrive_after_copies(full); }
 
-  // A consumer waits until a stage is full. Its products may then read the stage. Boxes, and what producers have put
-  // behind a fence themselves, need none here (kFenced): it would wait for all that the consumer has stored, too.
+  // A consumer waits until a stage is full. Its products may then read the stage. TMA boxes, and writes that
+  // producers have fenced, need no fence here (kFenced): it would also wait for all stores of the consumer.
   template <bool kFenced = false> __device__ static __forceinline__ void consumer_wait(uint64_t &full, uint32_t phase) {
     ptx::wait(full, phase);
     if constexpr (!kFenced) ptx::fence_async_proxy();
@@ -79,8 +80,8 @@ template <int kGroups> struct WarpRoles {
 // Most kernels have two consumer warpgroups, of 64 rows each.
 using Roles = WarpRoles<2>;
 
-// How many registers a thread of each role has. All warpgroups start with as many as fit: 168 where there are three of
-// them, 128 where there are four. What the producers give back, the consumers take.
+// The registers per thread of each role. All warpgroups start with as many as fit: 168 with three warpgroups, 128
+// with four. The producers give registers back, and the consumers take them.
 template <int kConsumer, int kProducer, int kGroups = Roles::kConsumerGroups> struct RoleRegisters {
   static_assert(kGroups * kConsumer + kProducer <= (kGroups + 1) * (kGroups == 2 ? 168 : 128),
                 "a warpgroup would wait for registers for ever");
@@ -89,7 +90,7 @@ template <int kConsumer, int kProducer, int kGroups = Roles::kConsumerGroups> st
   __device__ static __forceinline__ void consume() { ptx::warpgroup_reg_alloc<kConsumer>(); }
 };
 
-// The same where there is a lookup warpgroup, with which a thread starts with 128.
+// The same with a lookup warpgroup. Each thread then starts with 128 registers.
 template <int kConsumer, int kProducer, int kLookup> struct LookupRoleRegisters {
   static_assert(2 * kConsumer + kProducer + kLookup <= 4 * 128, "a warpgroup would wait for registers for ever");
 
@@ -98,17 +99,17 @@ template <int kConsumer, int kProducer, int kLookup> struct LookupRoleRegisters 
   __device__ static __forceinline__ void consume() { ptx::warpgroup_reg_alloc<kConsumer>(); }
 };
 
-// Registers of a thread of each role of the forward kernels. None should need local memory, whose loads wait behind all
-// copies that were started before: a thousand cycles and more.
+// Registers per thread of each role of the forward kernels. No role should use local memory: its loads wait behind
+// all earlier copies, for a thousand cycles and more.
 template <int kHeadDim>
 using ForwardRegisters =
     std::conditional_t<kHeadDim <= 192, LookupRoleRegisters<200, 56, 56>, LookupRoleRegisters<216, 40, 40>>;
-// With boxes one warp copies, and needs few registers.
+// With boxes, one warp copies and needs few registers.
 template <int kHeadDim>
 using BoxForwardRegisters =
     std::conditional_t<kHeadDim <= 192, LookupRoleRegisters<208, 32, 64>, LookupRoleRegisters<216, 24, 56>>;
 
-// The stage that a role is at, and its phase, as CUTLASS's PipelineState has them.
+// The current stage of a role and its phase, like CUTLASS's PipelineState.
 template <int kStages> struct PipelineState {
   int index = 0;
   uint32_t phase = 0; // the parity of "full" in this round of the stages

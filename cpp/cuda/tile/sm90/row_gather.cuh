@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Copies of listed rows of global memory to a tile that wgmma reads, by the producer warps together.
+// Copies of listed global rows to a wgmma tile, by all producer warps.
 #pragma once
 
 #include "../smem_tile.cuh"
@@ -8,7 +8,7 @@
 
 namespace fdm::cuda {
 
-// Each producer warp copies its own kOwnRows rows of a tile. A step copies a panel of kStepRows rows, and a thread has
+// Each producer warp copies its own kOwnRows rows of a tile. A step copies a panel of kStepRows rows. A thread copies
 // the same chunk of its row in all steps.
 template <class Tile, int kRows> struct RowGather {
   static constexpr int kOwnRows = kRows / Roles::kProducerWarps;
@@ -16,13 +16,13 @@ template <class Tile, int kRows> struct RowGather {
   static constexpr int kSteps = kOwnRows / kStepRows, kRowsInFlight = kSteps < 4 ? kSteps : 4;
   static_assert(Tile::kHasPanels && kOwnRows % 8 == 0 && 8 % kRowLanes == 0 && kSteps % kRowsInFlight == 0);
 
-  // What a thread copies. It is found before the thread waits for the tile's place, and in registers of its own: a
-  // register that a copy reads cannot be written until the copy has left the queue.
+  // The source addresses of a thread. They are computed before the thread waits for an empty stage, in separate
+  // registers: a register that a copy reads cannot be overwritten before the copy has left the queue.
   struct RowAddresses {
     uint64_t chunk[kSteps];
-    uint32_t valid; // a bit for each step; the others copy zeros
+    uint32_t valid; // a bit for each step; steps without it copy zeros
 
-    // The step copies the row of this number. Row 0 begins at `first`, and rows are `stride` bytes apart.
+    // The step copies row `number`. Row 0 begins at `first`, and rows are `stride` bytes apart.
     __device__ __forceinline__ void set(int step, const char *first, int32_t stride, int32_t number, bool exists) {
       const uint64_t own_first = reinterpret_cast<uint64_t>(first) + own_chunk() * 16;
       chunk[step] = ptx::multiply_add_wide(number, stride, own_first);
@@ -36,13 +36,13 @@ template <class Tile, int kRows> struct RowGather {
     return Roles::producer_thread() / 32 * kOwnRows + threadIdx.x % 32 / kRowLanes;
   }
 
-  // Where the number of row r of a tile lies in a list: those of a thread lie side by side.
+  // The index of tile row r in a list of row numbers. The rows of a thread are contiguous.
   __device__ static __forceinline__ int place(int r) {
     const int warp_row = r % kOwnRows;
     return r - warp_row + warp_row % kStepRows * kSteps + warp_row / kStepRows;
   }
 
-  // The rows whose numbers lie in shared memory, each at its place(); -1: zeros.
+  // Rows whose numbers are listed in shared memory, each at its place(); -1: zeros.
   __device__ static __forceinline__ RowAddresses listed(const char *first, int32_t stride, const int32_t *list) {
     struct alignas(4 * kRowsInFlight) Numbers {
       int32_t of_step[kRowsInFlight];
@@ -62,7 +62,7 @@ template <class Tile, int kRows> struct RowGather {
     }
     return addresses;
   }
-  // Consecutive rows, `count` of them.
+  // `count` consecutive rows.
   __device__ static __forceinline__ RowAddresses consecutive(const char *first, int32_t stride, int count) {
     const char *thread_first = first + int64_t(first_row()) * stride;
     const int left = count - first_row();
@@ -76,7 +76,7 @@ template <class Tile, int kRows> struct RowGather {
 
   // Columns from head_dim on become zeros.
   __device__ static __forceinline__ void copy(uint32_t tile, const RowAddresses &addresses, int head_dim) {
-    // Swizzled for rows of either half of eight; all other addresses are constants away.
+    // Swizzled for rows of either half of eight; all other addresses differ by constants.
     uint32_t own_address[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Shared by lookup warps that look up each block together and by those that take turns at blocks.
+// The common base of KeyLookup (warps share each block) and BlockLookup (warps take turns at blocks).
 #pragma once
 
 #include "../row_places.cuh"
@@ -7,9 +7,9 @@
 
 namespace fdm::cuda {
 
-// The place of a lookup thread in the stream of blocks, which has those of all tasks.
+// The position of a lookup thread in the stream of the blocks of all tasks.
 //
-// on_column(task, stage, i, bias) is called for each column of a block whose facts have been stored.
+// It calls on_column(task, stage, i, bias) for each column after storing its facts.
 template <class Stream, class OnColumn> struct StreamLookup {
   static constexpr int kColumns = Stream::kColumns;
 
@@ -33,8 +33,7 @@ template <class Stream, class OnColumn> struct StreamLookup {
     ++row_state;
   }
 
-  // Stores the facts and the row of a column of the block, which is column c of the task. `partial` says that the block
-  // is not one of full columns only.
+  // Stores the facts and the row of column c of the task. `partial`: the block has partial columns.
   template <class Task>
   __device__ void store_column(const Task &task, const ScoreView &bias, int c, bool partial,
                                const ColumnEntry &entry) const {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The tile scheduler of persistent kernels with lookup warps: some make tasks, a few tiles ahead; all others take them
-// one after the other.
+// The tile scheduler of persistent kernels with lookup warps. Some lookup warps make tasks a few tiles ahead. All
+// other warps take them in order.
 #pragma once
 
 #include "ptx/registers.cuh"
@@ -8,15 +8,15 @@
 
 namespace fdm::cuda {
 
-// kLoads is how many tasks may be loaded at a time: the stages of Q.
+// kLoads is the number of tasks that may be loaded at a time: the stages of Q.
 template <class Task, int kLoads = 1> struct TaskRing {
-  // Consumers may still write out a task when they have released the next; then come those that wait for their keys,
-  // the one that is looked up, the next, and the one that is made meanwhile.
+  // Consumers may still write out a task after they have released the next. Further slots hold tasks that wait for
+  // their keys, the task that is looked up, the next, and the one that is being made.
   static constexpr int kSlots = 8;
 
   Task tasks[kSlots];
   bool end[kSlots]; // there are no more tasks from this slot on
-  // The number of the task of each warp, in shared memory since registers are scarce.
+  // The task number of each warp, in shared memory because registers are scarce.
   uint32_t number[Roles::kThreadsWithLookup / 32];
   uint64_t made[kSlots], released[kSlots], full[kLoads];
 
@@ -27,17 +27,17 @@ template <class Task, int kLoads = 1> struct TaskRing {
     if (index % 32 == 0) number[index / 32] = task_number;
     __syncwarp();
   }
-  // The parity of the barriers of a slot when it has task n.
+  // The parity of the barriers of a slot for task n.
   __device__ static uint32_t phase(uint32_t n) { return n / kSlots % 2; }
 
-  // The stage of what is loaded for task n, and the parity of its barrier.
+  // The stage of the loads of task n, and the parity of its barrier.
   __device__ static uint32_t stage(uint32_t n) { return n % kLoads; }
   __device__ static uint32_t stage_phase(uint32_t n) { return n / kLoads % 2; }
 
   __device__ void wait_until_released(uint32_t n) { ptx::wait(released[n % kSlots], phase(n)); }
 
-  // One thread of the block calls this, before the others use the barriers. `arrivals` are those of the producers for a
-  // task, `readers` the threads that release each task beside the consumers.
+  // One thread of the block calls this, before the others use the barriers. `arrivals` counts the producer arrivals
+  // per task, `readers` the threads beside the consumers that release each task.
   __device__ void init(int arrivals, int readers) {
     for (int slot = 0; slot < kSlots; ++slot) {
       ptx::init_barrier(made[slot], 1);
@@ -47,14 +47,14 @@ template <class Task, int kLoads = 1> struct TaskRing {
   }
 };
 
-// Makes tasks. make(HeadTile, Task &) fills in a task where it lies. A tile without rows becomes an empty one.
+// Makes tasks. make(HeadTile, Task &) fills in a task in place. A tile without rows becomes an empty task.
 template <class Task, class Make, int kLoads = 1> struct TaskMaker {
   using Ring = TaskRing<Task, kLoads>;
   static constexpr int kSlots = Ring::kSlots;
 
   const fdm_problem &p;
   const TileOrder &order;
-  uint32_t *const &tickets; // the next tile of all but the first of each thread block; null: their order is fixed
+  uint32_t *const &tickets; // counter of tiles after the first of each thread block; null: the order is fixed
   Ring &ring;
   Make make;
 
@@ -86,7 +86,7 @@ private:
   }
 };
 
-// A lookup warpgroup, whose warps take turns at making tasks.
+// A lookup warpgroup whose warps take turns at making tasks.
 template <class Maker> struct LookupTasks {
   static constexpr int kSlots = Maker::kSlots;
 
@@ -94,14 +94,14 @@ template <class Maker> struct LookupTasks {
 
   __device__ explicit LookupTasks(const Maker &own_maker) : maker(own_maker) {
     maker.ring.set_own_number(0);
-#pragma unroll 1 // the code is long
+#pragma unroll 1 // the body is large
     for (uint32_t index = 0; index < 2; ++index)
       if (prepares(index)) prepare(index);
     Roles::sync_lookup();
   }
 
   __device__ const auto &current() const { return maker.ring.tasks[number() % kSlots]; }
-  // It keeps no keys where there is none.
+  // An empty task after the last one.
   __device__ const auto &next() const { return maker.ring.tasks[(number() + 1) % kSlots]; }
   __device__ bool at_end() const { return maker.ring.end[number() % kSlots]; }
 
@@ -119,18 +119,18 @@ private:
     return threadIdx.x / 32 % Roles::kLookupWarps == index % Roles::kLookupWarps;
   }
   __device__ void prepare(uint32_t index) const {
-    // Who has released a task has written those before the one before.
+    // A thread that has released task n has written out all tasks before n - 1.
     if (index >= kSlots) maker.ring.wait_until_released(index + 2 - kSlots);
     maker.prepare(index);
   }
 };
 
-// One warp of the lookup warpgroup makes all tasks, and the other lookup warps go through them as they like. Tiles go
-// to the block that asks first, and should not be requested much too early: consumers are at the first of so many
+// One warp of the lookup warpgroup makes all tasks; the other lookup warps take them independently. A tile goes to
+// the thread block that requests it first, so requests should not be early: consumers are at the first of kTasksAhead
 // tasks.
 constexpr uint32_t kTasksAhead = 3;
 
-// on_task(task) is called for each task, by all lanes of the warp that makes them.
+// All lanes of the warp that makes tasks call on_task(task) for each.
 template <class Maker, class OnTask> __device__ void make_tasks(const Maker &maker, const OnTask &on_task) {
   static_assert(kTasksAhead + 2 <= Maker::kSlots,
                 "consumers may still write out a task when they have released the next");
@@ -156,7 +156,7 @@ template <class Ring, class LookUp> __device__ void look_up_tasks(Ring &ring, co
   }
 }
 
-// A producer thread goes through the tasks.
+// The producer side: a thread goes through the tasks.
 template <class Task, int kLoads = 1> struct TaskLoader {
   using Ring = TaskRing<Task, kLoads>;
   static constexpr int kSlots = Ring::kSlots;
@@ -174,7 +174,7 @@ template <class Task, int kLoads = 1> struct TaskLoader {
   __device__ const Task &current() const { return ring.tasks[ring.own_number() % kSlots]; }
   __device__ void advance() { ring.set_own_number(ring.own_number() + 1); }
 
-  // Waits until the consumers no longer need what was loaded kLoads tasks before.
+  // Waits until the consumers have released the task kLoads before, whose stage is reused.
   __device__ void producer_acquire() const {
     const uint32_t n = ring.own_number();
     if (n >= kLoads) ring.wait_until_released(n - kLoads);
@@ -182,7 +182,7 @@ template <class Task, int kLoads = 1> struct TaskLoader {
   // The stage of the task, and the barrier that hands it to the consumers.
   __device__ uint32_t stage() const { return Ring::stage(ring.own_number()); }
   __device__ uint64_t &full() const { return ring.full[stage()]; }
-  // Hands the task to the consumers. The copies that belong to it have been started.
+  // Hands the task to the consumers. Its copies have been started.
   __device__ void producer_commit() { Roles::producer_commit(full()); }
   __device__ void producer_tail() {
     producer_acquire();
@@ -190,8 +190,8 @@ template <class Task, int kLoads = 1> struct TaskLoader {
   }
 };
 
-// A consumer releases each task once, when it needs nothing more that was loaded.
-// kBoxes: what is loaded comes as boxes, which products may read as soon as they are there.
+// The consumer side. A consumer releases each task once, after its last read of loaded data.
+// kBoxes: TMA loads boxes, which products may read without a fence.
 template <class Task, int kLoads = 1, bool kBoxes = false> struct RingConsumer {
   using Ring = TaskRing<Task, kLoads>;
   static constexpr int kSlots = Ring::kSlots;

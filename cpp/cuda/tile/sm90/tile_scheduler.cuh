@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // The tile scheduler of persistent kernels: producer warps take turns at making tasks, two tiles before they are
-// loaded; the consumers take them one after the other.
+// loaded. The consumers take the tasks in order.
 #pragma once
 
 #include "../../../indexing.h"
@@ -18,8 +18,8 @@ struct HeadTile {
   __device__ bool has_rows() const { return tile >= 0 && tile * kTileRows < s.q_count; }
 };
 
-// The packed sequence to which tile_number() gave a number: the last whose own numbers begin at it or before. A warp
-// looks at 32 sequences at a time.
+// The inverse of tile_number() for packed sequences: the last sequence whose first tile number is at most `number`. A
+// warp tests 32 sequences at a time.
 __device__ __forceinline__ int64_t find_packed_sequence(const fdm_problem &p, int64_t number) {
   const int lane = threadIdx.x % 32;
   int32_t first = 0, count = static_cast<int32_t>(p.batch);
@@ -33,9 +33,9 @@ __device__ __forceinline__ int64_t find_packed_sequence(const fdm_problem &p, in
   return first;
 }
 
-// The tile of a number below sequence_tiles() * heads. The heads that go together go fastest, and those of a group meet
-// in L2; then come the sequences that do. Their last tiles, which a causal mask makes the longest, come first. All
-// lanes of a warp call this.
+// The tile of a number below sequence_tiles() * heads. The heads of a TileOrder group vary fastest, so heads of a GQA
+// group meet in L2; then come the sequences of a group. The last tiles, the longest with a causal mask, come first.
+// All lanes of a warp call this.
 __device__ __forceinline__ HeadTile find_tile(const fdm_problem &p, const TileOrder &order, uint32_t number) {
   const auto heads = static_cast<uint32_t>(order.heads);
   HeadTile found;
@@ -63,21 +63,21 @@ __device__ __forceinline__ HeadTile find_tile(const fdm_problem &p, const TileOr
   return found;
 }
 
-// The tile that a thread block takes as its `index`th in a fixed order. Tiles get shorter towards the end. Every other
-// round goes backwards, so that no block always has the longest.
+// The tile that a thread block takes as its `index`th in a fixed order. Tiles get shorter towards the end. Every
+// other round goes backwards, so that no thread block always has the longest tile.
 __device__ __forceinline__ int64_t tile_of_round(uint32_t index) {
   const uint32_t place = index % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
   return place + int64_t(index) * gridDim.x;
 }
 
 template <class Task> struct TaskPipeline {
-  // Consumers may still write out a task when they have released the next, of one block; then come the one that is
-  // loaded, the next, and the one that is made meanwhile.
+  // Consumers may still write out a task after they have released the next, if that has one key block. Further slots
+  // hold the task that is loaded, the next, and the one that is being made.
   static constexpr int kSlots = 8;
 
   Task tasks[kSlots];
   bool end[kSlots]; // there are no more tasks from this slot on
-  // The number of the task of each warp, in shared memory since registers are scarce.
+  // The task number of each warp, in shared memory because registers are scarce.
   uint32_t number[Roles::kThreads / 32];
 
   __device__ uint32_t own_number() const { return number[threadIdx.x / 32]; }
@@ -95,7 +95,7 @@ template <class Task> struct TaskPipeline {
   }
 };
 
-// make(HeadTile) returns a Task. A tile without rows becomes an empty one.
+// make(HeadTile) returns a Task. A tile without rows becomes an empty task.
 template <class Task, class Make> struct TaskProducer {
   static constexpr int kSlots = TaskPipeline<Task>::kSlots;
 
@@ -108,23 +108,23 @@ template <class Task, class Make> struct TaskProducer {
                           const Make &make_task)
       : p(problem), order(tile_order), pipeline(shared), make(make_task) {
     pipeline.set_own_number(0);
-#pragma unroll 1 // the code is long
+#pragma unroll 1 // the body is large
     for (uint32_t index = 0; index < 2; ++index)
       if (prepares(index)) prepare(index);
     Roles::sync_producers();
   }
 
   __device__ const Task &current() const { return pipeline.tasks[number() % kSlots]; }
-  // It keeps no keys where there is none.
+  // An empty task after the last one.
   __device__ const Task &next() const { return pipeline.tasks[(number() + 1) % kSlots]; }
   __device__ bool at_end() const { return pipeline.end[number() % kSlots]; }
 
-  // Waits until the consumers no longer need what was loaded for the previous task.
+  // Waits until the consumers have released the loads of the previous task.
   __device__ void producer_acquire() const { Roles::producer_acquire(pipeline.empty, number() % 2); }
-  // Hands the task to the consumers. The copies that belong to it have been started.
+  // Hands the task to the consumers. Its copies have been started.
   __device__ void producer_commit() { Roles::producer_commit(pipeline.full); }
 
-  // One warp prepares the task after the next, after producer_acquire(): then no thread needs the slot any more.
+  // One warp prepares the task after the next, after producer_acquire(): no thread then needs the slot.
   __device__ bool prepares() const { return prepares(number() + 2); }
   __device__ void prepare_ahead() { prepare(number() + 2); }
   __device__ void advance() {
@@ -156,7 +156,7 @@ private:
   }
 };
 
-// A consumer releases pipeline.empty once for each task, when it needs nothing more that was loaded.
+// A consumer releases pipeline.empty once per task, after its last read of loaded data.
 template <class Task> struct TaskConsumer {
   TaskPipeline<Task> &pipeline;
 
