@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Merges the parts of a forward pass whose columns were divided over several blocks (splits). The splits are summed in
-// their order; those without a kept key are left out, and their results not read.
+// Split-KV: merges the results of thread blocks that share a row's columns (splits), in the order of the splits.
+// Splits without a kept key are skipped, and their results are not read.
 #include "combine.h"
 
 #include "../../indexing.h"
@@ -21,7 +21,7 @@ struct CombineParams {
   fdm_problem p;
   fdm_forward_args a;
   int32_t splits;
-  bool aligned; // what rows_are_aligned says of out
+  bool aligned; // rows_are_aligned() of out
   Partials partials;
 };
 
@@ -39,7 +39,7 @@ struct Row {
   }
 };
 
-// Four columns of a partial result, of which `left` exist.
+// Loads four columns of a partial result, of which `left` exist.
 __device__ __forceinline__ float4 load_columns(const float *row, int left, bool whole) {
   if (whole) return *reinterpret_cast<const float4 *>(row);
   float4 x{row[0], 0.0f, 0.0f, 0.0f};
@@ -49,7 +49,7 @@ __device__ __forceinline__ float4 load_columns(const float *row, int left, bool 
   return x;
 }
 
-// kLanes threads have a row, four columns each; those of a warp know kOwn of its splits each.
+// kLanes threads share a row, four columns each. Each lane of a warp holds the facts of kOwn splits of its row.
 template <int kLanes, int kSplitRoom>
 __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant__ CombineParams params) {
   constexpr int kWidth = kLanes < 32 ? kLanes : 32, kReadsAtOnce = kSplitRoom < 16 ? kSplitRoom : 16;
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
   const Row row(p, number < rows ? number : 0);
   const bool exists = number < rows && row.query < row.s.q_count;
 
-  const int first_lane = lane_id() / kWidth * kWidth; // of those that have the row
+  const int first_lane = lane_id() / kWidth * kWidth; // of the row
   float own_factor[kOwn], own_sum[kOwn], largest = -INFINITY, total = 0.0f;
 #pragma unroll
   for (int n = 0; n < kOwn; ++n) {

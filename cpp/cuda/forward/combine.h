@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What the parts of a forward pass leave in memory whose columns were divided over several thread blocks (splits), and
-// the kernel that merges them.
+// The partial results of split-KV forward kernels in global memory, and the kernel that merges them.
 #pragma once
 
 #include <cuda_runtime_api.h>

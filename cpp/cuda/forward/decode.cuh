@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Forward pass for few query rows (decode) with mma.sync: the rows of all heads of a group share one tile of 16 rows.
+// Forward pass for few query rows (decode) with mma.sync: the rows of all heads of a GQA group share one tile of 16
+// rows.
 //
-// There is little to compute and much to fetch, so warps work alone: each takes blocks of 16 columns, gathers their
-// rows of K and V two blocks ahead, and no barrier is in its loop. Blocks of columns are dealt out in turns to the
-// warps of all splits. Only the device knows how many columns there are, and this way the first splits have work
-// whatever the number is. Where there is no plan of a mask, each warp lists the kept keys of its part.
+// Decode computes little and loads much, so warps work independently. Each takes blocks of 16 columns and gathers
+// their rows of K and V two blocks ahead, without a barrier in its loop. The blocks of columns go to the warps of all
+// splits in turns. Only the device knows the number of columns, and in this way the first splits have work for any
+// number. Without a plan of the mask, each warp lists the kept keys of its part.
 //
-// The warps of a block merge their results in shared memory. Splits that are a cluster merge theirs there, too; those
-// of others are left to combine.cu.
+// The warps of a thread block merge their results in shared memory. Splits of a cluster are merged there too.
+// combine.cu merges other splits.
 #pragma once
 
 #include "../tile/copy_rows.cuh"
@@ -25,7 +26,7 @@ template <class ElementType, int kHeadDimension, int kWarpCount> struct DecodeCo
   static constexpr int kHeadDim = kHeadDimension, kWarps = kWarpCount, kThreads = 32 * kWarps;
   static constexpr int kColumns = 16, kStages = 2; // columns of a block, and stages, of each warp
   static constexpr int kKeyBytes = Tile::bytes(kColumns);
-  // The pitch of a row of results in shared memory. With it, the writes of a warp meet all banks.
+  // The row pitch of results in shared memory. With it, the writes of a warp cover all banks.
   static constexpr int kMergePitch = kHeadDim + 8;
   static_assert(kDecodeRows * kMergePitch * int(sizeof(float)) <= kStages * 2 * kKeyBytes);
 };
@@ -37,13 +38,13 @@ template <class Config> struct DecodeShared {
   float maximum[Config::kWarps][kDecodeRows], sum[Config::kWarps][kDecodeRows];
   float block_maximum[kDecodeRows], block_sum[kDecodeRows]; // of all warps, for the other blocks of a cluster
   ForwardTask task;
-  TileColumns listed[Config::kWarps]; // of each warp, where there is no plan
+  TileColumns listed[Config::kWarps]; // of each warp, if there is no plan
   ListedKeys kept[Config::kWarps];
 
   __device__ float *results(int warp) { return reinterpret_cast<float *>(sKV[warp]); }
 };
 
-// A bias per query, which the few rows of a warp read from global memory. It stands in for RowBiasReader.
+// A bias per query, read from global memory for the few rows of a warp. It replaces RowBiasReader.
 template <class Warp> struct LoadedRowBias {
   const Warp &warp;
   const int32_t *keys;
@@ -72,7 +73,7 @@ struct DecodeWarp
   Ring &ring;
   int warp, lane;
   const TileColumns *columns;
-  int workers, worker; // warps that have the columns, and the number of this one
+  int workers, worker; // warps that share the columns, and the number of this one
   int steps;           // blocks of columns of this warp
 
   __device__ DecodeWarp(const ForwardParams &parameters, DecodeShared<Config> &memory)
@@ -98,7 +99,7 @@ struct DecodeWarp
                                                    });
   }
 
-  // The first column of a step, and the one that this thread fetches of the two steps from `step` on.
+  // The first column of a step; and of the two steps from `step` on, the step and column of this thread.
   __device__ int first_column(int step) const { return (worker + step * workers) * kColumns; }
   __device__ int own_step(int step) const { return step + lane / kColumns; }
   __device__ int own_column(int step) const { return first_column(own_step(step)) + lane % kColumns; }
@@ -120,7 +121,7 @@ struct DecodeWarp
     return ptx::shared_address(shared.sKV[warp][step % kStages][values]);
   }
 
-  // Begins to copy the rows of K and V of a step.
+  // Starts the copies of the rows of K and V of a step.
   __device__ void load_keys(int step) {
     constexpr int kChunks = kColumns * Tile::kChunks / 32; // chunks that each thread copies
     const int head_dim = int(params.p.head_dim);
@@ -142,7 +143,7 @@ struct DecodeWarp
     }
   }
 
-  // Makes zeros of V in columns that no row keeps, which only a bias per query can make: 0 * NaN is NaN.
+  // Zeroes V in columns that no row keeps, which only a bias per query can cause: 0 * NaN is NaN.
   __device__ void clear_dead_values(int step) {
     uint32_t kept_columns = 0; // bits of this thread's columns, then of all
 #pragma unroll
@@ -171,7 +172,7 @@ struct DecodeWarp
     gemm_rs<Element, kHeadDim>(out, scores, Tile::right_columns(stage(step, 1)));
   }
 
-  // Makes the kept keys of some turns the columns of this warp.
+  // Makes the kept keys of these turns the columns of this warp.
   __device__ void list_keys(const PartOfKeys &part, int32_t turn, const ListedKeys::Words &words) {
     ListedKeys &kept = shared.kept[warp];
     const int32_t count = kept.list(part, turn, words);
@@ -236,7 +237,7 @@ struct DecodeWarp
         next_key = fetch_own_key(step + 2 * kStages);
       }
       attend(step);
-      __syncwarp(); // no thread reads the stage any more
+      __syncwarp(); // all reads of the stage are complete
       if (fetch_ahead) store(step + kStages, entry);
       if (step + kStages < steps) load_keys(step + kStages);
       ptx::cp_async_fence();
@@ -260,12 +261,12 @@ struct DecodeWarp
     }
   }
 
-  // An element of a result, not normalized, and the maximum and sum of its row, to base 2.
+  // An element of an unnormalized result, with the base-2 maximum and the sum of its row.
   struct Part {
     float value, maximum, sum;
   };
 
-  // Merges parts in their order.
+  // Merges parts in order.
   template <int kParts> __device__ __forceinline__ static Part merge(const Part (&parts)[kParts]) {
     Part merged{0.0f, -INFINITY, 0.0f};
 #pragma unroll
@@ -280,14 +281,14 @@ struct DecodeWarp
     return merged;
   }
 
-  // Calls write(r, d) for the elements of all rows, which `blocks` thread blocks divide among them.
+  // Calls write(r, d) for the elements of all rows, which `blocks` thread blocks share.
   template <class Write> __device__ void for_elements(int block, int blocks, const Write &write) const {
     const int rows = row_count(), head_dim = int(params.p.head_dim);
     for (int i = block * Config::kThreads + int(threadIdx.x); i < rows * kHeadDim; i += blocks * Config::kThreads)
       if (i % kHeadDim < head_dim) write(i / kHeadDim, i % kHeadDim);
   }
 
-  // The epilogue sums over the warps, in their order.
+  // The epilogue sums over the warps in order.
   __device__ void write_merged() const {
     for_elements(0, 1, [&](int r, int d) {
       Part parts[Config::kWarps];
@@ -306,7 +307,7 @@ struct DecodeWarp
 
   __device__ static int place(int r, int d) { return r * Config::kMergePitch + d; }
 
-  // Only this thread reads what the warps have for this element, so there is room for it.
+  // The merged element overwrites that of warp 0, which only this thread reads.
   __device__ void put_for_cluster(int r, int d, const Part &merged) const {
     shared.results(0)[place(r, d)] = merged.value;
     if (d > 0) return;
@@ -314,7 +315,7 @@ struct DecodeWarp
     shared.block_sum[r] = merged.sum;
   }
 
-  // Then over the blocks of a cluster, in the order of the splits. All threads of the cluster call this.
+  // Sums over the thread blocks of a cluster, in the order of the splits. All threads of the cluster call this.
   __device__ void write_of_cluster() const {
     ptx::sync_cluster();
     for_elements(task->split, params.splits, [&](int r, int d) {
@@ -329,7 +330,7 @@ struct DecodeWarp
       }
       write(r, d, merge(parts));
     });
-    ptx::leave_cluster(); // the others have read
+    ptx::leave_cluster(); // the other blocks have read
   }
 
   __device__ void write(int r, int d, const Part &x) const {
@@ -353,13 +354,13 @@ struct DecodeWarp
     }
   }
 
-  // A split that has no columns writes sums of 0; combine.cu then reads no results.
+  // A split without columns writes sums of 0, so combine.cu reads no results of it.
   __device__ void write_nothing() const {
     if (int(threadIdx.x) < row_count()) write_partial(threadIdx.x, 0, {0.0f, -INFINITY, 0.0f});
   }
 };
 
-// The sequence and the first head that a thread block works at.
+// The sequence and the first head of a thread block.
 struct DecodePlace {
   int64_t sequence_index, head;
 
@@ -376,12 +377,12 @@ __global__ void __launch_bounds__(Config::kThreads, decode_blocks(Config::kHeadD
   extern __shared__ __align__(1024) char dynamic_shared[];
   auto &shared = *reinterpret_cast<DecodeShared<Config> *>(dynamic_shared);
   ptx::wait_for_kernel_ahead();
-  ptx::start_dependents(); // no sooner, so that one kernel at most waits beside the one that is at work
+  ptx::start_dependents(); // not earlier, so that at most one kernel waits beside the running one
   const fdm_problem &p = params.p;
   const auto [sequence_index, head] = DecodePlace(params);
   const Sequence s = sequence(p, sequence_index);
   if (s.q_count == 0) return;
-  // The mask is on its way while the task is made.
+  // The loads of the mask overlap the creation of the task.
   PartOfKeys part{};
   ListedKeys::Words words{};
   if (params.finds_keys) {

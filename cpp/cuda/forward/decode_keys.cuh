@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Where one query row reads a key mask, and nobody else does, a plan would be read once: each warp lists the kept keys
-// of its part itself, some hundred at a time.
+// Lists of kept keys without a plan: if only one query row reads a key mask, a plan would be read once. Instead, each
+// warp lists the kept keys of its part, some hundred at a time.
 //
-// Keys are dealt out to warps in turns, 16 at a time, so that they have about the same number of kept ones wherever
-// those lie.
+// Warps take 16 keys at a time in turns, so that they have about equally many kept keys wherever those are.
 #pragma once
 
 #include "../plan/plan.cuh"
@@ -12,7 +11,7 @@
 
 namespace fdm::cuda {
 
-// What one warp of `warps` looks through.
+// The keys that one of `warps` warps scans.
 struct PartOfKeys {
   Matrix mask;
   int32_t keys; // of the sequence
@@ -20,10 +19,10 @@ struct PartOfKeys {
 };
 
 struct ListedKeys {
-  static constexpr int kTurn = 16, kLoadsInFlight = 4;       // keys of a turn; loads that a thread has under way
-  static constexpr int kThreadsPerTurn = kTurn / kMaskBytes; // threads of a turn
-  static constexpr int kTurns = kLoadsInFlight * 32 / kThreadsPerTurn; // turns that are looked through at a time
-  static constexpr int kKeyRoom = kTurns * kTurn;                      // and keys
+  static constexpr int kTurn = 16, kLoadsInFlight = 4;                 // keys of a turn; loads in flight per thread
+  static constexpr int kThreadsPerTurn = kTurn / kMaskBytes;           // threads of a turn
+  static constexpr int kTurns = kLoadsInFlight * 32 / kThreadsPerTurn; // turns that are scanned at a time
+  static constexpr int kKeyRoom = kTurns * kTurn;                      // and their keys
   int32_t keys[kKeyRoom];
 
   // The booleans of four keys for each load.
@@ -35,12 +34,12 @@ struct ListedKeys {
     const int32_t lane_turn = turn + load * (32 / kThreadsPerTurn) + lane_id() / kThreadsPerTurn;
     return (lane_turn * part.warps + part.warp) * kTurn + lane_id() % kThreadsPerTurn * kMaskBytes;
   }
-  // Whether a turn, or a later one, has keys.
+  // Whether this turn or a later one has keys.
   __device__ static bool has_keys(const PartOfKeys &part, int32_t turn) {
     return (turn * part.warps + part.warp) * kTurn < part.keys;
   }
 
-  // Begins to load the booleans of kTurns turns.
+  // Starts to load the booleans of kTurns turns.
   __device__ static Words load(const PartOfKeys &part, int32_t turn) {
     const auto *const bytes = static_cast<const uint8_t *>(part.mask.base);
     const bool aligned = part.mask.col == 1 && reinterpret_cast<uintptr_t>(bytes) % kMaskBytes == 0;
@@ -56,14 +55,14 @@ struct ListedKeys {
     return words;
   }
 
-  // Lists the kept keys of these turns, and returns how many they are. What a thread has found lies side by side.
+  // Lists the kept keys of these turns and returns their number. The keys that a thread finds are contiguous.
   __device__ int32_t list(const PartOfKeys &part, int32_t turn, const Words &words) {
     uint32_t kept = 0; // bit 8 b + i: key b of load i
 #pragma unroll
     for (int i = 0; i < kLoadsInFlight; ++i) kept |= upper_bits(words.word[i]) >> (7 - i);
     const uint32_t lane_kept = __popc(kept), all = warp_inclusive_sum(lane_kept);
     uint32_t place = all - lane_kept;
-    __syncwarp(); // no thread reads the list before
+    __syncwarp(); // no thread reads the previous list
     for (; kept != 0; kept &= kept - 1) {
       const int n = __ffs(static_cast<int>(kept)) - 1;
       keys[place++] = first_key(part, turn, n % 8) + n / 8;

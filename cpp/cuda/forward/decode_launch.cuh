@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The launch of a decode instantiation. Generated files hold nothing but an include of this and a line for each.
+// The launch of a decode instantiation. Generated files contain only an include of this file and one line for each.
 #pragma once
 
 #include "../host/launch.cuh"
@@ -7,11 +7,11 @@
 
 namespace fdm::cuda {
 
-// Warps with two stages of K and V each, as many as there is room for: a warp takes as long for a step whatever the
-// others do, so few blocks of columns are the sooner done the more warps there are.
+// As many warps, with two stages of K and V each, as shared memory allows. The time of a warp's step does not depend
+// on the other warps, so more warps finish few blocks of columns sooner.
 template <int kHeadDim> constexpr int decode_warps(int arch) {
   constexpr int kOthersOfWarp = 5 * 1024, kOthers = 3 * 1024; // facts of columns and keys; the task, and sums of rows
-  constexpr int row_bytes = SmemTile<kHeadDim>::kRowBytes;    // of whole panels: 256 of 96 columns, too
+  constexpr int row_bytes = SmemTile<kHeadDim>::kRowBytes;    // of whole panels: 256 for head dimension 96 too
   int warps = 8;
   while (warps * (2 * 2 * 16 * row_bytes + kOthersOfWarp) + kDecodeRows * row_bytes + kOthers > shared_limit(arch))
     --warps;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The host side of the kernel for one query and few keys: its parameters. 32 bits hold all strides, as
-// Alignment::narrow says.
+// The host side of the kernel for one query and few keys: its parameters. All strides fit 32 bits
+// (Alignment::narrow).
 #include "direct_decode.h"
 
 #include "../host/dispatch.h"
@@ -13,7 +13,7 @@ DirectStrides row_strides(const fdm_tensor &t) {
   return {int32_t(t.stride[0]), int32_t(t.stride[1]), int32_t(t.stride[2])};
 }
 
-// A bias or mask of each query head has blocks of one head.
+// If a bias or mask has query heads, each thread block has one head.
 DirectKeyStrides key_strides(const fdm_problem &p, const fdm_tensor &t) {
   if (!present(t)) return {};
   const auto stride_of = [&](int dimension) { return t.shape[dimension] == 1 ? 0 : int32_t(t.stride[dimension]); };

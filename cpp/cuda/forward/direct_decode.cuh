@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Forward pass for one query over few keys (decode): latency is all that counts, so nothing waits that need not.
+// Forward pass for one query over few keys (decode). Only latency matters, so all independent loads are issued early.
 //
-// Each warp takes 32 keys at a time. K and V go straight from global memory to the registers that mma.sync reads, since
-// the order of dimensions in a product with K, and of the rows of one with V, is free: a thread loads 16 bytes where it
-// would need single elements. Both products are transposed, keys by queries and dimensions by queries, so that up to 8
-// heads take one tile. There is no plan, no list and no barrier before the results of the warps are merged. The first
-// keys of a warp are loaded beside their booleans and biases, kept or not; of later ones only those that are kept.
+// Each warp takes 32 keys at a time. K and V go directly from global memory to the registers of mma.sync: the order
+// of dimensions in the product with K, and of rows in the product with V, is free. So a thread loads 16 bytes instead
+// of single elements. Both products are transposed (keys by queries, dimensions by queries), so up to 8 heads share a
+// tile. There is no plan, no list, and no barrier before the results of the warps are merged. A warp loads its first
+// keys together with their booleans and biases, kept or not. Of later keys it loads the kept ones only.
 //
-// The warps of a block merge their results in shared memory. The blocks of a cluster send theirs to its first. Where
-// several clusters share the keys, their results are partial ones, which combine.cu merges.
+// The warps of a thread block merge their results in shared memory. The blocks of a cluster send theirs to its first
+// block. If several clusters share the keys, combine.cu merges their partial results.
 #pragma once
 
 #include "../tile/sink.cuh"
@@ -29,12 +29,12 @@ template <class ElementType, int kHeadDimension> struct DirectDecodeConfig {
 
 template <class Config> struct DirectDecodeShared {
   alignas(16) float out[kDirectWarps][kDirectRows][Config::kPitch];
-  // What the first block of a cluster gets: the results of all blocks, and {maximum, sum} of their rows.
+  // The first block of a cluster receives the results of all blocks, and {maximum, sum} of their rows.
   alignas(16) float of_block[kDirectSplits][kDirectRows][Config::kHeadDim];
   float4 top_of_block[kDirectSplits][kDirectRows];
   float maximum[kDirectWarps][kDirectRows], sum[kDirectWarps][kDirectRows];
   float sink[kDirectRows];
-  uint64_t all_there; // the barrier of the first block, complete when all results are there
+  uint64_t all_there; // the barrier of the first block, complete when all results have arrived
 };
 
 template <class Config> struct DirectDecodeWarp {
@@ -44,7 +44,7 @@ template <class Config> struct DirectDecodeWarp {
   static constexpr uint32_t kAllKeys = 0xffffffffu;
 
   const DirectDecodeParams &params;
-  int lane, row, quad; // row and place of this thread in a tile of 8 rows, of two elements
+  int lane, row, quad; // row of this thread in a tile of 8 rows, and pair of its elements
   int rows;            // that exist
   int32_t keys;        // of the sequence
   int32_t first_own, step_of_keys;
@@ -54,7 +54,7 @@ template <class Config> struct DirectDecodeWarp {
   ScoreView bias;
 
   uint4 q[kKeyLoads], k[kSteps][2][kKeyLoads], v[kSteps][4][kValueLoads];
-  // Dimensions 64 i + 8 row + 2 d and the next, of query 2 quad and of the next query in turns.
+  // out[i][d]: dimension 64 i + 8 row + 2 d of queries 2 quad and 2 quad + 1, then the next dimension of both.
   float out[kValueLoads][4][4];
   float maximum[2], sum[2];
 
@@ -78,7 +78,7 @@ template <class Config> struct DirectDecodeWarp {
             params.bias_strides.key, params.bias_dtype, false};
   }
 
-  // Facts about a key of this thread, in the layout of memory.
+  // Facts about a key of this thread, as stored in memory.
   struct KeyBits {
     uint32_t kept, bias;
   };
@@ -90,7 +90,7 @@ template <class Config> struct DirectDecodeWarp {
     if (params.bias) bits.bias = bias.load_bits(key);
     return bits;
   }
-  // The bias of the key to base 2; -inf if it is dropped.
+  // The base-2 bias of the key; -inf if it is dropped.
   __device__ float key_shift(const KeyBits &bits) const {
     if (bits.kept == 0) return -INFINITY;
     return params.bias ? to_base_2(bias.convert(bits.bias)) : 0.0f;
@@ -105,8 +105,8 @@ template <class Config> struct DirectDecodeWarp {
 #pragma unroll
     for (int i = 0; i < kKeyLoads; ++i) q[i] = load(q_row + 32 * i, has_query && has_chunk(4 * i + quad));
   }
-  // Bit j of `live`: key first + j is to be loaded. Of K this thread has keys 8 n + row, and of V 2 quad + 8 n and the
-  // next.
+  // Loads key first + j if bit j of `wanted` is set. A thread has the keys 8 n + row of K, and 2 quad + 8 n and the
+  // next of V.
   __device__ void load_keys(int32_t first, uint32_t wanted) {
     wanted >>= row;
 #pragma unroll
@@ -145,7 +145,7 @@ template <class Config> struct DirectDecodeWarp {
           for (int i = 0; i < kValueLoads; ++i) v[step][n][i] = uint4{};
   }
 
-  // Scores of keys 16 step + row and, from i = 2 on, + row + 8, for query 2 quad + i % 2; to base 2.
+  // Base-2 scores of query 2 quad + i % 2: of keys 16 step + row, and from i = 2 on, of 16 step + row + 8.
   using Scores = float[kSteps][4];
   __device__ void multiply_keys(Scores &scores) const {
 #pragma unroll
@@ -174,7 +174,7 @@ template <class Config> struct DirectDecodeWarp {
       }
   }
 
-  // Makes probabilities of the scores, relative to the running maximum, which follows them.
+  // Turns the scores into probabilities relative to the running maximum, which is updated.
   __device__ void softmax(Scores &scores, bool first) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -204,7 +204,7 @@ template <class Config> struct DirectDecodeWarp {
         }
     }
   }
-  // Over the threads that hold a column of an accumulator.
+  // Reduce over the threads that hold a column of an accumulator.
   __device__ static float column_max(float x) {
 #pragma unroll
     for (int across = 4; across < 32; across *= 2) x = fmaxf(x, __shfl_xor_sync(kAllKeys, x, across));
@@ -298,13 +298,13 @@ template <class Config> struct DirectDecodeWarp {
   }
 };
 
-// Four elements of a result, not normalized, and the maximum and sum of their row, to base 2.
+// Four elements of an unnormalized result, with the base-2 maximum and the sum of their row.
 struct DecodedPart {
   float4 value;
   float maximum, sum;
 };
 
-// Merges parts in their order: part(i) for i < count, of which there are kRoom at most.
+// Merges part(i) for i < count in order; count is at most kRoom.
 template <int kRoom, class Part> __device__ __forceinline__ DecodedPart merge_parts(int count, const Part &part) {
   float top = -INFINITY;
 #pragma unroll
@@ -380,7 +380,7 @@ __global__ void __launch_bounds__(32 * kDirectWarps, 1)
   {
     DirectDecodeWarp<Config> warp(params, place);
     ptx::wait_for_kernel_ahead();
-    ptx::start_dependents(); // no sooner, so that one kernel at most waits beside the one that is at work
+    ptx::start_dependents(); // not earlier, so that at most one kernel waits beside the running one
     if (params.packed) {
       place.find_sequence(params);
       warp.find_tensors(place);

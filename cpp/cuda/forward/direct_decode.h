@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What the host hands to the kernel for one query and few keys. It is made of numbers of 32 bits that the host has
-// worked out, since a block has little more to do than to find its tensors.
+// The parameters of the kernel for one query and few keys. The host precomputes 32-bit numbers, since a thread block
+// does little more than find its tensors.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,8 +11,8 @@
 
 namespace fdm::cuda {
 
-// Blocks of a cluster. Not every GPU has clusters of more than 8, which a kernel must ask for (CUDA programming guide,
-// thread block clusters).
+// The most thread blocks of a cluster. Not every GPU supports more than 8, and a kernel must request more (CUDA
+// programming guide, thread block clusters).
 constexpr int kDirectSplits = int(kRouteTable.direct_splits);
 
 struct DirectDecodePlace;
@@ -22,7 +22,7 @@ struct DirectStrides {
   int32_t batch, row, head;
   __device__ int64_t offset(const DirectDecodePlace &place, int32_t row_index, int32_t head_index) const;
 };
-// Strides of a mask or bias, in elements. One of `block` and `kv_head` is 0, or both.
+// Strides of a mask or bias, in elements. At least one of `block` and `kv_head` is 0.
 struct DirectKeyStrides {
   int32_t batch, block, kv_head, key;
   __device__ int64_t offset(const DirectDecodePlace &place) const;
@@ -31,7 +31,7 @@ struct DirectKeyStrides {
 struct DirectDecodeParams {
   const uint16_t *q, *k, *v;
   uint16_t *out;
-  uint8_t *out_rest; // of the strides of out; null: not wanted
+  uint8_t *out_rest; // with the strides of out; null: not requested
   float *lse;
   const uint8_t *mask; // null: absent
   const void *bias;    // null: absent
@@ -41,24 +41,24 @@ struct DirectDecodeParams {
   int32_t bias_dtype;
   int64_t sequences;
   int32_t heads, group;              // query heads, and those of a KV head
-  int32_t rows;                      // heads of a block; the last one of a group may have fewer
+  int32_t rows;                      // heads of a thread block; the last one of a group may have fewer
   int32_t blocks, blocks_of_kv_head; // of a sequence, and of one of its KV heads, without splits
   int32_t keys, head_dim, splits, warps;
   int32_t parts;     // clusters that share the work of a block; combine.cu merges their results
   Partials partials; // parts > 1
   ScoreFactors factors;
   bool capped;
-  bool packed; // as cu_seqlens say
+  bool packed; // varlen, by cu_seqlens
   fdm_tensor cu_seqlens_q, cu_seqlens_k;
   PackedRoom room;
 };
 
-// The part of the problem that a block computes.
+// The part of the problem that a thread block computes.
 struct DirectDecodePlace {
-  int32_t batch, block, head, kv_head, rows; // block: of its sequence; the first head, and how many
+  int32_t batch, block, head, kv_head, rows; // block: index in its sequence; head: the first of `rows` heads
   int32_t first_query, first_key, keys;
   int32_t part;
-  bool exists; // true if there is a query
+  bool exists; // there is a query
 
   __device__ __forceinline__ DirectDecodePlace(const DirectDecodeParams &params, uint32_t number) {
     const uint32_t index = params.parts == 1 ? number : number / uint32_t(params.parts);
@@ -74,7 +74,7 @@ struct DirectDecodePlace {
     exists = true;
   }
 
-  // Finds the sequence of a packed batch. What comes before reads no memory, and need not wait for the kernel ahead.
+  // Finds the sequence of a packed batch. The constructor reads no memory, so it does not wait for the kernel ahead.
   __device__ __forceinline__ void find_sequence(const DirectDecodeParams &params) {
     const Sequence s = packed_sequence(params.cu_seqlens_q, params.cu_seqlens_k, batch, params.room);
     batch = 0;

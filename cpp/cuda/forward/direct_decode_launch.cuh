@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The launch of a direct_decode instantiation. Generated files hold nothing but an include of this and a line for each.
+// The launch of a direct_decode instantiation. Generated files contain only an include of this file and one line for
+// each.
 #pragma once
 
 #include "../host/launch.cuh"
@@ -7,8 +8,8 @@
 
 namespace fdm::cuda {
 
-// The splits of a block are a cluster. All clusters have to run at the same time, and how many do only the driver
-// knows, of a kernel.
+// Finds the most splits for which all clusters run at the same time. The splits of a block are a cluster. Only the
+// driver knows how many clusters of a kernel fit.
 template <class Config> cudaError_t running_splits(const DirectDecodeLaunch &work, int32_t *splits) {
   for (*splits = work.route.direct.most_splits; *splits > 1; --*splits) {
     int64_t most = 0;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The host side of the forward pass: it fills in the parameters of the kernel that the route names, and launches it.
+// The host side of the forward pass: fills in the parameters of the kernel that the route names, and launches it.
 #include "forward.h"
 
 #include "../host/dispatch.h"
@@ -14,7 +14,7 @@
 namespace fdm::cuda {
 namespace {
 
-// Describes the boxes of a route. False if the driver knows none of the tensors' strides.
+// Makes the tensor maps of a route. Returns false if the driver rejects the strides of a tensor.
 bool make_boxes(const fdm_problem &p, const ForwardRoute &route, BoxMaps *maps) {
   return make_row_map(p.q, p.head_dim, route.tile_rows, &maps->q) &&
          make_row_map(p.k, p.head_dim, route.tile_columns, &maps->k) &&

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Forward pass with mma.sync: one thread block for a tile of query rows of one head.
+// Forward pass with mma.sync: one thread block for each tile of query rows of one head.
 //
-// The block walks the tile's columns, kColumns at a time. V of a block is fetched while its scores are computed and
-// turned into probabilities; K of the next while these are multiplied with V. Rows of K and V are gathered one by one,
-// so kept keys cost the same wherever they lie. Full columns come first, so only the last blocks test which rows keep
-// what. A bias per query is copied a block ahead, by each warp for its rows.
+// The mainloop takes kColumns columns of the tile at a time. V of a block is copied while its scores and
+// probabilities are computed; K of the next block is copied during the product with V. Rows of K and V are gathered
+// one by one, so kept keys cost the same wherever they are. Full columns come first, so only the last blocks test
+// which rows keep a key. Each warp copies a bias per query for its rows one block ahead.
 //
-// Where scores are linear in it, a bias per key is what the sums of Q K' begin with. Only the first block looks for the
-// maximum of its rows: it mostly stays, and sums of probabilities show where it does not. The scores are then computed
-// again, and K stays until that is known.
+// If scores are linear in a bias per key, the accumulators of Q K' start from it. Only the first block searches the
+// maximum of its rows. It mostly stays; sums of probabilities show if it does not. The scores are then computed
+// again, so K stays until that is known.
 //
-// Where a whole group's queries fit one tile (decode), the rows of the tile are those of all heads of the group, which
-// read the gathered keys once. Then the columns may also be divided over several blocks (splits), merged by combine.cu.
+// If the queries of a whole GQA group fit one tile (decode), the tile's rows are those of all heads of the group,
+// which share the gathered keys. The columns may then be split over several thread blocks, merged by combine.cu.
 #pragma once
 
 #include <type_traits>
@@ -55,7 +55,7 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
   static constexpr int kRowTiles = Config::kRowTiles, kColumns = Config::kColumns, kHeadDim = Config::kHeadDim;
   using Rows::out, Rows::params, Rows::scores, Rows::softmax, Rows::task;
 
-  // Facts about a column before its turn.
+  // The facts about a column that are fetched early.
   struct KeyAndBias {
     int32_t key;
     uint32_t bias_bits;
@@ -79,7 +79,7 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
 
   __device__ bool aligned() const { return !Config::kGeneral || params.aligned; }
 
-  // This needs no task, and is done while the task is made.
+  // Needs no task, so it runs while the task is made.
   __device__ void load_queries(const Sequence &s, int64_t head, int64_t first_row) const {
     const fdm_tensor &q = params.p.q;
     const auto *first = static_cast<const uint16_t *>(q.data) + row_offset(q, s, first_row, head);
@@ -109,7 +109,7 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
     copy_own_rows<16 * kRowTiles>(shared.sBias, params.p.bias, *task, ring.slot(block).key);
   }
 
-  // Where a block of the walk lies among the columns.
+  // The index among the columns of a block of the walk.
   __device__ int place(int block) const {
     if constexpr (Config::kGeneral) return block;
     return column_block(task->columns, block);
@@ -133,7 +133,7 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
     clear(scores);
     gemm_ss<Element, kHeadDim>(scores, q_fragment, k_fragment);
     if constexpr (Config::kGeneral) {
-      ptx::cp_async_wait<1>(); // the bias is there; V may not be
+      ptx::cp_async_wait<1>(); // the bias is complete; V may not be
       __syncwarp();
     }
     finish_scores(block);
@@ -148,7 +148,7 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
     softmax();
   }
 
-  // The same where scores are linear in the bias. Returns whether the maxima of this warp's rows can stay as they are.
+  // The same if scores are linear in the bias. Returns whether the maxima of this warp's rows stay valid.
   __device__ bool make_quickly(int block, bool is_first) {
     const typename Ring::Slot &slot = ring.slot(block);
     const float scale = params.factors.scale;
@@ -171,12 +171,12 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
     return false;
   }
 
-  // The column that this thread looks up of the batch of blocks that begins with `block`.
+  // This thread's column in the batch of blocks that begins with `block`.
   __device__ int column(int block) const {
     const int thread = int(threadIdx.x);
     return place(block + thread / kColumns) * kColumns + thread % kColumns;
   }
-  // Its key comes to shared memory a batch ahead, where it takes no register. Only this thread reads it.
+  // Copies the column's key to shared memory a batch ahead, so it takes no register. Only this thread reads it.
   __device__ void fetch_key(int block) const {
     const TileColumns &columns = task->columns;
     const int c = column(block);
@@ -186,7 +186,7 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
     else
       next = c < columns.count ? key_of_run(columns, c) : -1;
   }
-  // Most columns are full. Facts about the rows of others are not prefetched, since they take registers.
+  // Most columns are full. The row facts of other columns are not prefetched, since they take registers.
   __device__ Entry fetch(int block) const {
     const ScoreView bias = task->bias;
     const int32_t key = shared.next_key[threadIdx.x];
@@ -232,7 +232,7 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
       if (begin < end) load_row_bias(begin);
       ptx::cp_async_fence();
     }
-    if (begin != batch) ptx::cp_async_wait<0>(); // a split's first block may look up a batch: its keys must be there
+    if (begin != batch) ptx::cp_async_wait<0>(); // a split's first block may look up a batch and need its keys
     for (int block = begin; block < end; ++block) {
       const int ahead = block + 1;
       const bool looks_up = ahead % Ring::kBlocksAtOnce == 0 && ahead < end;
@@ -242,13 +242,13 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
         fetch_key(ahead + Ring::kBlocksAtOnce);
       }
       ptx::cp_async_wait<Config::kGeneral ? 1 : 0>(); // the bias may take longer
-      __syncthreads(); // K of this block is there; no thread reads V of the last one any more
+      __syncthreads(); // K of this block is complete; all reads of the previous V are too
       load_keys<true>(block);
       ptx::cp_async_fence();
       if (looks_up) store(ahead, entry);
       make_probabilities(block, block == shared.first_block);
       ptx::cp_async_wait<0>();
-      __syncthreads(); // V is there; no thread reads K any more
+      __syncthreads(); // V is complete; all reads of K are too
       if (ahead < end) load_keys<false>(ahead);
       ptx::cp_async_fence();
       if constexpr (Config::kGeneral) {
@@ -261,8 +261,8 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
     this->finish();
   }
 
-  // The epilogue writes normalized rows and their lse. A warp rounds its rows to where those of Q were, which no other
-  // reads, and writes them 16 bytes at a time where they allow it.
+  // The epilogue writes normalized rows and their LSE. A warp rounds its rows into the place of its rows of Q, which
+  // no other warp reads, and writes them 16 bytes at a time if they are aligned.
   __device__ void write() {
     const int lane = threadIdx.x % 32, first = this->row(0, 0) - lane / 4;
     const int there = int(min64(task->s.q_count - task->first_row, Config::kRows));
@@ -292,12 +292,12 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
     __syncwarp();
     write_rows<RowPart::rounded>(params.a.out, first, there);
     if (!present(params.a.out_rest)) return;
-    __syncwarp(); // no lane reads the rows of out any more
+    __syncwarp(); // all lanes have read the rows of out
     store_packed<Tile>(out, q_base, first, 0, [](float low, float high) { return pack_rests<Element>(low, high); });
     __syncwarp();
     write_rows<RowPart::rest>(params.a.out_rest, first, there);
   }
-  // Without a kept key the output is 0, also where a value that other rows keep is not finite.
+  // Without a kept key the output is 0, even if a value that other rows keep is non-finite.
   __device__ void clear_blank_rows() {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)
@@ -336,13 +336,13 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
   }
 };
 
-// Where a thread block lies in the problem. Numbers of blocks fit 32 bits.
+// The position of a thread block in the problem. Numbers of blocks fit 32 bits.
 struct ForwardPlace {
   int64_t sequence_index, head, tile;
   int split;
 
-  // The heads that go together go fastest, and those of a group meet in L2. The last tiles, which a causal mask makes
-  // the longest, come first.
+  // The heads of a TileOrder group vary fastest, so heads of a GQA group meet in L2. The last tiles, the longest with
+  // a causal mask, come first.
   __device__ explicit ForwardPlace(const ForwardParams &params) {
     const auto of_tile = static_cast<uint32_t>(params.heads_per_tile),
                heads = static_cast<uint32_t>(params.order.heads);
@@ -376,7 +376,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   if (first_row >= s.q_count) return;
   ForwardBlock<Config> block(params, shared);
   block.load_queries(s, place.head, first_row);
-  // A thread of each warp makes a part of the task.
+  // One thread of each warp makes a part of the task.
   ForwardTask &task = shared.task;
   if (threadIdx.x == 0) {
     find_columns(task.columns, p, params.plan, s, place.sequence_index, place.head, first_row / kTileRows);
@@ -409,7 +409,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
 
   const int blocks = (shared.task.columns.count + Config::kColumns - 1) / Config::kColumns;
   int begin = 0, end = blocks;
-  if (params.splits > 1) { // there are at most 32
+  if (params.splits > 1) { // at most 32 splits
     begin = int(uint32_t(blocks) * uint32_t(place.split) / uint32_t(params.splits));
     end = int(uint32_t(blocks) * uint32_t(place.split + 1) / uint32_t(params.splits));
   }

@@ -18,20 +18,20 @@ struct ForwardParams {
   fdm_problem p;
   fdm_forward_args a;
   Plan plan;
-  ScoreFactors factors;   // made once, since a division on the device takes registers throughout the mainloop
-  float bias_factor;      // makes a bias to base 2 one in units of q.k; 0: scores are not linear in q.k
+  ScoreFactors factors;   // made on the host, since a device division takes registers throughout the mainloop
+  float bias_factor;      // converts a base-2 bias to units of q.k; 0: scores are not linear in q.k
   int32_t tiles;          // tiles of the longest sequence
   int32_t heads_per_tile; // 1, or the heads of a group
   TileOrder order;
-  // Rows of a tile divided by heads_per_tile are the high 16 bits of a product with this, since both are at most 128.
+  // row / heads_per_tile is the high 16 bits of row * heads_reciprocal, since both are at most 128.
   uint32_t heads_reciprocal;
   int32_t splits;
-  bool finds_keys;        // decode.cuh: blocks list the keys of the mask that they keep, there is no plan
+  bool finds_keys;        // decode.cuh: there is no plan; thread blocks list the kept keys of the mask
   bool merges_in_cluster; // decode.cuh: the splits are a cluster
   Partials partials;      // splits > 1
   uint32_t *tickets;      // of a persistent kernel: a counter of tiles, 0 at first; null: their order is fixed
   RowPlaces rows;
-  bool aligned; // what rows_are_aligned says of q, k, v and out
+  bool aligned; // rows_are_aligned() of q, k, v and out
 };
 
 struct BoxMaps;
@@ -43,7 +43,7 @@ struct ForwardLaunch {
   const BoxMaps *maps; // of a route that copies boxes
 };
 
-// Launches one instantiation, which serves head dimensions up to kHeadDim.
+// Launches one instantiation, for head dimensions up to kHeadDim.
 template <class Element, int kHeadDim> cudaError_t launch_forward(const ForwardLaunch &work, cudaStream_t stream);
 
 // direct_decode.cu: one query that reads keys directly.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The launch of a forward instantiation, as a route tells. Generated files hold nothing but an include of this and a
-// line for each.
+// The launch of the forward instantiation that a route selects. Generated files contain only an include of this file
+// and one line for each.
 #pragma once
 
 #include "../host/dispatch.h"
@@ -99,7 +99,7 @@ template <class Element, int kHeadDim> cudaError_t launch_forward(const ForwardL
   case ForwardKernel::general:
     if constexpr (kServesRareCalls<kHeadDim>) return launch_general<Element, kHeadDim>(work, stream);
     break;
-  case ForwardKernel::usual: // rare beside the kernels with wgmma
+  case ForwardKernel::usual: // rare beside the wgmma kernels
     if constexpr (FDM_TILE_ARCH != 90 || kServesRareCalls<kHeadDim>)
       return launch_usual<Element, kHeadDim>(work, stream);
     break;

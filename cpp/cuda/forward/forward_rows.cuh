@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The elementwise work of the forward pass on a row tile, between the matrix products: scale, softcap, bias, mask, the
-// running softmax, and the epilogue.
+// The elementwise work of the forward pass on a row tile, between the matrix products: scale, softcap, bias, mask,
+// running softmax and epilogue.
 //
-// Accumulators are those of mma.sync and wgmma alike: kRowTiles tiles of 16 rows to each warp.
+// The accumulator layouts of mma.sync and wgmma are the same: kRowTiles tiles of 16 rows for each warp.
 #pragma once
 
 #include "../tile/key_ring.cuh"
@@ -15,8 +15,7 @@
 
 namespace fdm::cuda {
 
-// The part of out that is stored: rounded elements, or what rounding leaves of them; both have 16 bits in registers and
-// shared memory.
+// The stored part of out: rounded elements, or their rests. Both have 16 bits in registers and shared memory.
 enum class RowPart { rounded, rest };
 template <RowPart kPart> using StoredPart = std::conditional_t<kPart == RowPart::rounded, uint16_t, uint8_t>;
 
@@ -28,17 +27,17 @@ template <RowPart kPart> __device__ __forceinline__ void store_part(StoredPart<k
     *reinterpret_cast<uint2 *>(to) = {joined_rests(words[0], words[1]), joined_rests(words[2], words[3])};
 }
 
-// What biases are relative to where products begin with them, to base 2. Scores that a product has added the bias to
-// have errors of some units in the last place of what they are relative to it, each 2^-13 at 2^10; P is rounded to
-// 2^-11 of itself in float16. So quick_softmax() takes running maxima from -kFarthest to `highest` relative to the
-// reference only.
+// The base-2 reference of biases if products start from them. Such scores have errors of a few units in the last
+// place of their value relative to the reference: 2^-13 each at 2^10. P in float16 is rounded to 2^-11 of itself. So
+// quick_softmax() accepts only running maxima from -kFarthest to `highest` relative to the reference.
 struct BiasReference {
   static constexpr float kFarthest = 1024.0f, kNear = 512.0f, kLargest = 0x1p20f;
   float value = 0.0f, highest = kFarthest;
 
   BiasReference() = default;
-  // A reference far from 0, of which rows keep none that are much lower. They may keep a larger one, nearer to 0: such
-  // a maximum is not to have larger errors than without a reference. Near 0 there is none, nor of what is no number.
+  // The reference for a bias far from 0, if rows keep no much lower bias. Rows may keep a larger one, nearer to 0:
+  // `highest` limits such a maximum, so that its errors do not exceed those without a reference. Near 0, beyond
+  // kLargest and for NaN, there is none.
   __device__ static BiasReference of(float bias) {
     BiasReference own;
     if (!(fabsf(bias) > kNear && fabsf(bias) < kLargest)) return own;
@@ -48,7 +47,7 @@ struct BiasReference {
   }
 };
 
-// A block's part of the problem. It lies in shared memory: it is read seldom, and registers are scarce.
+// A thread block's part of the problem. It lies in shared memory: it is read seldom, and registers are scarce.
 struct ForwardTask {
   Sequence s;
   int64_t sequence_index;
@@ -58,14 +57,14 @@ struct ForwardTask {
   int split;
   TileColumns columns;
   ScoreView bias;
-  float sink; // of `head`, as sink_score has it: loaded here, it is there when the epilogue needs it
+  float sink; // sink_score() of `head`, loaded early for the epilogue
   BiasReference reference;
-  // What ForwardRows::write_16_bytes reads: the first row of the block, and the number of its rows.
+  // For ForwardRows::write_16_bytes: the first row of the block in out and lse, and the number of its rows.
   void *out;
   float *lse;
   int32_t rows;
 
-  // All but the columns, for one head: rows of a sequence from `first` on.
+  // Sets all but the columns, for one head: rows of a sequence from `first` on.
   __device__ void set(const ForwardParams &params, const Sequence &sequence, int64_t number, int64_t own_head,
                       int64_t first) {
     const fdm_problem &p = params.p;
@@ -80,16 +79,16 @@ struct ForwardTask {
     set_results(params);
   }
 
-  // Kernels look for the maxima of their rows in the first block only, and take few that are far from the reference. So
-  // where biases rise with the column by more than a maximum may fall behind, blocks are walked from the last to the
-  // first; and the reference is what is nearest to 0 of the largest biases that rows keep, by those of the first and
-  // last columns. Columns and bias have been set.
+  // Sets the direction of the walk and the reference. Kernels search the maxima of rows in the first block only, and
+  // accept few maxima far from the reference. So if biases rise with the column by more than kRise, the distance that
+  // a maximum may fall behind, blocks are walked from last to first. The reference is the value nearest to 0 of the
+  // largest biases that rows keep, judged by the first and last columns. `columns` and `bias` must be set.
   template <int kColumns> __device__ void order_by_bias() {
     constexpr float kRise = 8.0f;
-    constexpr int kListedColumns = 2048; // with fewer, the loads take longer than a walk in the other direction spares
+    constexpr int kListedColumns = 2048; // with fewer, the loads take longer than the reversed walk saves
     reference = {};
     if (!bias.data || bias.rows || columns.full == 0 || (columns.key_list && columns.count < kListedColumns)) return;
-    // The loads of all three are under way together.
+    // All three loads overlap.
     const int32_t places[3] = {0, columns.full - 1, columns.count - 1};
     int32_t keys[3];
     uint32_t bits[3];
@@ -112,9 +111,9 @@ struct ForwardTask {
   }
 };
 
-// The rows of a warp: usual and general ones may be of several heads. In a decode kernel all warps of the block have
-// the same rows, and each its own columns. With one_head, heads_per_tile is 1 and the block's tile is the plan's. With
-// one_query, rows are heads, and queries take the place of heads: strides of Q and of the results are exchanged
+// The rows of a warp. usual, general: rows may be of several heads. decode: all warps of the block have the same
+// rows, and each its own columns. one_head: heads_per_tile is 1, and the block's tile is that of the plan. one_query:
+// rows are heads, and queries take the place of heads, with exchanged strides of Q and of the results
 // (lists/sm90/forward.cuh).
 enum class RowsOf { usual, general, decode, one_head, one_query };
 
@@ -139,12 +138,12 @@ struct ForwardRows : RunningRows<Element, kRowTileCount, kColumnTileCount, kDimT
   __device__ int64_t head(int r) const {
     return task->head + (kOneHead ? 0 : r - query_of_block(r) * params.heads_per_tile);
   }
-  // Row r of the block in a (B, rows, heads, D) tensor, from the first of the block on, in elements.
+  // The offset in elements of row r from the first row of the block, in a (B, rows, heads, D) tensor.
   __device__ int64_t offset_in_block(const fdm_tensor &t, int r) const {
     const uint32_t query = query_of_block(r), head = uint32_t(r) - query * params.heads_per_tile;
     return query * t.stride[1] + head * t.stride[2];
   }
-  // The same row in the plan's tile, which several blocks may share.
+  // The same row in the plan's tile, which several thread blocks may share.
   __device__ int row_of_tile(int r) const { return kOneHead ? r : int(query(r) - task->columns.first_row); }
   __device__ bool exists(int r) const { return query(r) < task->s.q_count; }
   // The row of the block that this thread accumulates in tile m of the warp, half 0 or 1.
@@ -152,9 +151,9 @@ struct ForwardRows : RunningRows<Element, kRowTileCount, kColumnTileCount, kDimT
     return (kSharedRows ? 0 : threadIdx.x / 32 * (16 * kRowTiles)) + 16 * m + accumulator_row(half);
   }
 
-  // Makes the scores scaled, capped and biased, to base 2, and -inf where a pair is not kept. `partial` says that some
-  // pairs may not be kept. row_bias reads a bias per query, as RowBiasReader does; what it returns for absent rows and
-  // keys is ignored.
+  // Applies scale, softcap and bias to the scores, to base 2, and sets dropped pairs to -inf. `partial`: some pairs
+  // may be dropped. row_bias reads a bias per query, like RowBiasReader; its values for absent rows and keys are
+  // ignored.
   template <class Slot, class RowBias>
   __device__ void finish_scores(const Slot &slot, bool partial, const RowBias &row_bias) {
     if (params.p.softcap > 0)
@@ -207,7 +206,7 @@ struct ForwardRows : RunningRows<Element, kRowTileCount, kColumnTileCount, kDimT
     else
       drop_columns_of<false>(slot);
   }
-  // kSameHead says that all rows of the block are of one head: a warp's are then in the same word.
+  // kSameHead: all rows of the block are of one head, so those of a warp share a word.
   template <bool kSameHead, class Slot> __device__ void drop_columns_of(const Slot &slot) {
     static_assert(kRowTiles <= 2, "a word has the bits of 32 rows");
     int rows[kRowTiles][2];
@@ -232,11 +231,11 @@ struct ForwardRows : RunningRows<Element, kRowTileCount, kColumnTileCount, kDimT
     }
   }
 
-  // A row's sum of a thread that quick_softmax() gives where no score exceeds the maximum by more than kSlack.
+  // The largest sum of a thread and row in quick_softmax() if no score exceeds the maximum by more than kSlack.
   static constexpr float kSumLimit = 2 * kColumnTiles * 256.0f;
   static_assert(kSlack == 8.0f);
 
-  // Makes the maximum that of these products, which `scale` makes scores to base 2 relative to the reference.
+  // Sets the maximum to that of these products. `scale` converts them to base-2 scores relative to the reference.
   __device__ void find_maximum(float scale, const BiasReference &reference) {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)
@@ -250,16 +249,16 @@ struct ForwardRows : RunningRows<Element, kRowTileCount, kColumnTileCount, kDimT
       }
   }
 
-  // Turns products, which `scale` makes scores to base 2 relative to the reference, into probabilities relative to the
-  // running maximum as it is. `added` becomes their sums, which are not added yet. If one is more than kSumLimit or
-  // NaN, the maximum has to be looked for.
+  // Turns products into probabilities relative to the current running maximum. `scale` converts products to base-2
+  // scores relative to the reference. `added` receives the sums, which are not added yet. If one exceeds kSumLimit or
+  // is NaN, the maximum must be searched.
   __device__ void quick_softmax(float scale, const BiasReference &reference, float (&added)[2 * kRowTiles]) {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float top = maximum[m][half] - reference.value;
-        // Where a row has no maximum yet, any score makes infinity.
+        // If a row has no maximum yet, any score makes infinity.
         const float shift = top >= -BiasReference::kFarthest && top <= reference.highest ? top
                             : top == -INFINITY                                           ? -3.4e38f
                                                                                          : NAN;
@@ -282,7 +281,7 @@ struct ForwardRows : RunningRows<Element, kRowTileCount, kColumnTileCount, kDimT
     for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        // A NaN in the query of a row that keeps nothing reaches the sum: its keys are zeros here, or masked by adding
+        // A row without a kept key has a NaN sum if its query has a NaN: its keys are zeros here, or masked by adding
         // -inf.
         if (isnan(sum[m][half]) && !keeps_any(row(m, half))) clear_row(m, half);
       }
@@ -295,9 +294,9 @@ struct ForwardRows : RunningRows<Element, kRowTileCount, kColumnTileCount, kDimT
     for (int d = 0; d < kDimTiles; ++d) out[m][d][2 * half] = out[m][d][2 * half + 1] = 0.0f;
   }
 
-  // Whether row r keeps a key. Where it does, the first column mostly tells.
+  // Whether row r keeps a key. If it does, the first column mostly shows it.
   __device__ bool keeps_any(int r) const {
-    if constexpr (kOneQuery) return true; // listed columns without a key are dropped by their words
+    if constexpr (kOneQuery) return true; // the words drop listed columns without a key
     const TileColumns &columns = task->columns;
     const int tile_row = row_of_tile(r), part = tile_row / 32;
 #pragma unroll 1
@@ -320,7 +319,7 @@ struct ForwardRows : RunningRows<Element, kRowTileCount, kColumnTileCount, kDimT
     return params.heads_per_tile == 1 ? task->sink : sink_score(params.p, head(r), task->bias);
   }
 
-  // The epilogue of kernels of one head whose rows can be written 16 bytes at a time: normalized rows, and their lse.
+  // The epilogue of kernels of one head whose rows can be written 16 bytes at a time: normalized rows and their LSE.
   __device__ void write_16_bytes() const {
     store_rows<RowPart::rounded>(task->out);
     if (!present(params.a.out_rest)) return;
@@ -328,7 +327,7 @@ struct ForwardRows : RunningRows<Element, kRowTileCount, kColumnTileCount, kDimT
     store_rows<RowPart::rest>(static_cast<uint8_t *>(params.a.out_rest.data) + place);
   }
 
-  // Rounded rows and their lse, or the rests of the rows. Nothing but the sums lives from one to the other.
+  // Stores rounded rows and their LSE, or the rests of the rows. Only the sums stay live between the two calls.
   template <RowPart kPart> __device__ void store_rows(void *first_row) const {
     static_assert(kOneHead && kRowTiles == 1);
     const int value_dim = int(params.p.v.shape[3]);
@@ -360,7 +359,7 @@ struct ForwardRows : RunningRows<Element, kRowTileCount, kColumnTileCount, kDimT
     }
   }
 
-  // The epilogue of a split writes rows that are not normalized, with their maximum and sum.
+  // The epilogue of a split writes unnormalized rows with their maximum and sum.
   __device__ void write_partial() const {
     const int64_t rows = partial_rows(params.p);
     const int head_dim = int(params.p.head_dim);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The running softmax of the rows of a warp, and what it sums. Accumulators are those of mma.sync and wgmma alike.
+// The running softmax of the rows of a warp, and its sums. The accumulator layouts of mma.sync and wgmma are the
+// same.
 #pragma once
 
 #include "../tile/products.cuh"
@@ -8,9 +9,9 @@ namespace fdm::cuda {
 
 template <class Element, int kRowTiles, int kColumnTiles, int kDimTiles> struct RunningRows {
   static constexpr float kSlack = 8.0f;
-  // How far above the scores a maximum is put that had to follow them. Where scores rise with the key it has to follow
-  // once in several blocks, not in each. Probabilities of float16 have no exponents for that, those of bfloat16 have
-  // enough.
+  // The distance above the scores at which an updated maximum is set. If scores rise with the key, the maximum then
+  // changes once in several blocks, not in each. Probabilities in float16 have too small an exponent range for this;
+  // those in bfloat16 do not.
   static constexpr float kHeadroom = std::is_same_v<Element, __half> ? 0.0f : 48.0f;
 
   float scores[kRowTiles][kColumnTiles][4];
@@ -31,9 +32,9 @@ template <class Element, int kRowTiles, int kColumnTiles, int kDimTiles> struct 
       }
   }
 
-  // Turns the scores of a row into probabilities, relative to its running maximum. Returns the factor that scales what
-  // was summed before. The maximum follows only where it falls behind by kSlack: probabilities of up to 2^kSlack do no
-  // harm, and most blocks then need not touch the accumulators. `scale`, above 0, makes what is given scores to base 2.
+  // Turns the scores of a row into probabilities relative to its running maximum. Returns the factor that rescales
+  // earlier sums. The maximum changes only if it falls behind by kSlack: probabilities of up to 2^kSlack are
+  // harmless, and most blocks then leave the accumulators unchanged. `scale` > 0 converts the scores to base 2.
   __device__ float softmax(int m, int half, float scale = 1.0f) {
     float largest = -INFINITY;
 #pragma unroll
@@ -70,7 +71,7 @@ template <class Element, int kRowTiles, int kColumnTiles, int kDimTiles> struct 
     }
   }
 
-  // The softmax of all rows. One test for all leaves the compiler free to overlap their latencies.
+  // The softmax of all rows. A single test for all rows lets the compiler overlap their latencies.
   __device__ void softmax(float scale = 1.0f) {
     float factor[kRowTiles][2];
     bool changed = false;

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Forward pass with Hopper's wgmma: a persistent kernel, one thread block on each SM.
+// Forward pass with wgmma (Hopper): a persistent kernel with one thread block per SM.
 //
-// The kernel is warp-specialized. Lookup warps find tiles and the keys of their columns, and a producer warpgroup
-// gathers the rows of Q, K and V, as far ahead as the stages of the pipeline allow, also over the end of a tile. Where
-// the columns are consecutive keys, one warp copies boxes instead (forward_boxes.cuh). The consumers are those of
-// forward_consumer.cuh.
+// The kernel is warp-specialized. Lookup warps find tiles and the keys of their columns. A producer warpgroup gathers
+// the rows of Q, K and V as far ahead as the pipeline stages allow, also across tiles. If the columns are consecutive
+// keys, one warp copies TMA boxes instead (forward_boxes.cuh). The consumers are in forward_consumer.cuh.
 #pragma once
 
 #include "../../tile/sm90/block_lookup.cuh"
@@ -16,8 +15,8 @@
 
 namespace fdm::cuda {
 
-// Q of the next tile is loaded as late as its place becomes free, and should then be in L2. So many lookup threads ask
-// for its rows.
+// Prefetches Q of the next tile to L2, by kThreads lookup threads. Q is loaded only when its stage becomes empty, and
+// should then be in L2.
 template <class Config, int kThreads>
 __device__ void prefetch_queries(const ForwardParams &params, const ForwardTask &next) {
   const fdm_tensor &q = params.p.q;
@@ -30,8 +29,7 @@ __device__ void prefetch_queries(const ForwardParams &params, const ForwardTask 
   }
 }
 
-// Loads Q of a task, as many rows at a time as a block has columns: a thread then needs no more registers than for a
-// block.
+// Loads Q of a task, kColumns rows at a time. A thread then needs no more registers than for a block of K.
 template <class Config>
 __device__ void load_queries(const ForwardParams &params, const typename Config::Loader &tasks, char *sQ) {
   using QTile = typename Config::QTile;
@@ -45,7 +43,7 @@ __device__ void load_queries(const ForwardParams &params, const typename Config:
     const int64_t rows = min64(task.s.q_count - task.first_row - row, kRows);
     const auto sources = Gather::consecutive(reinterpret_cast<const char *>(first), params.rows.q_bytes, int(rows));
     if (row == 0) tasks.producer_acquire();
-    // What follows from it would take registers throughout the loop over tiles.
+    // Without opaque_here(), derived addresses take registers throughout the loop over tiles.
     const uint32_t tile = ptx::opaque_here(ptx::shared_address(sQ) + row * QTile::kRowBytes);
     Gather::copy(tile, sources, int(params.p.head_dim));
   }
@@ -70,7 +68,7 @@ __device__ void look_up_together(const ForwardParams &params, ForwardSharedSm90<
   }
 }
 
-// Lookup warps take turns at blocks, and one more makes tasks.
+// Lookup warps take turns at blocks, and one more warp makes tasks.
 template <class Config>
 __device__ void look_up_in_turns(const ForwardParams &params, ForwardSharedSm90<Config> &shared) {
   const int warp = Roles::lookup_warp();
@@ -94,13 +92,13 @@ __device__ void produce_forward(const ForwardParams &params, ForwardSharedSm90<C
   for (; tasks.wait(); tasks.advance()) {
     const ForwardTask &task = tasks.current();
     const char *first_k = RowPlaces::rows(p, p.k, params.rows.k_bytes, task.s, task.kv_head).first;
-    // Read from shared memory each time, their number takes no register.
+    // Read from shared memory each time, so that the number of blocks takes no register.
     const auto blocks = [&] { return (tasks.current().columns.count + Config::kColumns - 1) / Config::kColumns; };
 #pragma unroll 1
     for (int block = 0; block == 0 || block < blocks(); ++block) {
       keys.load(first_k, block < blocks());
       if (block > 0) continue;
-      // K of the first block need not wait until there is room for Q.
+      // K of the first block does not wait for an empty stage of Q.
       keys.first_v = RowPlaces::rows(p, p.v, params.rows.v_bytes, task.s, task.kv_head).first;
       load_queries<Config>(params, tasks, shared.sQ[tasks.stage()]);
       tasks.producer_commit();
@@ -110,7 +108,7 @@ __device__ void produce_forward(const ForwardParams &params, ForwardSharedSm90<C
   tasks.producer_tail();
 }
 
-// Columns of which a plan has the keys.
+// Columns whose keys are in a plan.
 template <class ConfigType> struct GatheredColumns {
   using Config = ConfigType;
   using Params = ForwardParams;
@@ -128,8 +126,8 @@ template <class ConfigType> struct GatheredColumns {
   }
 };
 
-// The lookup and producer warps are those of GatheredColumns, of BoxColumns (forward_boxes.cuh), or of ListedColumns
-// (lists/sm90/forward.cuh).
+// The forward kernel with the lookup and producer warps of GatheredColumns, of BoxColumns (forward_boxes.cuh), or of
+// ListedColumns (lists/sm90/forward.cuh).
 template <class Columns>
 __global__ void __launch_bounds__(Roles::kThreadsWithLookup, 1)
     forward_kernel_sm90(const __grid_constant__ typename Columns::Params params) {

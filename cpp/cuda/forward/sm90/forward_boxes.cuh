@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The columns of the persistent forward kernel (forward.cuh) where there is no mask: those of a tile are consecutive
-// keys. One warp copies Q, K and V as boxes, as far ahead as the stages of the pipeline allow, also over the end of a
-// tile; a lookup warpgroup finds tiles, and the bias and the rows of each key.
+// The columns of the persistent forward kernel (forward.cuh) without a mask: the columns of a tile are consecutive
+// keys. One warp copies Q, K and V as TMA boxes, as far ahead as the pipeline stages allow, also across tiles. A
+// lookup warpgroup finds tiles, and the bias and the rows of each key.
 #pragma once
 
 #include "../../tile/sm90/key_boxes.cuh"
@@ -23,7 +23,7 @@ template <class Config> __device__ void look_up_boxes(const ForwardParams &param
   keys.finish();
 }
 
-// Copies Q of the task, if it has any columns, and hands the task to the consumers.
+// Copies Q of the task if `copies`, and hands the task to the consumers.
 template <class Config>
 __device__ void copy_queries(const BoxForwardParams &params, const typename Config::Loader &tasks, const char *sQ,
                              bool copies) {
@@ -48,7 +48,7 @@ template <class Config> __device__ void copy_boxes(const BoxForwardParams &param
     for (int box = 0; box == 0 || box < boxes; ++box) {
       if (box < boxes) keys.copy(place);
       place.row += reversed ? -Config::kColumns : Config::kColumns;
-      // The first keys need not wait until there is room for Q.
+      // The first keys do not wait for an empty stage of Q.
       if (box == 0) copy_queries<Config>(params, tasks, shared.sQ[tasks.stage()], boxes > 0);
       keys.copy_behind();
     }

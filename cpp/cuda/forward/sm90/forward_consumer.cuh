@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The consumers of the persistent forward kernels for Hopper: two warpgroups that have 64 rows each. In their mainloop,
-// the scores of a block are started before the previous block's product with V, so the tensor cores work while a
-// warpgroup makes probabilities.
+// The consumers of the persistent Hopper forward kernels: two warpgroups of 64 rows each. The mainloop starts the
+// scores of a block before the previous block's product with V, so the tensor cores work while a warpgroup computes
+// probabilities.
 #pragma once
 
 #include "../../tile/sm90/bias_operand.cuh"
@@ -12,7 +12,7 @@
 
 namespace fdm::cuda {
 
-// The pipeline is a KeyStream or KeyBoxes, the task a ForwardTask or more.
+// The pipeline is a KeyStream or KeyBoxes; the task is a ForwardTask or derived from it.
 template <class ElementType, int kHeadDimension, class KeyPipelineType, int kQueryStageCount,
           RowsOf kRowsOf = RowsOf::one_head, class TaskType = ForwardTask>
 struct ForwardConfigSm90 {
@@ -23,8 +23,8 @@ struct ForwardConfigSm90 {
   static constexpr int kRows = kTileRows, kColumns = Pipeline::kColumns;
   static constexpr int kQueryStages = kQueryStageCount;
   using QTile = SmemTile<kHeadDim, kRows>;
-  // Beside narrow values there is no memory for the usual one. With the small one, blocks with a bias of -inf take the
-  // slow path of the softmax.
+  // With narrow values, shared memory has no room for BiasOperand. With SmallBiasOperand, blocks with a bias of -inf
+  // take the slow path of the softmax.
   using Bias = std::conditional_t<(kValueDim < kHeadDim), SmallBiasOperand<Element, kColumns, Pipeline::kKStages>,
                                   BiasOperand<Element, kColumns, Pipeline::kKStages>>;
   using Rows = ForwardRows<Element, 1, kColumns / 8, kValueDim / 8, kRowsOf>;
@@ -39,7 +39,7 @@ template <class Config> struct ForwardSharedSm90 {
   alignas(1024) char sQ[Config::kQueryStages][Config::QTile::kBytes];
   typename Config::Bias bias;
   typename Config::Ring tasks;
-  // The maximum and sum of two rows, of each consumer thread, while its registers hold those of the next tile.
+  // The maximum and sum of two rows of each consumer thread, while its registers hold those of the next tile.
   float4 sums[Roles::kConsumerThreads];
 
   // All threads of the block call this, before they are synchronized.
@@ -47,14 +47,13 @@ template <class Config> struct ForwardSharedSm90 {
     if (threadIdx.x == 0) {
       pipeline.init();
       tasks.init(Config::Pipeline::kQueryArrivals, Config::Pipeline::kTaskReaders);
-      ptx::fence_async_proxy(); // copies of boxes arrive at barriers
+      ptx::fence_async_proxy(); // TMA uses the barriers
     }
     bias.init();
   }
 };
 
-// Whether columns have a bias: of their keys, or of what is listed. With a branch here, ptxas would wait for each
-// product.
+// Whether columns have a bias: per key, or per list entry. With a branch here, ptxas would wait for each product.
 template <class Config> __device__ __forceinline__ bool has_column_bias(const fdm_problem &p) {
   if constexpr (!Config::Rows::kOneQuery) return present(p.bias);
   return (reinterpret_cast<uintptr_t>(p.bias.data) | reinterpret_cast<uintptr_t>(p.index_bias.data)) != 0;
@@ -90,9 +89,9 @@ __device__ __forceinline__ ForwardTaskMaker<Config> forward_task_maker(const For
   return {params.p, params.order, params.tickets, shared.tasks, {params}};
 }
 
-// The blocks of all tiles are one stream. A step starts the scores of a block and the product of the block before with
-// V, then turns the scores into probabilities while that product is computed. So the last product of a tile goes along
-// with the first scores of the next tile, and a tile is written out in the first step of the next.
+// The blocks of all tiles are one stream. A step starts the scores of a block and the previous block's product with
+// V. It turns the scores into probabilities while that product is computed. So the last product of a tile overlaps
+// the first scores of the next tile, and a tile is written out in the first step of the next.
 template <class Config> struct ForwardConsumer {
   using Element = typename Config::Element;
   using Pipeline = typename Config::Pipeline;
@@ -117,7 +116,7 @@ template <class Config> struct ForwardConsumer {
     if (group == 1) Roles::pass_turn(group);
   }
 
-  // Starts Q K', with the bias added if scores are linear in it.
+  // Starts Q K', plus the bias if scores are linear in it.
   __device__ void start_scores(const Tasks &tasks) {
     const bool folds = params.bias_factor != 0.0f && has_column_bias<Config>(params.p);
     const uint64_t k = KeyTile::descriptor(ptx::shared_address(shared.pipeline.sK[k_state.index]));
@@ -148,19 +147,18 @@ template <class Config> struct ForwardConsumer {
     ++v_state;
   }
 
-  // What comes before a block: nothing, the last block of the tile before, or a block of the same tile.
+  // The predecessor of a block: nothing, the last block of the previous tile, or a block of the same tile.
   enum class After { nothing, tile, block };
 
-  // The blocks of a task that are left, this one among them, and which may be partial: the last `limit`, or all but the
-  // last ~limit where the walk begins with the last columns.
+  // `count` blocks of a task are left, including this one. With limit >= 0, the last `limit` may be partial. With
+  // limit < 0 (the walk begins with the last columns), a block may be partial while count >= ~limit.
   struct BlocksLeft {
     int count, limit;
 
     __device__ bool may_be_partial() const { return (count ^ limit >> 31) <= limit; }
   };
 
-  // In the first block of a task these are read when they are needed: with the sums of the task before, registers are
-  // scarce.
+  // In the first block of a task, these are read on use: with the sums of the previous task, registers are scarce.
   template <After kAfter> __device__ static BlocksLeft left_of(const Tasks &tasks, const BlocksLeft &left) {
     return kAfter == After::block ? left : blocks_of(tasks.current());
   }
@@ -186,7 +184,7 @@ template <class Config> struct ForwardConsumer {
     Roles::pass_turn(group);
     ptx::warpgroup_wait<kAfter == After::nothing ? 0 : 1>();
     ptx::warpgroup_fence_operand(rows.scores[0]);
-    if (is_last<kAfter>(tasks, left)) tasks.release(); // Q of the next tile may come
+    if (is_last<kAfter>(tasks, left)) tasks.release(); // Q of the next tile may be loaded
     if constexpr (kAfter == After::tile) put_sums_aside();
     softmax<kAfter>(tasks, is_partial<kAfter>(tasks, left));
     Roles::consumer_release(pipeline.k_empty[k_state.index]);
@@ -198,11 +196,11 @@ template <class Config> struct ForwardConsumer {
     return is_last<kAfter>(tasks, left);
   }
 
-  // Turns products into probabilities, and finishes the product with V that is under way.
+  // Turns products into probabilities, and finishes the current product with V.
   //
-  // The first block of a tile gives the maximum of its rows. It mostly stays, and is not looked for in other blocks
-  // unless their sums show that it does not. That branch also keeps the wait for the product with V behind the
-  // probabilities, which ptxas would else compute after it.
+  // The first block of a tile gives the maximum of its rows. It mostly stays; other blocks search it only if their
+  // sums show that it does not. That branch also keeps the wait for the product with V behind the probabilities.
+  // Without it, ptxas computes them after the wait.
   template <After kAfter> __device__ void softmax(const Tasks &tasks, bool partial) {
     const auto &facts = shared.pipeline.facts[k_state.index];
     const bool linear = params.bias_factor != 0.0f;
@@ -234,8 +232,8 @@ template <class Config> struct ForwardConsumer {
     }
   }
 
-  // Computes the products of this warp's rows and the keys once more, without their bias. Q comes from global memory,
-  // since its tile may have been released.
+  // Recomputes the products of this warp's rows and the keys, without the bias. Q comes from global memory, since its
+  // tile may have been released.
   __device__ void scores_again(const ForwardTask &task) {
     const fdm_tensor &q = params.p.q;
     const uint32_t sK = ptx::shared_address(shared.pipeline.sK[k_state.index]);
@@ -266,7 +264,7 @@ template <class Config> struct ForwardConsumer {
     own_sums() = {rows.maximum[0][0], rows.maximum[0][1], rows.sum[0][0], rows.sum[0][1]};
   }
 
-  // The epilogue of a task, whose sums have made room for those of the next tile.
+  // The epilogue of the previous task, whose sums were put aside.
   __device__ void write_before(const ForwardTask &task) {
     const float4 sums = own_sums();
     put_sums_aside();
@@ -325,7 +323,7 @@ template <class Config> struct ForwardConsumer {
   __device__ static BlocksLeft blocks_of(const ForwardTask &task) {
     const int count = uniform(task.columns.count), full = uniform(task.columns.full);
     const int blocks = int(uint32_t(count + kColumns - 1) / kColumns);
-    const int whole = int(uint32_t(full) / kColumns); // blocks
+    const int whole = int(uint32_t(full) / kColumns); // full blocks
     return {blocks, task.columns.walk_begin >= 0 ? ~(whole + 1) : blocks - whole};
   }
 };

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Consecutive keys in the kernel of small_forward.cuh. One warpgroup has 64 query rows of a head. One thread copies Q,
-// K and V as boxes, as far ahead as there are stages. The bias and the kept rows of the columns of a block are loaded
-// two blocks ahead, and stored one ahead.
+// The columns of small_forward.cuh for consecutive keys. One warpgroup has 64 query rows of a head. One thread copies
+// Q, K and V as TMA boxes, as far ahead as the stages allow. The bias and the kept rows of a block's columns are
+// loaded two blocks ahead and stored one block ahead.
 #pragma once
 
 #include "../../tile/sm90/bias_operand.cuh"
@@ -24,14 +24,14 @@ template <class ElementType, int kHeadDimension, int kStageCount, int kBlockCoun
 template <class Config> struct SmallBoxesShared {
   static constexpr int kColumns = Config::kColumns;
   enum : int32_t { kPartial = 1, kDead = 2 }; // a row drops a column; no row keeps one
-  // The bias and the kept rows of the columns of a block.
+  // The bias and the kept rows of a block's columns.
   struct alignas(16) Facts {
-    float bias[kColumns];                        // to base 2; -inf: no row keeps the column
-    uint32_t word[Config::kRows / 32][kColumns]; // of its rows
+    float bias[kColumns];                        // base-2 bias; -inf: no row keeps the column
+    uint32_t word[Config::kRows / 32][kColumns]; // of the block's rows
     int32_t flags[kColumns / 32];                // kPartial, kDead, of each 32 columns
   };
-  // These begin at multiples of 1024 bytes, as dynamic shared memory does. If they were declared so, the size of all
-  // would be rounded up to that, and an SM had no room for the last block.
+  // These are 1024-byte aligned, since dynamic shared memory is. With alignas(1024), the size of the struct would be
+  // rounded up to 1024, and an SM would have no room for the last thread block.
   char sQ[Config::QTile::kBytes];
   char sK[Config::kStages][Config::KeyTile::kBytes], sV[Config::kStages][Config::KeyTile::kBytes];
   SmallBiasOperand<typename Config::Element, kColumns, 2> bias;
@@ -46,7 +46,7 @@ template <class Config> struct SmallBoxesShared {
     ptx::init_barrier(q_full, 1);
     for (uint64_t &barrier : k_full) ptx::init_barrier(barrier, 1);
     for (uint64_t &barrier : v_full) ptx::init_barrier(barrier, 1);
-    ptx::fence_async_proxy(); // copies of boxes arrive at them
+    ptx::fence_async_proxy(); // TMA uses them
   }
 };
 
@@ -93,7 +93,7 @@ template <class ConfigType> struct SmallBoxes : ConfigType::Rows {
     copy_whole<KeyTile>(shared.sK[stage], boxes.k, place, shared.k_full[stage]);
     copy_whole<KeyTile>(shared.sV[stage], boxes.v, place, shared.v_full[stage]);
   }
-  // The same once there is the task.
+  // The same after the task is made.
   __device__ void copy_keys(int block) const {
     copy_keys(block, {int32_t(task->s.k_begin), int32_t(task->kv_head), int32_t(task->s.batch)});
   }
@@ -111,22 +111,21 @@ template <class ConfigType> struct SmallBoxes : ConfigType::Rows {
   }
 
   __device__ bool folds_bias() const { return params.bias_factor != 0.0f && present(params.p.bias); }
-  // Whether scores are products with a factor, apart from those of dropped keys.
+  // Whether scores are scaled products, except for dropped keys.
   __device__ bool scores_are_products() const { return params.bias_factor != 0.0f && !present(params.p.bias); }
 
-  // Whether scores of a block depend on facts of its columns. Where scores are products, columns that all rows keep
-  // need none.
+  // Whether the scores of a block depend on facts of its columns. Scaled products need none for full columns.
   __device__ bool has_facts(int block) const {
     return block < blocks && (!scores_are_products() || (block + 1) * kColumns > task->columns.full);
   }
 
-  // Starts Q K', with the bias added if scores are linear in it.
+  // Starts Q K', plus the bias if scores are linear in it.
   __device__ void start_scores(int block) {
     const uint64_t q = QTile::descriptor(ptx::shared_address(shared.sQ));
     const uint64_t k = KeyTile::descriptor(ptx::shared_address(shared.sK[block % kStages]));
     ptx::warpgroup_arrive();
-    // Two products, since one whose sums may begin with what is there would never leave the registers of scores free;
-    // each ends its batch, or ptxas adds a product of its own.
+    // Two separate products: with a run-time `accumulate`, the registers of scores would stay live throughout. Each
+    // branch commits its own batch; otherwise ptxas adds a product.
     if (folds_bias()) {
       ptx::wgmma_ss<Element, ptx::Major::k, ptx::Major::k>(scores[0], shared.bias.ones_descriptor(),
                                                            shared.bias.descriptor(block % 2), false);
@@ -138,17 +137,17 @@ template <class ConfigType> struct SmallBoxes : ConfigType::Rows {
     }
   }
 
-  // What is known of a block is found by the last threads, one for each column. The first has copies to start.
+  // The last threads find the facts of a block, one column each. The first thread has copies to start.
   static constexpr int kFirstFinder = Config::kThreads - kColumns;
   __device__ static bool finds() { return threadIdx.x >= kFirstFinder; }
   __device__ static int own_column() { return int(threadIdx.x) - kFirstFinder; }
 
-  // What this thread's column of a block needs of global memory.
+  // Loads the bias of this thread's column of a block from global memory.
   __device__ uint32_t ask(int block) const {
     const int c = block * kColumns + own_column();
     return task->bias.data && c < task->columns.count ? task->bias.load_bits(c) : 0u;
   }
-  // Stores what is known of this thread's column of a block.
+  // Stores the facts of this thread's column of a block.
   __device__ void store(int block, uint32_t bias_bits) const {
     const TileColumns &columns = task->columns;
     auto &facts = shared.facts[block % 2];
@@ -174,7 +173,7 @@ template <class ConfigType> struct SmallBoxes : ConfigType::Rows {
     if (i % 32 == 0) facts.flags[warp] = (partial ? Shared::kPartial : 0) | (any_dead ? Shared::kDead : 0);
   }
 
-  // What flags say of any of the columns.
+  // Whether any of the block's columns has the flag.
   __device__ bool has(int flag, int block) const {
     const auto &flags = shared.facts[block % 2].flags;
     return has_facts(block) && ((flags[0] | flags[1]) & flag);
@@ -184,7 +183,7 @@ template <class ConfigType> struct SmallBoxes : ConfigType::Rows {
     if (is_partial(block)) Rows::drop_columns(shared.facts[block % 2]);
   }
 
-  // Computes the products of this warp's rows and the keys once more, without their bias.
+  // Recomputes the products of this warp's rows and the keys, without the bias.
   __device__ void scores_again(int block) {
     const uint32_t sQ = ptx::shared_address(shared.sQ), sK = ptx::shared_address(shared.sK[block % kStages]);
     const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16;
@@ -197,8 +196,8 @@ template <class ConfigType> struct SmallBoxes : ConfigType::Rows {
     }
   }
 
-  // Turns products into probabilities. The first block gives the maximum of its rows. It mostly stays, and is not
-  // looked for in other blocks unless their sums show that it does not.
+  // Turns products into probabilities. The first block gives the maximum of its rows. It mostly stays; other blocks
+  // search it only if their sums show that it does not.
   __device__ void make_probabilities(int block) {
     const float scale = params.factors.scale;
     const auto &facts = shared.facts[block % 2];
@@ -223,7 +222,7 @@ template <class ConfigType> struct SmallBoxes : ConfigType::Rows {
     Rows::softmax(products ? scale : 1.0f);
   }
 
-  // Makes zeros of V of columns that no row keeps: 0 times NaN is NaN. All threads call this.
+  // Zeroes V of columns that no row keeps: 0 * NaN is NaN. All threads call this.
   __device__ void clear_values(int block) const {
     const auto &facts = shared.facts[block % 2];
     if (!has(Shared::kDead, block)) return;
@@ -288,7 +287,7 @@ template <class ConfigType> struct SmallBoxes : ConfigType::Rows {
   }
   __device__ void release(int block) const {
     if (block + 1 == blocks) return;
-    __syncthreads(); // no thread reads the block any more, and the facts of the next are there
+    __syncthreads(); // all reads of the block are complete, and the facts of the next are stored
     if (threadIdx.x == 0) copy_keys(block + kStages);
   }
 };

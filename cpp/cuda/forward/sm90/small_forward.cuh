@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Forward pass with Hopper's wgmma where tiles have few blocks of columns: a thread block for each tile, or for 64 rows
-// of one. Several share an SM, so that one computes while others wait for columns and keys, look for maxima or write
-// rows out. The persistent kernel of forward.cuh hides that behind the products of other blocks of columns, of which
-// there are too few here.
+// Forward pass with wgmma (Hopper) for tiles with few key blocks: a thread block for each tile, or for 64 rows of
+// one. Several share an SM, so that one computes while others wait for columns and keys, search maxima or write rows.
+// The persistent kernel of forward.cuh hides these latencies behind products of other key blocks, of which there are
+// too few here.
 //
-// The columns are those of a plan (small_tiles.cuh), or consecutive keys (small_boxes.cuh).
+// The columns come from a plan (small_tiles.cuh), or are consecutive keys (small_boxes.cuh).
 #pragma once
 
 #include "../../tile/sm90/products.cuh"
@@ -14,7 +14,8 @@
 
 namespace fdm::cuda {
 
-// What an SM of this arch has, and takes of it for each block (CUDA programming guide, compute capability 9.0).
+// Shared memory of an SM, and the part reserved for each thread block (CUDA programming guide, compute capability
+// 9.0).
 constexpr int kSmShared = 228 << 10, kSharedOfBlock = 1 << 10;
 
 template <class Columns>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The columns of a plan in the kernel of small_forward.cuh. Two warpgroups have 64 rows each. All of their threads also
-// find columns and gather rows of K and V, some blocks ahead.
+// The columns of small_forward.cuh from a plan. Two warpgroups have 64 rows each. All of their threads also find
+// columns and gather rows of K and V, some blocks ahead.
 #pragma once
 
 #include "ptx/barrier.cuh"
@@ -41,7 +41,7 @@ template <class ConfigType> struct SmallTile : ConfigType::Rows {
 
   Shared &shared;
   int blocks;       // of columns
-  int32_t next_key; // of this thread in the batch of blocks after the one that is stored
+  int32_t next_key; // of this thread, in the batch of blocks after the stored one
 
   __device__ SmallTile(const ForwardParams &parameters, Shared &memory)
       : Rows(parameters, memory.task), shared(memory) {}
@@ -59,7 +59,7 @@ template <class ConfigType> struct SmallTile : ConfigType::Rows {
     QTile::template gather<Config::kWarps>(ptx::shared_address(shared.sQ), warp(), row, int(params.p.head_dim));
   }
 
-  // A thread of each of four warps makes a part of the task.
+  // One thread of each of four warps makes a part of the task.
   __device__ void make_task(const HeadTile &tile) const {
     const fdm_problem &p = params.p;
     ForwardTask &made = shared.task;
@@ -84,7 +84,7 @@ template <class ConfigType> struct SmallTile : ConfigType::Rows {
   // Starts the copies of a block, if there is one.
   __device__ void load_keys(int block) const {
     if (block < blocks) {
-      // One half of the warps has K, the other V.
+      // Half of the warps copy K, the others V.
       constexpr int kWarps = Config::kWarps / 2, kOwnKeys = kColumns / kWarps;
       const auto &slot = shared.ring.slot(block);
       const bool values = warp() >= kWarps;
@@ -96,7 +96,7 @@ template <class ConfigType> struct SmallTile : ConfigType::Rows {
     ptx::cp_async_fence();
   }
 
-  // The column that this thread fetches of the batch of blocks that begins with `block`.
+  // This thread's column in the batch of blocks that begins with `block`.
   __device__ static int column(int block) { return block * kColumns + int(threadIdx.x); }
   __device__ void store(int block, const ColumnEntry &entry) {
     store_column<kColumns>(shared.ring.slot(block + int(threadIdx.x) / kColumns), params.p, task->s,
@@ -123,7 +123,7 @@ template <class ConfigType> struct SmallTile : ConfigType::Rows {
   __device__ void wait_for_keys(int block) const {
     ptx::cp_async_wait<kStages - 2>();
     ptx::fence_async_proxy();
-    __syncthreads(); // this block is there, and no thread reads the last one any more
+    __syncthreads(); // this block is complete, and all reads of the previous one are too
     load_keys(block + kStages - 1);
   }
   __device__ void start_scores(int block) {
@@ -144,7 +144,7 @@ template <class ConfigType> struct SmallTile : ConfigType::Rows {
     Rows::finish_scores(shared.ring.slot(block), (block + 1) * kColumns > task->columns.full);
     Rows::softmax();
   }
-  __device__ void wait_for_values(int) const {} // they came with the keys
+  __device__ void wait_for_values(int) const {} // they are copied with the keys
   __device__ void release(int) const {}
   __device__ void finish() {
     ptx::cp_async_wait<0>();
