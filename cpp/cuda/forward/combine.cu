@@ -39,7 +39,7 @@ struct Row {
   }
 };
 
-// Loads four columns of a partial result, of which `left` exist.
+// Loads four columns of a partial result; `left` of them exist.
 __device__ __forceinline__ float4 load_columns(const float *row, int left, bool whole) {
   if (whole) return *reinterpret_cast<const float4 *>(row);
   float4 x{row[0], 0.0f, 0.0f, 0.0f};

@@ -133,7 +133,7 @@ template <class Config> struct DirectDecodeWarp {
         for (int i = 0; i < kValueLoads; ++i) v[step][n][i] = load(from + 64 * i, wanted >> j & has_chunk(8 * i + row));
       }
   }
-  // 0 * NaN is NaN.
+  // Zeroes V: 0 * NaN is NaN.
   __device__ void clear_dropped_values(uint32_t kept) {
     kept >>= 2 * quad;
 #pragma unroll

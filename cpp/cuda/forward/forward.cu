@@ -14,7 +14,7 @@
 namespace fdm::cuda {
 namespace {
 
-// Makes the tensor maps of a route. Returns false if the driver rejects the strides of a tensor.
+// Makes the tensor maps of a route. Returns false if TMA does not support a tensor's strides.
 bool make_boxes(const fdm_problem &p, const ForwardRoute &route, BoxMaps *maps) {
   return make_row_map(p.q, p.head_dim, route.tile_rows, &maps->q) &&
          make_row_map(p.k, p.head_dim, route.tile_columns, &maps->k) &&

@@ -341,8 +341,8 @@ struct ForwardPlace {
   int64_t sequence_index, head, tile;
   int split;
 
-  // The heads of a TileOrder group vary fastest, so heads of a GQA group meet in L2. The last tiles, the longest with
-  // a causal mask, come first.
+  // The order.heads heads of a pass vary fastest, so heads of a GQA group meet in L2. The last tiles, the longest
+  // with a causal mask, come first.
   __device__ explicit ForwardPlace(const ForwardParams &params) {
     const auto of_tile = static_cast<uint32_t>(params.heads_per_tile),
                heads = static_cast<uint32_t>(params.order.heads);

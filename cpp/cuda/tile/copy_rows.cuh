@@ -67,7 +67,7 @@ __device__ __forceinline__ void copy_rows(uint32_t base, bool aligned, int head_
 
 // How to copy rows of a tensor to a tile.
 struct RowCopy {
-  int64_t row, col; // in elements
+  int64_t row, col; // strides in elements
   int head_dim;
   bool aligned; // 16-byte copies
 

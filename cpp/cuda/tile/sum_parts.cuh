@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The kernel that adds float32 sums of which thread blocks computed parts, in the order of the parts. blockIdx.x
-// strides over items; the blocks of a grid column share the values of each item. `Items` gives access to them:
+// The kernel that adds float32 partial sums of thread blocks, in the order of the parts. blockIdx.x strides over
+// items; the blocks of a grid column share the values of each item. `Items` gives access to them:
 //   Params, Value          the kernel's parameters; a few consecutive floats, for one thread
 //   Items(params), count   the number of items
 //   find(n)                finds item n and its `parts`; false: there is none, or it was not divided

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Forward pass with wgmma (Hopper) for tiles with few key blocks: a thread block for each tile, or for 64 rows of
 // one. Several share an SM, so that one computes while others wait for columns and keys, search maxima or write rows.
-// The persistent kernel of forward.cuh hides these latencies behind products of other key blocks, of which there are
-// too few here.
+// The persistent kernel of forward.cuh hides these latencies behind products of other key blocks; these tiles have
+// too few.
 //
 // The columns come from a plan (small_tiles.cuh), or are consecutive keys (small_boxes.cuh).
 #pragma once

@@ -120,7 +120,7 @@ template <class Boxes, class OnColumn> struct BoxLookup {
       if (block == 0) meanwhile();
     }
     if (blocks > 0) return;
-    // Consumers finish their blocks before they take tasks without columns, of which there may be many.
+    // Consumers finish their blocks first: many tasks without columns may follow.
     clear_values();
     meanwhile();
   }

@@ -37,8 +37,8 @@ template <class Stream, class OnColumn> struct KeyLookup : StreamLookup<Stream, 
     next_key = fetch_key(*keys, column(*keys, 1));
   }
 
-  // Stores the facts of the blocks of the current task. meanwhile() is called once, where it delays least. Task data
-  // is read from shared memory each time, because registers are scarce.
+  // Stores the facts of the blocks of the current task. meanwhile() is called once, where it delays least. Other task
+  // data stays in shared memory, because registers are scarce.
   template <class Tasks, class Meanwhile> __device__ void run(const Tasks &tasks, const Meanwhile &meanwhile) {
     hold(tasks, 0);
 #pragma unroll 1

@@ -67,7 +67,7 @@ template <class Pipeline> struct KeyProducer {
   typename Pipeline::KPipelineState k_state;
   typename Pipeline::VPipelineState v_state;
   const uint16_t *first_k, *first_v; // key 0 of the current task
-  int32_t full;                      // of that task
+  int32_t full;                      // its full columns
   ColumnEntry entry;                 // of the block after the last loaded one, which may be the next task's
   const TileColumns *entry_columns;
   int32_t entry_full;

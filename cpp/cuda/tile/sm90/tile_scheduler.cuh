@@ -33,9 +33,9 @@ __device__ __forceinline__ int64_t find_packed_sequence(const fdm_problem &p, in
   return first;
 }
 
-// The tile of a number below sequence_tiles() * heads. The heads of a TileOrder group vary fastest, so heads of a GQA
-// group meet in L2; then come the sequences of a group. The last tiles, the longest with a causal mask, come first.
-// All lanes of a warp call this.
+// The tile of a number below sequence_tiles() * heads. The order.heads heads of a pass vary fastest, so heads of a
+// GQA group meet in L2; then come the order.sequences sequences. The last tiles, the longest with a causal mask, come
+// first. All lanes of a warp call this.
 __device__ __forceinline__ HeadTile find_tile(const fdm_problem &p, const TileOrder &order, uint32_t number) {
   const auto heads = static_cast<uint32_t>(order.heads);
   HeadTile found;

@@ -48,8 +48,8 @@ constexpr BoxTileSm90 box_tile_sm90(int head_dim, int value_dim) {
   return head_dim <= 192 ? BoxTileSm90{64, 3, 2, 1} : BoxTileSm90{64, 2, 2, 1};
 }
 
-// Tiles with few key blocks. Two thread blocks share an SM: a thread has 128 registers, of which accumulators take
-// head_dim / 2 + columns / 2, probabilities columns / 4. 0: there is no such kernel.
+// Tiles with few key blocks. Two thread blocks share an SM. Of a thread's 128 registers, accumulators take head_dim /
+// 2 + columns / 2, probabilities columns / 4. 0: there is no such kernel.
 struct SmallTileChoice {
   int columns, stages;
 };
@@ -60,7 +60,7 @@ constexpr SmallTileChoice small_tile(int head_dim) {
 }
 
 // Short sequences whose columns are consecutive keys: stages of 64 columns for 64 rows, and the thread blocks that
-// share an SM. A thread has 96 registers, of which accumulators take head_dim / 2 + 32. Four blocks took 10 % more
+// share an SM. A thread has 96 registers; accumulators take head_dim / 2 + 32 of them. Four blocks took 10 % more
 // time than five (measured on an H100 with 512 keys). 0: there is no such kernel.
 struct SmallBoxChoice {
   int stages, blocks;
