@@ -3,9 +3,9 @@
 // rows.
 //
 // Decode computes little and loads much, so warps work independently. Each takes blocks of 16 columns and gathers
-// their rows of K and V two blocks ahead, without a barrier in its loop. The blocks of columns go to the warps of all
-// splits in turns. Only the device knows the number of columns, and in this way the first splits have work for any
-// number. Without a plan of the mask, each warp lists the kept keys of its part.
+// their rows of K and V two blocks ahead, without a barrier in its loop. Blocks of columns are dealt in turns to the
+// warps of all splits. Only the device knows their number, and this order gives the first splits work for any number.
+// Without a plan of the mask, each warp lists the kept keys of its part.
 //
 // The warps of a thread block merge their results in shared memory. Splits of a cluster are merged there too.
 // combine.cu merges other splits.

@@ -6,7 +6,7 @@
 
 namespace fdm::cuda {
 
-// Thread blocks on an SM: registers allow them, and routes divide the columns for them.
+// The thread blocks per SM that registers allow. Routes split the columns to fill them.
 constexpr int decode_blocks(int64_t head_dim) {
   return int(head_dim <= 64 ? kRouteTable.decode_blocks_64 : kRouteTable.decode_blocks_256);
 }

@@ -62,7 +62,7 @@ struct ListedKeys {
     for (int i = 0; i < kLoadsInFlight; ++i) kept |= upper_bits(words.word[i]) >> (7 - i);
     const uint32_t lane_kept = __popc(kept), all = warp_inclusive_sum(lane_kept);
     uint32_t place = all - lane_kept;
-    __syncwarp(); // no thread reads the previous list
+    __syncwarp(); // all reads of the previous list are complete
     for (; kept != 0; kept &= kept - 1) {
       const int n = __ffs(static_cast<int>(kept)) - 1;
       keys[place++] = first_key(part, turn, n % 8) + n / 8;

@@ -8,8 +8,8 @@
 
 namespace fdm::cuda {
 
-// Sets the upper bit of each of four bytes that is not 0. Booleans that are views of other integers may have any bits
-// set.
+// Returns the upper bit of each of four bytes that is not 0. Booleans that are views of other integers may have any
+// bits set.
 __device__ __forceinline__ uint32_t upper_bits(uint32_t bytes) {
   constexpr uint32_t kLower = 0x7f7f7f7fu;
   return (((bytes & kLower) + kLower) | bytes) & ~kLower;

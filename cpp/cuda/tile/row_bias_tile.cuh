@@ -91,7 +91,7 @@ private:
         const uintptr_t word = (words[s][0] + r * row_bytes()) & ~uintptr_t(3);
         if (word != half_word)
           ptx::cp_async_4(address + s * kThreadsPerRow * 4, reinterpret_cast<const void *>(word));
-        else // cp.async copies at least four bytes
+        else // cp.async of two bytes reads four
           ptx::store_shared(address + s * kThreadsPerRow * 4, uint32_t(*reinterpret_cast<const uint16_t *>(word)));
       }
   }
