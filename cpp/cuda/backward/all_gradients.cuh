@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// All gradients at once, with mma.sync: five products for each key block and step of rows, where kernels for dq and for
-// dk and dv take seven. One thread block for a key block or a part of its work, as dkdv.cuh tells.
+// All gradients in one kernel with mma.sync. It computes five products for each key block and step of rows. Separate
+// kernels for dQ and for dK and dV compute seven. A thread block has a key block or a part of its work, as in
+// dkdv.cuh.
 //
-// The warps give each other their dS' through shared memory, and each then computes a part of the step's dQ = dS K.
-// Where the registers of a warp do not hold dk and dv of its keys, two warps have the same keys: each computes the
-// scores of half of the step's rows, and dk and dv of half of the columns. They give each other P' too. Where shared
-// memory does not hold two stages of Q and dO beside K and V, V is in registers, and dO of a step is copied when that
-// of the step before has been read.
+// The warps exchange dS' through shared memory. Each warp then computes a part of the step's dQ = dS K. If the
+// registers of a warp do not hold dK and dV of its keys, two warps have the same keys: each computes the scores of
+// half of the step's rows, and half of the columns of dK and dV. These warps exchange P', too. If shared memory does
+// not hold two stages of Q and dO beside K and V, V stays in registers and dO has one stage: the copies of a step's
+// dO start when the dO of the previous step has been read.
 //
-// dQ of a row is a sum over all key blocks, each of which adds its own part to float32 sums in global memory, in no
-// fixed order.
+// dQ of a row is a sum over all key blocks. Each adds its part to float32 sums in global memory, in no fixed order.
 #pragma once
 
 #include "query_sums.cuh"
@@ -18,7 +18,7 @@
 
 namespace fdm::cuda {
 
-// kShares is the number of warps that have the same keys. kSavesShared: V is in registers, and dO has one stage.
+// kShares warps have the same keys. kSavesShared: V is in registers, and dO has one stage.
 template <class ElementType, int kHeadDimension, int kKeyCount, int kRowCount, int kWarpCount, int kBlockCount,
           int kShareCount, SharedHolds kSharedHolds>
 struct AllGradientsConfig {
@@ -31,21 +31,21 @@ struct AllGradientsConfig {
   static constexpr int kOwnRows = kRows / kShares, kOwnColumns = kHeadDim / kShares;
   using Tile = SmemTile<kHeadDim>;
   using ScoreTile = SmemTile<kRows>;                // a row for each key
-  static constexpr int kGroupKeys = 16 * kKeyTiles; // whose rows are known: those of a warp
+  static constexpr int kGroupKeys = 16 * kKeyTiles; // the keys of a warp: KeyBlock finds the rows that may keep them
   using KeysOfBlock =
-      KeyBlock<kKeys, WholeBlock<kThreads>, 2, KeyBlockUse::segments, kGroupKeys>; // the head of a step and that before
+      KeyBlock<kKeys, WholeBlock<kThreads>, 2, KeyBlockUse::segments, kGroupKeys>; // two consecutive steps' heads
   using Gradients = KeyGradients<Element, kKeys, kKeyTiles, kOwnRows, kOwnColumns, GradientSet::both, TileKind::usual,
                                  KeysOfBlock, kRows>;
   static_assert(kKeyTiles >= 1 && kTileRows % kRows == 0 && kRows <= 64 && kRows <= kThreads &&
                 (kKeys == 64 || kKeys == 128));
-  // A share of the columns is a number of panels, and half of the last where their number is odd.
+  // A share of the columns is whole panels. If the number of panels is odd, each share also has half of the last one.
   static constexpr int kPanelTiles = kShares == 1 ? kHeadDim / 8 : kOwnColumns / 64 * 8;
   static constexpr int kOtherTiles = kOwnColumns / 8 - kPanelTiles;
   static_assert(kShares == 1 || kOwnColumns % 32 == 0);
   static_assert(!kSavesShared || kShares > 1);
 
-  // dQ of a step is divided among row_warps x column_warps warps, in squares as far as there are: they read least. A
-  // warp has pairs of tiles of 8 columns, every column_warps-th.
+  // dQ of a step is divided among kRowWarps x kColumnWarps warps. Parts are as square as possible, since such parts
+  // read the least shared memory. A warp has every kColumnWarps-th pair of tiles of 8 columns.
   static constexpr int row_warps() {
     int rows = kRows / 32;
     while (kWarps / rows > 4 || kHeadDim % (16 * (kWarps / rows)) != 0) rows *= 2;
@@ -60,8 +60,8 @@ template <class Config> struct AllGradientsShared : StepMemory<Config> {
   static constexpr int kScoreBytes = Config::ScoreTile::bytes(Config::kKeys);
   alignas(128) char sdS[kScoreBytes];
   alignas(128) char sP[Config::kShares > 1 ? kScoreBytes : 1];
-  float dbias[Config::kShares > 1 ? Config::kKeys : 1]; // what the second of two warps has
-  float *first_sums;                                    // those of dq of row 0, in the first query head of the group
+  float dbias[Config::kShares > 1 ? Config::kKeys : 1]; // the sums of the second of two warps with the same keys
+  float *first_sums;                                    // the sums of dQ of row 0 of the group's first query head
 };
 
 template <class Config> struct AllGradientsBlock : StepRows<Config> {
@@ -89,13 +89,13 @@ template <class Config> struct AllGradientsBlock : StepRows<Config> {
   __device__ static int key_warp() { return threadIdx.x / 32 % Config::kKeyWarps; }
   __device__ static int first_key() { return key_warp() * (16 * kKeyTiles); }
   __device__ static int share() { return kShares == 1 ? 0 : threadIdx.x / 32 / Config::kKeyWarps; }
-  // The columns of this warp's tiles of sums: from the first on, and from Config::kPanelTiles on.
+  // The first columns of this warp's tiles of sums: of the tiles from 0 on, and of those from Config::kPanelTiles on.
   __device__ static int first_column() { return share() * (8 * Config::kPanelTiles); }
   __device__ static int other_column() {
     return kShares * 8 * Config::kPanelTiles + share() * (8 * Config::kOtherTiles);
   }
 
-  // Where this warp reads its rows of Q or dO as right operands.
+  // The address of this warp's rows of Q or dO as right operands.
   __device__ uint32_t own_rows(uint32_t tile) const {
     return tile + this->row_offset_right + this->first_row() * Tile::kRowBytes;
   }
@@ -105,7 +105,7 @@ template <class Config> struct AllGradientsBlock : StepRows<Config> {
     gemm_ss<Element, kHeadDim>(scores, this->k_fragment, own_rows(this->q(stage)));
   }
 
-  // Puts P' in the place of the scores, and dS' in that of the gradients.
+  // Replaces the scores by P', and computes dP' and then dS' in the gradients.
   __device__ void make_gradients(int stage, bool careful, Scores &scores, Scores &gradients) {
     clear(gradients);
     values.multiply(gradients, own_rows(this->dout(stage)));
@@ -116,11 +116,12 @@ template <class Config> struct AllGradientsBlock : StepRows<Config> {
       Base::template make<false>(row_stage, careful, scores, gradients);
   }
 
-  // Adds this warp's part of dQ of a step. Either 64 keys are left out if the step does not concern them.
+  // Adds this warp's part of dQ of a step: the sum over kConcernedKeys keys from key `first` on. The step concerns none
+  // of the others.
   template <int kConcernedKeys> __device__ void add_dq(const KeyStep &step, int first) const {
     constexpr int kRowTiles = Config::kDqRowTiles, kTiles = Config::kDqTiles, kColumnWarps = Config::kColumnWarps;
     const int warp = threadIdx.x / 32, row_warp = warp / kColumnWarps, column_warp = warp % kColumnWarps;
-    // Whole rows of a tile are an addition away, and columns an exclusive or: SmemTile::fragment_address.
+    // As in SmemTile::fragment_address, an addition moves by whole rows and an exclusive or by columns.
     const uint32_t ds = (ScoreTile::right_rows(ds_base) ^ row_warp * kRowTiles * 32) + first * ScoreTile::kRowBytes;
     const uint32_t k =
         ((ptx::shared_address(shared.sK) + this->column_offset_right) ^ column_warp * 32) + first * Tile::kRowBytes;
@@ -142,7 +143,8 @@ template <class Config> struct AllGradientsBlock : StepRows<Config> {
         add_to_tile(first_sum + (m * (kHeadDim / 8) + n / 2 * (2 * kColumnWarps) + n % 2) * 128, dq[m][n]);
   }
 
-  // Makes the gradients of keys from the products of this warp's keys and rows, and stores dS' for the other warps.
+  // Computes P' and dS' of this warp's keys and rows, and stores dS' for the other warps. If no other warp has these
+  // keys, adds to dV and dK; otherwise stores P', too.
   __device__ void add_own(int stage, bool careful, Scores &scores) {
     Scores gradients;
     make_gradients(stage, careful, scores, gradients);
@@ -155,7 +157,7 @@ template <class Config> struct AllGradientsBlock : StepRows<Config> {
     }
   }
 
-  // This warp's columns of dv and dk, from P' and dS' of all rows of the step.
+  // Adds to this warp's columns of dV and dK. Reads P' and dS' of all rows of the step from shared memory.
   __device__ void add_shared(int stage) {
     constexpr int kPanelTiles = Config::kPanelTiles, kPanels = kPanelTiles / 8;
     const auto add = [&](auto &sums, uint32_t scores, uint32_t rows) {
@@ -177,7 +179,7 @@ template <class Config> struct AllGradientsBlock : StepRows<Config> {
     add(dk, ds_base, this->q(stage));
   }
 
-  // dS' of keys that the step does not concern, beside others that it does.
+  // Stores dS' = 0 for this warp's keys if the step concerns others of the same 64 keys, but not these.
   __device__ void clear_score_gradients() const {
     const Scores zeros{};
     store_accumulators<Element, ScoreTile>(zeros, ds_base, first_key(), this->first_row());
@@ -194,18 +196,18 @@ template <class Config> struct AllGradientsBlock : StepRows<Config> {
     Scores scores;
     if (concerns_warp) multiply_keys(stage, scores);
     if constexpr (kSavesShared) {
-      ptx::cp_async_wait<1>(); // dO is there; the next Q may not be
+      ptx::cp_async_wait<1>(); // dO has arrived; the next step's Q may still be in flight
       __syncthreads();
     }
     if (concerns_warp)
       add_own(stage, careful, scores);
     else if (warp < kHalf ? low : high)
       clear_score_gradients();
-    __syncthreads(); // dS' of all keys is there
+    __syncthreads(); // dS' of all keys is stored
     if constexpr (kShares > 1)
       if (concerns_warp) add_shared(stage);
     if constexpr (kSavesShared) {
-      __syncthreads(); // no thread reads dO any more
+      __syncthreads(); // all threads have read dO
       load_only_dout(stage ^ 1);
     }
     if (kKeys > kHalfKeys && low && high)
@@ -214,14 +216,14 @@ template <class Config> struct AllGradientsBlock : StepRows<Config> {
       add_dq<kHalfKeys>(step, low ? 0 : kHalfKeys);
   }
 
-  // Starts the copies of dO of a step, if there is one, to its only stage.
+  // Starts the copies of dO of the step of `stage`, if it is valid, to the only stage of dO.
   __device__ void load_only_dout(int stage) const {
     const KeyStep &step = shared.stages[stage].step;
     if (step.valid) this->load_dout(step, stage);
     ptx::cp_async_fence();
   }
 
-  // Moves V to registers, from where Q will be.
+  // Loads V into registers, from the memory that the stages of Q use later.
   __device__ void hold_values() {
     ptx::cp_async_fence();
     ptx::cp_async_wait<0>();
@@ -230,7 +232,7 @@ template <class Config> struct AllGradientsBlock : StepRows<Config> {
     __syncthreads();
   }
 
-  // The prologue loads K and V and starts the copies of the first step; the mainloop goes through all steps.
+  // The prologue loads K and V and starts the copies of the first step. The mainloop iterates over the steps.
   __device__ void run() {
     this->start();
     const KeyTask &task = keys.task();
@@ -239,12 +241,13 @@ template <class Config> struct AllGradientsBlock : StepRows<Config> {
     if constexpr (kSavesShared) hold_values();
     bool more = this->load(keys.first_step(kRows), 0);
     if constexpr (kSavesShared) {
-      __syncthreads(); // all know the step
+      __syncthreads(); // the step is visible to all threads
       load_only_dout(0);
     }
     for (int stage = 0; more; stage ^= 1) {
       ptx::cp_async_wait<kSavesShared ? 1 : 0>();
-      // This step is there, but dO may not be where it has one stage; and no thread reads the last one any more.
+      // This step has arrived, except its dO if dO has one stage. After the barrier, all threads have also read the
+      // previous step.
       const bool careful = __syncthreads_or(this->needs_care(stage));
       const KeyStep &step = shared.stages[stage].step;
       more = this->load(keys.next_step(step, kRows), stage ^ 1);
@@ -260,7 +263,7 @@ template <class Config> struct AllGradientsBlock : StepRows<Config> {
     ptx::cp_async_wait<0>();
   }
 
-  // The epilogue adds the shares of the bias gradient of a key, and writes all.
+  // The epilogue adds the shares of each key's bias gradient, and writes all gradients of keys.
   __device__ void write() {
     if constexpr (kShares > 1) {
 #pragma unroll

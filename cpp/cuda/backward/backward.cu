@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The host side of the backward pass: it fills in the parameters of the kernels that the route names, and launches them
-// in order.
+// The host side of the backward pass. It fills in the parameters of the route's kernels and launches them in order.
 #include "backward.h"
 
 #include <cuda_runtime.h>
@@ -86,7 +85,7 @@ cudaError_t run_key_gradients(const BackwardLaunch &work, cudaStream_t stream) {
       [&] { return route.reduces_bias ? launch_bias_reduce(work, stream) : cudaSuccess; });
 }
 
-// The gradient of keys or values of a member, without data where it is not wanted.
+// The dk or dv of a member of the groups. It has no data if the gradient is not wanted.
 fdm_tensor member_gradient(const fdm_problem &p, const fdm_tensor &wanted, uint16_t *parts, int64_t member) {
   const int64_t pitch = member_pitch(p), row = p.kv_heads * pitch;
   fdm_tensor gradient = wanted;
@@ -136,7 +135,7 @@ cudaError_t run_gradients(const BackwardLaunch &work, cudaStream_t stream) {
                  [&] { return present(args.dsink) ? launch_sink_reduce(work, stream) : cudaSuccess; });
 }
 
-// Calls `pass` with parameters whose biases, lse and dlse are relative if the bias is float64.
+// Calls `pass` with the parameters. For a float64 bias, the biases, lse and dlse in them are relative to references.
 template <class Pass>
 cudaError_t with_params(const fdm_problem &p, const fdm_backward_args &args, const BackwardRoute &route,
                         const void *plan, void *workspace, const Pass &pass) {
@@ -183,7 +182,7 @@ cudaError_t run_key_mass(const fdm_problem &p, const fdm_key_mass_args &args, co
   constexpr fdm_tensor kAbsent{nullptr, {1, 1, 1, 1}, {0, 0, 0, 0}, FDM_FLOAT32, 0};
   fdm_backward_args mass_args{};
   mass_args.struct_size = sizeof mass_args;
-  mass_args.out = mass_args.dout = p.q; // for the statistics kernel; nothing reads this delta
+  mass_args.out = mass_args.dout = p.q; // the statistics kernel reads them; no kernel uses the resulting delta
   mass_args.lse = args.lse;
   mass_args.dlse = mass_args.dq = mass_args.dk = mass_args.dv = mass_args.dsink = kAbsent;
   mass_args.dbias = {mass.data,

@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The backward pass: the parameters of its kernels.
-//
-// Unless dq is summed as below, nothing is added by two thread blocks, so equal inputs give equal bits:
-//   1. prepare.cu              key blocks that are kept by similar rows (key_order.cuh, key_segments.cuh);
-//                              statistics of each row;
-//      key_schedule.cu         the division of many key blocks into parts;
-//   2. dq.cuh                  dq, a row tile at a time, over the tile's columns;
-//   3. dkdv.cuh                dk, dv and the bias gradient of each key, a key block at a time, over its rows;
+// The parameters of the backward kernels. These kernels run in this order:
+//   1. prepare.cu              orders kept keys (key_order.cuh, key_segments.cuh); computes the statistics of each row;
+//      key_schedule.cu         divides key blocks into parts;
+//   2. dq.cuh                  dQ: a row tile for each thread block, which loops over the tile's columns;
+//   3. dkdv.cuh                dK, dV and the gradient of a bias per key: a key block for each thread block, which
+//                              loops over the rows;
 //      key_sum.cu              sums the parts;
 //      all_gradients.cuh, sm90/fused.cuh, sm90/small_blocks.cuh
-//                              all of these at once, where equal bits are not asked for: key blocks add to float32
-//                              sums of dq, and of keys that several segments of rows keep, in no fixed order, which
-//                              round_sums.cu rounds. sm90/query_chain.cuh adds to dq in a fixed order, for few keys;
-//   4. row_bias.cuh            a bias per query;
-//      reduce.cu               a bias per key: sums over what shares it; the sink of each head.
+//                              compute all of 2 and 3 in one kernel. Key blocks add to float32 sums of dQ, and of
+//                              keys that several segments of rows keep, in no fixed order. round_sums.cu rounds these
+//                              sums. For few keys, sm90/query_chain.cuh sums dQ in a fixed order instead;
+//   4. row_bias.cuh            the gradient of a bias per query;
+//      reduce.cu               the gradients of a bias per key that is shared, and of the sinks.
+// Only the float32 sums of 3 are added in no fixed order. FDM_DETERMINISTIC excludes them, and equal inputs then give
+// equal bits.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -28,12 +28,12 @@ namespace fdm::cuda {
 
 // Segments of rows. See key_segments.cuh.
 struct KeySegments : SegmentWork {
-  // [list][segment]: keys that the segment keeps. If they are more than fit its blocks, in any segment of a list (of a
-  // packed sequence), the blocks of all its segments have the kept keys of the list in key order.
+  // [list][segment]: the number of keys that the segment keeps. If it exceeds the room in the segment's blocks, the
+  // blocks of all segments of the list (of a packed sequence) have the list's kept keys in key order.
   int32_t *kept;
   SegmentBlock *order; // [list][segment][blocks]: the longest first
-  // Keys that several segments keep have float32 sums, which round_sums.cu rounds. Heads are counted over sequences
-  // unless these are packed.
+  // The float32 sums of keys that several segments keep. round_sums.cu rounds them. Heads are counted over sequences,
+  // except packed ones.
   float *sums;        // [head][most_sums][dk, dv][D of the instantiation]
   float *bias_sums;   // [head][most_sums]
   int32_t *sum_keys;  // [list][most_sums]
@@ -42,17 +42,18 @@ struct KeySegments : SegmentWork {
 
 // The work of the key-stationary kernels.
 struct KeyWork : KeyDivision {
-  KeyRows *ordered; // [list][list_keys]: those of a sequence from its k_begin on; or [list][segment][its blocks' keys]
+  KeyRows *ordered; // [list][list_keys], a sequence from its k_begin on; with segments [list][segment][blocks' keys]
   KeySegments segments;
   RowRange *ranges; // [list][sequence][blocks]: rows that keep any key of the block
   KeyItem *items;   // the schedule
   int32_t *item_count;
-  float *part_sums; // of each stored part: dk, dv [block_keys][D of the instantiation], then [bias_heads][block_keys]
+  // [stored part]: dk and dv, [block_keys][D of the instantiation] each, then the bias sums, [bias_heads][block_keys]
+  float *part_sums;
 };
 
 // The float32 sums of dq to which all key blocks add. See query_sums.cuh.
 struct QuerySums : QuerySumWork {
-  float *data; // null: dq has a kernel of its own, or is summed in a chain of blocks
+  float *data; // null: a dq kernel computes dq, or a chain of key blocks sums it
 };
 
 struct BackwardParams {
@@ -60,22 +61,22 @@ struct BackwardParams {
   fdm_backward_args a;
   Plan plan;
   int32_t group;             // query heads of a KV head
-  fdm_tensor whole_lse;      // of a float64 bias, to whose references lse and biases are relative; else absent
+  fdm_tensor whole_lse;      // float64 bias: the lse that is not relative to the references; else absent
   RowStatistics *statistics; // [batch, or 1 for varlen][head][row]
-  float *sink_shares;        // [head][batch, or 1 for varlen][row]: what each row adds to the gradient of its sink
+  float *sink_shares;        // [head][batch, or 1 for varlen][row]: the terms of the sink gradients
   KeyWork keys;
   QuerySums query_sums;
-  // Of a bias without rows for queries: [batch, or 1 for varlen][kv head][bias_heads][1][key]. This is dbias itself, or
-  // float32 sums for reduce.cu where several of them share an element of the bias.
+  // The sums of the gradient of a bias per key: [batch, or 1 for varlen][kv head][bias_heads][1][key]. If several share
+  // an element of the bias, these are float32 sums for reduce.cu. Otherwise this is dbias itself.
   fdm_tensor bias_sums;
   bool reduces_bias;
   int32_t bias_heads; // bias heads of a KV head: 1, or the query heads of a group
   bool wants_bias_sums;
-  bool only_mass;             // the pass of the key mass: these are sums of P, and no gradient is computed
-  bool clears_keys;           // some rows of dk and dv are written by no kernel that computes them
-  bool beside_dq;             // the kernel of dq is launched right before the key-stationary one
-  bool aligned, dout_aligned; // what rows_are_aligned says of q, k and v, and of dout
-  TileOrder order;            // of a persistent kernel
+  bool only_mass;             // the key mass pass: bias_sums are sums of P, and no gradient is computed
+  bool clears_keys;           // prepare.cu clears rows of dk and dv that no gradient kernel writes
+  bool beside_dq;             // the dq kernel is launched right before the key-stationary kernel
+  bool aligned, dout_aligned; // rows_are_aligned() of q, k and v; of dout
+  TileOrder order;            // the tile order of a persistent kernel
 };
 
 // The parameters of a launch.
@@ -98,7 +99,7 @@ cudaError_t launch_sink_reduce(const BackwardLaunch &work, cudaStream_t stream);
 cudaError_t launch_member_sums(const fdm_problem &p, const fdm_backward_args &args, const BackwardRoute &route,
                                void *workspace, cudaStream_t stream);
 
-// The attention that each key received.
+// Computes the key mass: for each key, the sum of P over the rows.
 cudaError_t run_key_mass(const fdm_problem &p, const fdm_key_mass_args &args, const DeviceFacts &device,
                          const void *plan, void *workspace);
 

@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The gradients of keys, values and of a bias per key: one thread block for a key block of one KV head, or for a part
-// of its work.
+// The gradients of keys, values and of a bias per key. A thread block has a key block of one KV head, or a part of
+// its work.
 //
-// K and V rows stay in shared memory. The rows of Q and dO that may keep them are loaded tile by tile, for each query
-// head of the group. Products are transposed, with a key to a row of accumulators: S' = K Q', P' = exp(S' - lse), dV +=
-// P' dO, dP' = V dO', dS' = P' (dP' - delta), dK += scale dS' Q, so P' and dS' are left operands where they are
-// computed, and the bias gradient is the sum of a row of dS'. A bias per query is copied a step ahead, by each warp for
-// its keys.
+// K and V stay in shared memory. The rows of Q and dO that may keep the keys are loaded tile by tile, for each query
+// head of the group. Products are transposed, so that a row of accumulators is a key:
+//   S' = K Q', P' = exp(S' - lse), dV += P' dO, dP' = V dO', dS' = P' (dP' - delta), dK += scale dS' Q.
+// So P' and dS' become left operands without leaving their registers, and the bias gradient is the sum of a row of
+// dS'. Each warp copies the bias per query of its keys a step ahead.
 #pragma once
 
 #include "step_rows.cuh"
 
 namespace fdm::cuda {
 
-// Large head dimensions take a launch for dk and the bias gradient, and one for dv.
+// Large head dimensions take one launch for dk and the bias gradient, and another one for dv.
 template <class ElementType, int kHeadDimension, int kKeyCount, int kRowCount, int kWarpCount, int kBlockCount,
           GradientSet kGradients, TileKind kKind>
 struct DkdvConfig {
@@ -25,11 +25,10 @@ struct DkdvConfig {
   static constexpr int kThreads = 32 * kWarps, kBlocks = kBlockCount; // kBlocks is the least number of blocks on an SM
   static constexpr int kKeyTiles = kKeys / kWarps / 16;               // tiles of 16 keys of each warp
   using Tile = SmemTile<kHeadDim>;
-  static constexpr int kBiasPitch = kKeys + 4; // two words of a warp's rows, and eight keys, meet all banks
+  static constexpr int kBiasPitch = kKeys + 4; // four rows, two apart, of eight keys (a warp's load) cover all banks
   static_assert(kKeyTiles >= 1 && kTileRows % kRows == 0 && kBucketKeys % kKeys == 0);
   static_assert(kRows <= kThreads);
-  using KeysOfBlock =
-      KeyBlock<kKeys, WholeBlock<kThreads>, 2, KeyBlockUse::row_plans>; // the head of a step and that before
+  using KeysOfBlock = KeyBlock<kKeys, WholeBlock<kThreads>, 2, KeyBlockUse::row_plans>; // two consecutive steps' heads
   using Gradients = KeyGradients<Element, kKeys, kKeyTiles, kRows, kHeadDim, kGradients, kKind, KeysOfBlock>;
 };
 
@@ -56,7 +55,7 @@ template <class Config> struct DkdvBlock : StepRows<Config> {
     return {params.p.bias, score_view(params.p, params.p.bias, keys.task().s, keys.head(step))};
   }
 
-  // Copies the bias of a step's rows and the warp's keys, if it has a row for each query.
+  // Copies the bias of a step's rows and the warp's keys, if it is a bias per query.
   __device__ void load_row_bias(const KeyStep &step) const {
     if (!has_rows(params.p.bias) || !step.valid) return;
     constexpr int kWarpKeys = 16 * kKeyTiles;
@@ -66,11 +65,11 @@ template <class Config> struct DkdvBlock : StepRows<Config> {
                                                                         min(kRows, int(keys.task().s.q_count) - first));
   }
 
-  // The row bias that KeyGradients::make_tested reads.
+  // The row_bias of KeyGradients::make_both.
   struct RowBias {
     RowBiasElements<Element> reader;
     const DkdvShared<Config> &shared;
-    uint32_t even_shift, odd_shift; // a thread's rows are two neighbours, and others an even number of rows away
+    uint32_t even_shift, odd_shift; // a thread has pairs of neighbouring rows, an even number of rows apart
 
     __device__ __forceinline__ RowBias(const RowBiasTile &tile, const DkdvShared<Config> &memory, int64_t first)
         : reader(tile), shared(memory), even_shift(reader.row_shift(first)), odd_shift(reader.row_shift(first + 1)) {}
@@ -116,7 +115,7 @@ template <class Config> struct DkdvBlock : StepRows<Config> {
       if (present(params.a.dk)) gemm_rs<Element, kHeadDim>(dk, gradients, q + column_offset_right);
   }
 
-  // The prologue loads K and V and starts the copies of the first step; the mainloop goes through all steps.
+  // The prologue loads K and V and starts the copies of the first step. The mainloop iterates over the steps.
   __device__ void run() {
     this->start();
     this->load_keys();
@@ -126,7 +125,7 @@ template <class Config> struct DkdvBlock : StepRows<Config> {
     for (int stage = 0; more; stage ^= 1) {
       ptx::cp_async_wait<0>();
       const bool careful =
-          __syncthreads_or(this->needs_care(stage)); // this tile is there; no thread reads the last one any more
+          __syncthreads_or(this->needs_care(stage)); // this tile has arrived; all threads have read the previous one
       const KeyStep &step = shared.stages[stage].step;
       const KeyStep next = keys.next_step(step, kRows);
       const bool head_ends = !next.valid || next.head != step.head;

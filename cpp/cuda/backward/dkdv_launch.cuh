@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The launches of the instantiations of the dkdv kernel for a head dimension. Generated files hold nothing but an
-// include of this and a line for each.
+// The launches of the key-stationary kernels for a head dimension. A generated file only includes this one and has
+// one line for each instantiation.
 #pragma once
 
 #include <type_traits>
@@ -48,7 +48,7 @@ cudaError_t launch_dkdv_kernels(const BackwardLaunch &work, cudaStream_t stream)
 }
 
 #if FDM_TILE_ARCH == 90
-// Calls launch with a Softcap. A route takes a problem with one to the head dimensions of rare calls.
+// Calls `launch` with the Softcap of the problem. Routes serve a softcap only with the head dimensions of rare calls.
 template <int kHeadDim, class Launch>
 cudaError_t launch_with_softcap(const BackwardParams &params, const Launch &launch) {
   if (params.p.softcap <= 0) return launch(std::integral_constant<Softcap, Softcap::none>{});
@@ -108,8 +108,8 @@ template <class Element, int kHeadDim> cudaError_t launch_fused(const BackwardLa
                                        [&](auto softcap) { return launch_for(softcap, kNoQueryRows, kSameWidth); });
 }
 
-// This kernel also serves calls that want one gradient alone. A kernel for that would not take half the time, and
-// would not be small.
+// This kernel also serves calls that want only one gradient. A separate kernel for these would take more than half
+// the time, and its binary would not be small.
 template <class Element, int kHeadDim> cudaError_t launch_dkdv_sm90(const BackwardParams &params, cudaStream_t stream) {
   return launch_with_softcap<kHeadDim>(params, [&](auto softcap) {
     constexpr DkdvTileSm90 tile = dkdv_tile_sm90(kHeadDim);

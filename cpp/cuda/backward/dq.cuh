@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The gradient of the queries: one thread block for a tile of query rows of one head.
+// The gradient of the queries. A thread block has a row tile of one head.
 //
-// It walks the tile's columns as the forward pass does, and recomputes the probabilities from lse:
+// It iterates over the tile's columns as the forward pass does, and recomputes the probabilities from lse:
 //   S = Q K', P = exp(S - lse), dP = dO V', dS = P (dP - delta), dQ = scale dS K.
-// K and V of the next block of columns are fetched while this one is multiplied; a bias per query too,
-// by each warp for its rows.
+// The copies of the next block's K and V overlap the products of this block. Each warp copies the bias per query of
+// its rows a block ahead, too.
 #pragma once
 
 #include "../tile/dead_columns.cuh"
@@ -16,7 +16,7 @@ namespace fdm::cuda {
 template <class Element, int kHeadDim, int kRows, int kColumns, int kWarps, int kBlocks, TileKind kKind>
 struct DqConfig : RowTileConfig<Element, kHeadDim, kRows, kColumns, kWarps, kBlocks, kKind> {
   static constexpr TileKind kTileKind = kKind;
-  // Keys are fetched a block ahead, so the facts about them must come two ahead.
+  // Keys are copied one block ahead, so the facts about them must arrive two blocks ahead.
   static_assert(KeyRing<kColumns, DqConfig::kThreads>::kBlocksAtOnce >= 2);
 };
 
@@ -60,7 +60,7 @@ struct DqBlock
     column_offset_right = Tile::right_columns(0);
   }
 
-  // Rows without a gradient are zeros, whatever lies there: not even NaN in dO may reach a result.
+  // Rows without a gradient are loaded as zeros, so that non-finite values in their dO reach no result.
   __device__ void load_rows() {
     const auto copy = [&](const fdm_tensor &t, uint32_t tile, bool aligned) {
       const auto *base = static_cast<const uint16_t *>(t.data) + row_offset(t, task.s, task.first_row, task.head);
@@ -89,7 +89,7 @@ struct DqBlock
     copy(params.p.v, slot.v_row, v_base);
   }
 
-  // The column that this thread fetches of the batch of blocks that begins with `block`.
+  // The column that this thread fetches in the batch of blocks that begins with `block`.
   __device__ static int column(int block) { return block * kColumns + int(threadIdx.x); }
   __device__ void store(int block, const ColumnEntry &entry) {
     store_column<kColumns>(ring.slot(block + int(threadIdx.x) / kColumns), params.p, task.s, task.sequence_index,
@@ -130,13 +130,13 @@ struct DqBlock
     gemm_rs<Element, kHeadDim>(dq, scores, k + column_offset_right);
   }
 
-  // The prologue loads Q and dO and starts the copies of the first block; the mainloop goes through all blocks.
+  // The prologue loads Q and dO and starts the copies of the first block. The mainloop iterates over the blocks.
   __device__ void run() {
     const int blocks = (task.columns.count + kColumns - 1) / kColumns;
     clear(dq);
     store(0, fetch_column(task.columns, task.bias, column(0), fetch_key(task.columns, column(0))));
     int32_t next_key = fetch_key(task.columns, column(Ring::kBlocksAtOnce));
-    load_rows(); // and makes the ring's first blocks visible
+    load_rows(); // its barrier also makes the ring's first blocks visible
     if (blocks > 0) {
       load_keys(0);
       if constexpr (Config::kGeneral) load_row_bias(0);
@@ -144,7 +144,7 @@ struct DqBlock
     ptx::cp_async_fence();
     for (int block = 0; block < blocks; ++block) {
       ptx::cp_async_wait<0>();
-      __syncthreads(); // this block is there; no thread reads the last one any more
+      __syncthreads(); // this block has arrived; all threads have read the previous one
       if (block + 1 < blocks) load_keys(block + 1);
       ptx::cp_async_fence();
       const int ahead = block + Ring::kBlocksAtOnce;
@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   extern __shared__ __align__(1024) char dynamic_shared[];
   auto &shared = *reinterpret_cast<DqShared<Config> *>(dynamic_shared);
   const fdm_problem &p = params.p;
-  // The order is that of the forward pass: heads fastest, and the longest tiles of a causal mask first.
+  // The order is the forward pass's: heads vary fastest, and the longest tiles of a causal mask come first.
   const int64_t tiles = ceil_div(p.queries, Config::kRows);
   const int64_t head = blockIdx.x % p.heads, number = blockIdx.x / p.heads;
   const int64_t first_row = (tiles - 1 - number % tiles) * Config::kRows, sequence_index = number / tiles;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The launch of an instantiation of the dq kernel. Generated files hold nothing but an include of this and a line for
-// each.
+// The launch of an instantiation of the dq kernel. A generated file only includes this one and has one line for each
+// instantiation.
 #pragma once
 
 #include "../host/dispatch.h"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The elementwise work of dq on a row tile, between the matrix products: from scores and dP to dS, and the epilogue.
-// Accumulators are those of mma.sync and wgmma alike: kRowTiles tiles of 16 rows to each warp.
+// The elementwise work of dq on a row tile: dS from the scores and dP, and the epilogue. mma.sync and wgmma have the
+// same accumulator layout. A warp has kRowTiles tiles of 16 rows.
 #pragma once
 
 #include "../tile/products.cuh"
@@ -23,7 +23,7 @@ template <class Element, int kRowTileCount, int kColumnTileCount, int kHeadDim, 
 
   const BackwardParams &params;
   const DqTask &task;
-  bool careful; // rows of very large lse
+  bool careful; // there are rows beyond kLargeLse
   float lse[kRowTiles][2], delta[kRowTiles][2];
   float scores[kRowTiles][kColumnTiles][4], gradients[kRowTiles][kColumnTiles][4];
   float dq[kRowTiles][kHeadDim / 8][4];
@@ -38,15 +38,15 @@ template <class Element, int kRowTileCount, int kColumnTileCount, int kHeadDim, 
     return exists(r) ? row_statistics(params, task.s, task.head, task.first_row + r) : RowStatistics{INFINITY, 0.0f};
   }
 
-  // Takes over the statistics of a row. Returns whether it makes the tile `careful`.
+  // Stores the statistics of a row in registers. Returns whether the row makes the tile `careful`.
   __device__ bool set_statistics(int m, int half, const RowStatistics &loaded) {
     lse[m][half] = loaded.lse;
     delta[m][half] = loaded.delta;
     return !loaded.empty() && fabsf(loaded.lse) > kLargeLse;
   }
 
-  // Puts dS in the place of the scores; the gradients hold dP. PairTests::kept_and_cut: some pairs may not be kept.
-  // RowBiasReader describes row_bias.
+  // Replaces the scores by dS. The gradients hold dP. If `partial`, some pairs may not be kept. See RowBiasReader for
+  // row_bias.
   template <bool kHasSoftcap, PairTests kPairTests, class Slot, class RowBias>
   __device__ void make_gradients(const Slot &slot, bool partial, const RowBias &row_bias) {
     const ScoreFactors factors(params.p);
@@ -64,7 +64,7 @@ template <class Element, int kRowTileCount, int kColumnTileCount, int kHeadDim, 
           float2 added{};
           if constexpr (kGeneral)
             if (task.bias.rows) added = row_bias.elements(m, half, column, shifts);
-          // This row of the plan's tile, which several blocks may share.
+          // The row in the plan's tile, which several thread blocks may share.
           const int r = int(task.first_row - task.columns.first_row) + row(m, half);
           uint2 word{~0u, ~0u};
           if (kPairTests != PairTests::none && partial) {
@@ -91,7 +91,7 @@ template <class Element, int kRowTileCount, int kColumnTileCount, int kHeadDim, 
     }
   }
 
-  // `partial` says that some pairs may not be kept.
+  // If `partial`, some pairs may not be kept.
   template <class Slot, class RowBias>
   __device__ void make_gradients(const Slot &slot, bool partial, const RowBias &row_bias) {
     const bool cap = params.p.softcap > 0;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The elementwise work of dk, dv and the gradient of a bias per key on a key block, between the matrix products: from
-// S' and dP' to P' and dS', and the epilogue. Accumulators, a key to a row, are those of mma.sync and wgmma alike:
-// kKeyTiles tiles of 16 keys to each warp.
+// The elementwise work of dk, dv and the gradient of a bias per key on a key block: P' and dS' from S' and dP', and
+// the epilogue. mma.sync and wgmma have the same accumulator layout. Here a row of accumulators is a key, and a warp
+// has kKeyTiles tiles of 16 keys.
 #pragma once
 
 #include <type_traits>
@@ -13,29 +13,29 @@
 
 namespace fdm::cuda {
 
-// No bias per query.
+// The type of `row_bias` if there is no bias per query.
 struct NoRowBias {};
 
-// Statistics of a tile of query rows in shared memory.
+// The statistics of a tile of query rows in shared memory.
 template <int kKeys, int kRows, bool kHasRowPlans> struct RowStage {
-  alignas(16) float lse[kRows], delta[kRows];          // as RowStatistics has them
+  alignas(16) float lse[kRows], delta[kRows];          // of RowStatistics
   alignas(16) RowWord words[kHasRowPlans ? kKeys : 1]; // set for row plans
   KeyStep step;
 };
 
-// Which sums of a key block are added or written: dk, and dv.
+// Which sums of a key block are added or written: `keys` for dk, `values` for dv.
 struct WantedSums {
   bool keys = true, values = true;
 };
 
-// The gradients that a kernel computes: those of keys and their bias, of values, or both.
+// The gradients that a kernel computes: dk with the bias gradient, dv, or both.
 enum class GradientSet { both, keys, values };
 
 // Whether a kernel applies a softcap.
 enum class Softcap { none, applied };
 
-// Keys is a KeyBlock. A tile may have more rows than
-// a warp has scores of: further warps with the same keys then have those of the next kRows.
+// Keys is a KeyBlock. A tile may have more rows than kRows, the rows of a warp's scores. Further warps with the same
+// keys then have the scores of the next kRows rows.
 template <class Element, int kKeys, int kKeyTiles, int kRows, int kHeadDim, GradientSet kGradients, TileKind kKind,
           class Keys, int kTileRowCount = kRows, int kValueDim = kHeadDim>
 struct KeyGradients {
@@ -60,11 +60,12 @@ struct KeyGradients {
     for (int m = 0; m < kKeyTiles; ++m) dbias[m][0] = dbias[m][1] = 0.0f;
   }
 
-  // Two warpgroups may have different rows or columns of the same keys.
+  // The key of this thread's accumulators, as a row of the block. Two warpgroups may have different rows or columns
+  // of the same keys.
   __device__ static int key_row(int m, int half) {
     return threadIdx.x / 32 * (16 * kKeyTiles) % kKeys + 16 * m + accumulator_row(half);
   }
-  // The first row of the tile that this warp has scores of.
+  // The first row of the tile for which this warp has scores.
   __device__ static int first_row() {
     return kTileRowCount == kRows ? 0 : threadIdx.x / 32 / (kKeys / (16 * kKeyTiles)) * kRows;
   }
@@ -72,8 +73,8 @@ struct KeyGradients {
     return kKeyGradient && (present(params.a.dk) || params.wants_bias_sums);
   }
 
-  // Finds which rows of the tile keep a key: bit 8 n + i of word n / 4 is for this thread's row i of row tile n. A key
-  // that this head drops by a bias of -inf may be there for another head of the group.
+  // Finds which rows of the tile keep a key: bit 8 (n % 4) + i of word n / 4 is for this thread's row i of row tile
+  // n. A key that this head drops by a bias of -inf may be loaded for another head of the group.
   __device__ void keep_bits(const Stage &stage, int first, int buffer, int key, uint32_t (&bits)[kWordCount]) const {
     RowRange range = keys.shared.rows[buffer][key];
     if (keys.shared.bias[buffer][key] == -INFINITY) range.past = range.first;
@@ -86,22 +87,22 @@ struct KeyGradients {
     }
   }
 
-  // P' of a score to base 2, to which the bias is added.
+  // P' of a score to base 2 that includes the bias.
   template <PairTests kPairTests> __device__ static float probability(float x, float lse, bool kept) {
     x -= lse;
     if constexpr (kPairTests == PairTests::kept_and_cut) x = ptx::min_or_nan(x, 0.0f);
     x = ptx::exp2_approximate(x);
     return kPairTests == PairTests::none || kept ? x : 0.0f;
   }
-  // dS' of a score, not yet times the derivative of the softcap. V of a key that is not kept may be anything.
+  // dS' before the factor of the softcap's derivative. V of a dropped key may be non-finite: dS' is 0 if P' is 0.
   template <PairTests kPairTests> __device__ static float score_gradient(float p, float dp, float delta) {
     const float ds = p * (dp - delta);
     return kPairTests != PairTests::none && p == 0.0f ? 0.0f : ds;
   }
 
-  // Puts P' in the place of the scores, and dS' in that of the gradients, which held dP'. kPairTests says that some
-  // pairs may not be kept. row_bias.elements(key, row) returns the elements of a bias per query for a key and two rows
-  // of the tile.
+  // Replaces the scores by P', and dP' in the gradients by dS'. With PairTests::none, all pairs are kept.
+  // row_bias.elements(key, row, key_shift) returns the elements of a bias per query for a key and two rows of the
+  // tile.
   template <bool kHasSoftcap, PairTests kPairTests, class RowBias>
   __device__ void make_both(const Stage &stage, float (&scores)[kKeyTiles][kRowTiles][4],
                             float (&gradients)[kKeyTiles][kRowTiles][4], const RowBias &row_bias) {
@@ -111,7 +112,7 @@ struct KeyGradients {
 #pragma unroll
     for (int m = 0; m < kKeyTiles; ++m)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) { // key by key: few facts about keys are in registers at a time
+      for (int half = 0; half < 2; ++half) { // key by key, so that few facts about keys are in registers at a time
         const int key = key_row(m, half);
         const float bias = keys.shared.bias[step.buffer][key];
         uint32_t bits[kWordCount];
@@ -137,7 +138,7 @@ struct KeyGradients {
             const float row_bias_element = i ? added.y : added.x;
             if constexpr (kGeneral) kept = kept && row_bias_element != -INFINITY;
             if constexpr (kPairTests != PairTests::none && kHasSoftcap)
-              score = kept ? score : 0.0f; // or the slope of the softcap could be NaN
+              score = kept ? score : 0.0f; // otherwise the slope of the softcap could be NaN
             float slope, x = factors.score<kHasSoftcap>(score, bias, &slope);
             if constexpr (kGeneral) x = with_row_bias(x, row_bias_element);
             score = probability<kPairTests>(x, i ? lse.y : lse.x, kept);
@@ -151,8 +152,9 @@ struct KeyGradients {
       }
   }
 
-  // The same in two parts: P' as soon as the scores are there, dS', which has no softcap, when dP' is. `first` is
-  // the first row of the tile, `buffer` that of the step. row_bias.element(half, n, i) is that of this thread's pair.
+  // The same in two parts. This one computes P' as soon as the scores are complete. make_score_gradients computes dS'
+  // (without a softcap) when dP' is complete. `first` is the first row of the tile, `buffer` the step's buffer.
+  // row_bias.element(half, n, i) is the element of this thread's pair.
   template <PairTests kPairTests, class RowBias = NoRowBias, Softcap kSoftcap = Softcap::none>
   __device__ void make_probabilities(const Stage &stage, int first, int buffer,
                                      float (&scores)[kKeyTiles][kRowTiles][4], const ScoreFactors &factors,
@@ -196,7 +198,7 @@ struct KeyGradients {
         dbias[m][1] += probabilities[m][n][2] + probabilities[m][n][3];
       }
   }
-  // Of some of the row tiles, from `first` on.
+  // The second part, for kTiles row tiles from tile `first` on.
   template <PairTests kPairTests, int kTiles>
   __device__ void make_score_gradients(const Stage &stage, const float (&probabilities)[kKeyTiles][kTiles][4],
                                        float (&gradients)[kKeyTiles][kTiles][4], int first = 0) {
@@ -216,15 +218,15 @@ struct KeyGradients {
     }
   }
 
-  // Whether all rows of the tile that begins at `first` lie within the rows of all of this warp's keys.
+  // Whether all of this warp's keys are kept by all kRows rows from `first` on.
   __device__ bool keep_all(int first) const {
     return keys.keep_all(threadIdx.x / 32 * kKeyTiles % (kKeys / 16), kKeyTiles, first, kRows);
   }
-  // Whether pairs of a tile and this warp's keys may be dropped. kLargeLse tells what makes a tile `careful`. The vote
-  // tells the compiler that the lanes of a warp agree.
+  // Whether pairs of a tile and this warp's keys need PairTests. A tile with rows beyond kLargeLse is `careful`. The
+  // vote shows the compiler that all lanes of a warp agree.
   __device__ bool needs_test(const KeyStep &step, bool careful) const {
     if constexpr (kGeneral) return true;
-    // All of it is loaded, since loads one after the other would be waited for.
+    // All conditions are loaded first: with short-circuit evaluation, the warp would wait for each load in turn.
     const bool tests = step.tests, drops = keys.drops_keys(step.head, step.buffer),
                keep = keep_all(step.tile * kTileRowCount + first_row());
     return __any_sync(0xffffffffu, careful | tests | drops | !keep);
@@ -243,7 +245,7 @@ struct KeyGradients {
     make<kHasSoftcap>(stage, careful, scores, gradients, nullptr);
   }
 
-  // Writes the sums of the bias gradient over the rows of a head, or of all heads that share the bias.
+  // Writes the bias gradient, summed over the rows of a head or of all heads that share the bias.
   __device__ void write_bias(int64_t head_of_group) {
     if constexpr (kKeyGradient) {
       if (!params.wants_bias_sums) return;
@@ -260,8 +262,8 @@ struct KeyGradients {
     }
   }
 
-  // Adds the gradients of keys that several segments keep to their sums, which lie as round_sums.cu reads them.
-  // Tiles of sums from kFirst on are for the columns from `first` on.
+  // Adds the gradients of keys that several segments keep to their sums, in the layout that round_sums.cu reads. The
+  // accumulator tiles from kFirst on are the columns from `first` on.
   template <int kFirst = 0, int kTiles = kHeadDim / 8>
   __device__ void add_segment_sums(int first = 0, WantedSums wanted = {}) const {
     if (params.keys.segments.most_sums == 0) return;
@@ -284,10 +286,10 @@ struct KeyGradients {
       }
   }
 
-  // The epilogue writes dk and dv where nothing else is added to them, and float32 partial sums otherwise: those of
-  // some tiles of sums, for the columns from `first` on. Gradients of keys that several segments of rows keep have
-  // their own sums. Those of a key that no row keeps are zeros: its sums may hold what NaN in dO makes of a probability
-  // of 0.
+  // The epilogue writes dk and dv, or the float32 sums of a part if the block has several parts. It writes kTiles
+  // accumulator tiles from kFirst on, as the columns from `first` on. It skips keys that several segments of rows
+  // keep, which have sums of their own. A key that no row keeps gets zeros, since NaN in dO times P' = 0 may have
+  // made its accumulators NaN.
   template <int kFirst = 0, int kTiles = kHeadDim / 8>
   __device__ void write(int first = 0, WantedSums wanted = {}) const {
     constexpr int kValueTiles = kTiles == kHeadDim / 8 ? kValueDim / 8 : kTiles;

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Orders the kept keys of interval plans so that the keys of a block are kept by similar rows.
+// Orders the kept keys of interval plans so that similar rows keep the keys of a block.
 //
-// The kept keys of a list, which come in key order, are divided into buckets; within a bucket those that are kept the
-// longest come first, ties by position, and every kChunkKeys of them are put back into key order. With causal selection
-// the keys of a chunk end within a few rows of each other, and those of a block of a chunk also start so: 75 to 80 % of
-// the pairs of 64 keys and the rows that keep any of them are kept (simulated for random biases, N 8192 to 32768).
+// The kept keys of a list are in key order and are divided into buckets. Within a bucket, keys with the latest end
+// come first, ties by position. Then each chunk of kChunkKeys keys is put back into key order. With causal selection,
+// the keys of a chunk end within a few rows of each other, and the keys of a block of the chunk also start within a
+// few rows: of the pairs of 64 keys and the rows that keep any of them, 75 to 80 % are kept (simulated for random
+// biases, N 8192 to 32768).
 #pragma once
 
 #include "../tile/block_sort.cuh"
@@ -12,7 +13,7 @@
 
 namespace fdm::cuda {
 
-// The threads of a block order a bucket.
+// A thread block orders a bucket.
 template <int kThreads> struct KeyOrder {
   static constexpr int kItemsPerThread = kBucketKeys / kThreads, kChunkKeys = 256, kMaxBlocks = kBucketKeys / 32;
   using Ranks = DigitRanks<kThreads, kItemsPerThread>;
@@ -65,7 +66,7 @@ template <int kThreads> struct KeyOrder {
   }
 
 private:
-  // Finds the chunk of each position. Those past the last key come last.
+  // Finds the chunk of each position. Positions past the last key come last.
   __device__ void sort_by_end(const int32_t *end, int32_t count, uint32_t queries) const {
     uint64_t item[kItemsPerThread];
 #pragma unroll

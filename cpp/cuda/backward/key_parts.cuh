@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Into how many parts a key block is divided, and in which order the parts of all blocks come. Called by the thread
-// block of key_schedule.cu.
+// The number of parts of a key block, and the order of the parts of all blocks. The thread block of key_schedule.cu
+// calls these functions.
 #pragma once
 
 #include "../tile/block_scan.cuh"
@@ -8,26 +8,27 @@
 
 namespace fdm::cuda {
 
-// About how many parts the work of all key blocks is divided into, and the fewest steps of one.
+// The approximate number of parts of all key blocks together, and the least length of a part in steps.
 constexpr int64_t kWantedItems = kRouteTable.items, kShortestPart = kRouteTable.part_steps;
-// Steps of a block are counted up to this, so that sums of a few of them fit 32 bits.
+// Step counts of a block are cut off at this limit, so that sums of a few of them fit in 32 bits.
 constexpr int32_t kStepLimit = 1 << 29;
 
-// How many parts a block has, if they are to have about `length` steps; it has -1 steps where it does not exist.
+// The number of parts of a block, if each part should have about `length` steps. A block with -1 steps does not
+// exist.
 __device__ __forceinline__ int32_t part_count(int32_t steps, int32_t length) {
   if (steps < 0) return 0;
   return max(1, int32_t((2 * uint32_t(steps) + uint32_t(length)) / (2 * uint32_t(length))));
 }
 
-// Lengths of parts to choose from: so that there is one for each SM, or three for every two SMs, and so on.
+// A candidate for the length of parts. Candidate n makes about (n + 2) / 2 parts for each SM.
 struct LengthChoice {
   static constexpr int kLengths = 8;
-  // A part's prologue and its partial sums take about as long as so many steps (seen on an H100).
+  // A part's prologue and partial sums take about as long as this many steps (measured on an H100).
   static constexpr int32_t kPartSteps = 8;
   int32_t length, parts, stored_parts, longest, shortest;
 
-  // About how many steps an SM goes through until all are done. Parts come longest first, so SMs are idle in the end
-  // for no longer than the shortest takes, and not at all where the last round of parts is full.
+  // The estimated time until all SMs are done, in steps. Parts come longest first. So at the end an SM is idle for at
+  // most the time of the shortest part, and not at all if the last round of parts is full.
   __device__ int64_t time(int64_t all_steps, int32_t sms) const {
     const int64_t idle = int64_t((parts + sms - 1) / sms) * sms - parts;
     const int64_t lost = min64(idle * all_steps / parts, int64_t(sms) * shortest);
@@ -39,7 +40,7 @@ struct LengthChoices {
   LengthChoice choices[LengthChoice::kLengths];
   int32_t best;
 
-  // Returns the length with which the SMs should end first, among those whose parts can be stored; 0: there is none.
+  // Returns the length with the least estimated time among those whose parts can be stored, or 0 if there is none.
   // All threads of the block call this.
   template <class ForEachBlock>
   __device__ int32_t choose(const KeyWork &keys, int64_t all_steps, const ForEachBlock &for_each_block) {
@@ -95,28 +96,28 @@ private:
   }
 };
 
-// In which order parts come. The longest come first. The sums of dQ that blocks add to at a time should be of few rows,
-// which then stay in L2. Where blocks have equal steps, or go through the rows of lists from the last tile on, heads
-// come one after the other, as many at a time as have blocks for all SMs; or, where these are nearly all heads of such
-// lists and most blocks are divided, the last rows come first. Without a mask, forward and backward of 2 x 16 heads of
-// 128 with 8192 tokens take 4 % less so [head-order].
+// The order of parts. The longest come first. Concurrent blocks should add to the dQ sums of few rows, which then
+// stay in L2. If blocks have equal numbers of steps, or go through the rows of lists from the last tile on, heads
+// therefore come in groups that are just large enough for all SMs. If lists have at most two such groups, and blocks
+// have two parts or more on average, the last rows come first instead. Without a mask, forward and backward of 2 x 16
+// heads of 128 with 8192 tokens take 4 % less time in this order [head-order].
 struct PartOrder {
-  static constexpr int kLengths = 64, kPlaces = 16, kClasses = kPlaces * kLengths; // that are told apart
+  static constexpr int kLengths = 64, kPlaces = 16, kClasses = kPlaces * kLengths;
 
-  int32_t length;             // that parts are to have
-  int32_t heads_together = 0; // above 0: the heads of a place
-  int64_t all_rows = 0;       // above 0: places are those of rows, and a block that all rows keep has so many steps
+  int32_t length;             // the wanted length of parts
+  int32_t heads_together = 0; // above 0: a place is a group of this many heads
+  int64_t all_rows = 0;       // above 0: a place is a range of rows; a block that all rows keep has all_rows steps
 
   __device__ PartOrder(const BackwardParams &params, int32_t part_length, int64_t all_steps, int32_t existing_blocks)
       : length(part_length) {
     const KeyWork &keys = params.keys;
-    // Heads that share a bias for each query should read it at the same time.
+    // Heads that share a bias per query should read it at the same time, so they are not ordered by head.
     const bool has_equal_steps =
         keys.sms > 0 && !keys.listed && !params.plan.spans && !is_causal(params.p) && !has_rows(params.p.bias);
     const bool walks_lists = keys.heads_inside == HeadsInside::all && keys.listed;
     if ((!has_equal_steps && !walks_lists) || is_varlen(params.p) || existing_blocks == 0) return;
-    // A third more than SMs, so that there are some left when the first end. With two such groups of heads, SMs would
-    // end further apart (seen on an H100).
+    // A group has a third more blocks than there are SMs, so that blocks are left when the first ones end. With only
+    // two groups, the SMs would end further apart (measured on an H100).
     const int64_t wanted = ceil_div(int64_t(keys.heads) * (keys.sms + keys.sms / 3), existing_blocks);
     const int64_t together = max64(wanted, ceil_div(keys.heads, kPlaces));
     if (ceil_div(keys.heads, together) > 2)
@@ -125,7 +126,7 @@ struct PartOrder {
       all_rows = ceil_div(params.p.queries, keys.tile_rows) * params.group;
   }
 
-  // The class of a part. Parts of a class come in any order.
+  // The class of a part. The parts of a class come in any order.
   __device__ int32_t class_of(const KeyWork &keys, int64_t block, int32_t steps, int32_t parts, int32_t part) const {
     const float own_length = float(steps) / float(parts);
     const auto rank = int32_t(own_length * float(kLengths / 2) / float(length));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The key blocks of the key-stationary kernel: which keys, and which rows keep them.
+// The key blocks of the key-stationary kernels: their keys, and the rows that keep them.
 #pragma once
 
 #include "../tile/products.cuh"
@@ -7,8 +7,8 @@
 
 namespace fdm::cuda {
 
-// Where the keys of a block lie in the order of its list. Blocks are numbered across buckets: the first of every
-// bucket, then the second of every bucket. The blocks with the most rows then come first.
+// The position of a block's first key in the order of its list. Blocks are numbered across buckets: the first block
+// of every bucket, then the second of every bucket. So the blocks with the most rows come first.
 FDM_INLINE int64_t ordered_position(const KeyWork &keys, int32_t block) {
   return int64_t(block % keys.buckets) * kBucketKeys + int64_t(block / keys.buckets) * keys.block_keys;
 }
@@ -19,13 +19,13 @@ struct KeyBlockPlace {
   int64_t sequence_index, kv_head;
   int32_t block;
   int64_t list_sequence; // listed: list * sequences of a list + sequence of the list
-  int64_t first_key;     // listed: the block's first place in `ordered`; with `in_key_order`, among the kept keys
-  int64_t keys;          // listed: keys from there on, of the same bucket if there are any
-  bool in_key_order;     // a list that keeps more keys than its segments have room for
+  int64_t first_key;     // listed: the index of the first key in `ordered`; if in_key_order, among the kept keys
+  int64_t keys;          // listed: the number of keys from there on, up to the end of the bucket if there are buckets
+  bool in_key_order;     // the list keeps more keys than its segments have room for
   SegmentBlock rows;     // segments: the rows that keep any of the keys
 };
 
-// The heads that are gone through together. A number of a block becomes one among theirs.
+// The group of KV heads whose blocks are processed together. The constructor makes `number` relative to the group.
 struct HeadsTogether {
   uint32_t first, heads;
 
@@ -39,7 +39,7 @@ struct HeadsTogether {
   }
 };
 
-// Which block of which head has a number; heads are counted over sequences. Not for segments.
+// Finds the block and the head of a block number. Heads are counted over sequences. Not for segments.
 struct BlockOfHead {
   uint32_t block, head;
 
@@ -50,8 +50,8 @@ struct BlockOfHead {
   }
 };
 
-// The segments of a list and a sequence: their numbers, among those of all lists, and the sums of keys that several
-// keep.
+// The segments of a list and a sequence: their numbers, counted over all lists, and the sums of keys that several
+// segments keep.
 struct ListSegments {
   int64_t first;
   int32_t count, first_sum, past_sums;
@@ -69,33 +69,33 @@ struct ListSegments {
     if (segments.row_sums == 0) {
       first_sum = static_cast<int32_t>(s.k_begin);
       past_sums = first_sum + static_cast<int32_t>(s.k_count);
-    } else { // a sequence has fewer borders of segments than it has times so many rows, which n rows keep
+    } else { // a sequence has at most q_count / rows borders of segments; at most row_sums keys are kept across each
       first_sum = static_cast<int32_t>(s.q_begin >> shift) * segments.row_sums;
       past_sums = first_sum + static_cast<int32_t>(s.q_count >> shift) * segments.row_sums;
     }
   }
 
-  // Bounds that do not begin with 0 leave numbers before those of the first sequence.
+  // If cu_seqlens does not begin with 0, there are numbers before those of the first sequence.
   __device__ bool have(int32_t segment) const { return segment >= 0 && segment < count; }
 
-  // Whether they keep more keys than fit their blocks. All lanes of the warp call this.
+  // Whether a segment keeps more keys than its blocks have room for. All lanes of the warp call this.
   __device__ bool overflow(const KeyWork &keys) const {
     const int32_t room = keys.segments.blocks * keys.block_keys;
     bool overflows = false;
-#pragma unroll 1 // most often once
+#pragma unroll 1 // usually one iteration
     for (int n = threadIdx.x % 32; n < count; n += 32) overflows |= keys.segments.kept[first + n] > room;
     return __any_sync(0xffffffffu, overflows);
   }
 };
 
-// A segment by its number in a list; of packed sequences, which may have fewer than numbers.
+// Finds a segment by its number in a list. With packed sequences, some numbers have no segment.
 struct SegmentPlace {
   Sequence s;
   int64_t sequence_index, kv_head;
   int64_t list;
-  int32_t segment; // of the sequence
+  int32_t segment; // the index in the sequence
 
-  // `head` is counted over sequences unless these are packed.
+  // `head` is counted over sequences, except packed ones.
   __device__ SegmentPlace(const BackwardParams &params, uint32_t head, int32_t number) : segment(number) {
     const fdm_problem &p = params.p;
     if (is_varlen(p)) {
@@ -109,13 +109,14 @@ struct SegmentPlace {
       kv_head = head - sequence_index * static_cast<uint32_t>(p.kv_heads);
     }
     s = sequence(p, sequence_index);
-    const fdm_tensor &lists = list_tensor(p); // one for all heads, or for each head of keys
+    const fdm_tensor &lists = list_tensor(p); // one list for all heads, or one for each KV head
     list = batch_index(lists, s) * params.plan.batch_lists + (lists.shape[1] == 1 ? 0 : kv_head);
   }
 };
 
-// Finds a block of a list with segments, of which there are fewer than 2^31. Blocks are numbered across segments: the
-// longest of every segment come first. All lanes of a warp call this.
+// Finds a block of a list with segments. There are fewer than 2^31 such blocks. First come the `leading` longest
+// blocks of each segment, segment by segment; then the others, the longest of every segment first. The last segment
+// comes first. All lanes of a warp call this.
 __device__ __forceinline__ KeyBlockPlace place_in_segment(const BackwardParams &params, uint32_t number) {
   const KeyWork &keys = params.keys;
   const KeySegments &segments = keys.segments;
@@ -159,7 +160,7 @@ __device__ __forceinline__ KeyBlockPlace place_in_segment(const BackwardParams &
   return place;
 }
 
-// The sums of a key of a head, counted over sequences unless these are packed.
+// The sums of a key that several segments keep. `head` is counted over sequences, except packed ones.
 FDM_INLINE float *key_segment_sums(const KeyWork &keys, int64_t head, int32_t sum) {
   return keys.segments.sums + (head * keys.segments.most_sums + sum) * 2 * keys.sum_dim;
 }
@@ -183,12 +184,12 @@ __device__ __forceinline__ KeyBlockPlace key_block_place(const BackwardParams &p
   place.list_sequence = list_sequence(p, list, place.sequence_index);
   const int64_t position = ordered_position(params.keys, place.block);
   place.first_key = list * plan.list_keys + place.s.k_begin + position;
-  // The last block of a bucket may have fewer keys than others.
+  // The last block of a bucket may have fewer keys than the others.
   place.keys = min64(plan.kept_count[place.list_sequence] - position, kBucketKeys - position % kBucketKeys);
   return place;
 }
 
-// The key in row r of a block of a list; -1: none.
+// The key in row r of a block of a list. key = -1: there is none.
 __device__ __forceinline__ KeyRows listed_key(const BackwardParams &params, const KeyBlockPlace &place, int r) {
   if (r >= place.keys) return {-1, 0, 0, -1};
   const int64_t n = place.first_key + r;
@@ -197,7 +198,7 @@ __device__ __forceinline__ KeyRows listed_key(const BackwardParams &params, cons
   return params.keys.ordered[n];
 }
 
-// Stores the sum of the bias gradient of a key over all rows, for a query head of a group or for all of them.
+// Stores the bias gradient of a key, summed over all rows, for one query head of the group or for all of them.
 __device__ __forceinline__ void store_bias_sum(const BackwardParams &params, const Sequence &s, int64_t kv_head,
                                                int64_t head_of_group, int32_t key, float sum) {
   const fdm_tensor &t = params.bias_sums;
@@ -207,7 +208,7 @@ __device__ __forceinline__ void store_bias_sum(const BackwardParams &params, con
                 sum);
 }
 
-// The rows that a plan of runs tells to keep a key of the block, which begins with `key`.
+// The rows that may keep a key of the block that begins with `key`, from a plan of runs.
 __device__ __forceinline__ RowRange rows_of_run(const BackwardParams &params, const KeyBlockPlace &place, int64_t key) {
   const fdm_problem &p = params.p;
   const Plan &plan = params.plan;
@@ -215,7 +216,7 @@ __device__ __forceinline__ RowRange rows_of_run(const BackwardParams &params, co
                          span_number(p, place.s, place.sequence_index, kSpanKeys);
   const int64_t past_key = min64(place.s.k_count, key + params.keys.block_keys);
   RowRange rows{INT32_MAX, 0};
-#pragma unroll 1 // in few registers
+#pragma unroll 1 // saves registers
   for (int64_t n = key / kSpanKeys; n * kSpanKeys < past_key; ++n) {
     const KeySpan span = spans[n];
     rows.first = min(rows.first, span.first);
@@ -224,7 +225,7 @@ __device__ __forceinline__ RowRange rows_of_run(const BackwardParams &params, co
   return rows.first < rows.past ? rows : RowRange{0, 0};
 }
 
-// The rows that may keep a key of the block. There is no such block where past < first.
+// The rows that may keep a key of the block. past < first: the block does not exist.
 __device__ __forceinline__ RowRange key_block_rows(const BackwardParams &params, const KeyBlockPlace &place) {
   if (params.keys.listed) {
     if (params.keys.segments.rows > 0) return {place.rows.first, place.rows.past};
@@ -238,7 +239,7 @@ __device__ __forceinline__ RowRange key_block_rows(const BackwardParams &params,
   return {is_causal(params.p) ? static_cast<int32_t>(max64(0, min64(past, key - place.s.causal_off))) : 0, past};
 }
 
-// The place of a small block of consecutive keys; heads are counted over sequences.
+// The place of a small block of consecutive keys. `head` is counted over sequences.
 __device__ __forceinline__ KeyBlockPlace small_block_of_head(const BackwardParams &params, uint32_t head,
                                                              uint32_t block) {
   const auto kv_heads = static_cast<uint32_t>(params.p.kv_heads);
@@ -250,7 +251,7 @@ __device__ __forceinline__ KeyBlockPlace small_block_of_head(const BackwardParam
   return place;
 }
 
-// The place of a small block, which has consecutive keys or those of a segment. There may be no such block.
+// Finds the place of a small block, which has consecutive keys or the keys of a segment. Returns whether it exists.
 __device__ __forceinline__ bool find_small_block(const BackwardParams &params, uint32_t number, KeyBlockPlace &place) {
   const KeyWork &keys = params.keys;
   if (keys.segments.rows > 0) {
@@ -262,8 +263,8 @@ __device__ __forceinline__ bool find_small_block(const BackwardParams &params, u
   return int64_t(place.block) * keys.block_keys < params.p.keys;
 }
 
-// The item of a thread block. Without a schedule the key blocks come one after the other, each with its parts; those
-// that have no keys are left out.
+// The item of a thread block. Without a schedule, an item's number is block * parts + part, and blocks that do not
+// exist have no items.
 __device__ __forceinline__ bool has_key_item(const BackwardParams &params, int64_t number) {
   const KeyWork &keys = params.keys;
   if (keys.parts == 0) return number < *keys.item_count;
@@ -277,7 +278,7 @@ __device__ __forceinline__ KeyItem key_item(const KeyWork &keys, int32_t number)
   return {number / keys.parts, part, keys.parts, number - part};
 }
 
-// The same at once, and where the item's keys are.
+// Both of these in one call. It also finds the place of the item's block.
 __device__ __forceinline__ bool find_key_item(const BackwardParams &params, int32_t number, KeyItem &item,
                                               KeyBlockPlace &place) {
   const bool scheduled = params.keys.parts == 0;

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Divides the work of the key-stationary kernel. Key blocks with many more steps than the average are divided into
-// parts: otherwise a few heads or a few long intervals would leave most of the chip idle. Parts come in an order with
-// which all SMs end at about the same time (key_parts.cuh).
+// parts: otherwise a few heads or a few long intervals would leave most SMs idle. The order of the parts lets all SMs
+// end at about the same time (key_parts.cuh).
 //
-// How many keys are kept is known on the device only, so the division is made there. It depends on the problem alone,
-// and for kernels that add to dQ in no fixed order also on the number of SMs; the order of parts of a class, and where
-// the sums of a block's parts are stored, may differ, and change no result.
+// Only the device knows how many keys are kept, so a kernel makes the division. It depends on the problem alone, and
+// for kernels that add to dQ in no fixed order also on the number of SMs. The order of parts of a class and the
+// places of stored parts may vary between runs. They change no result.
 #include <cuda_runtime.h>
 
 #include "../host/launch.cuh"
@@ -17,11 +17,11 @@ namespace fdm::cuda {
 namespace {
 
 constexpr int kThreads = 1024;
-constexpr int kKnownBlocks = 6144; // whose steps are kept in shared memory, not to be found again
+constexpr int kKnownBlocks = 6144; // the step counts of this many blocks stay in shared memory
 constexpr int kTries = 64;
 
-// Blocks are numbered as if every packed sequence were as long as the longest. This goes through those that a sequence
-// has keys for; a few threads share a head, since sequences may be many and short, or few and long.
+// Blocks are numbered as if every packed sequence were as long as the longest. This function visits only the blocks
+// for which a sequence has keys. A few threads share a head, since sequences may be many and short, or few and long.
 template <class Function>
 __device__ void for_each_packed_block(const BackwardParams &params, const Function &function) {
   const KeyWork &keys = params.keys;
@@ -45,10 +45,10 @@ __global__ void __launch_bounds__(kThreads, 1) schedule_keys(const __grid_consta
   __shared__ LengthChoices lengths;
   ptx::start_dependents();
   const KeyWork &keys = params.keys;
-  // The kernel ahead orders the keys of lists. What else this reads was there before.
+  // The kernel ahead orders the keys of lists. It writes nothing else that this kernel reads.
   if (keys.listed) ptx::wait_for_kernel_ahead();
   const int64_t blocks = int64_t(keys.blocks) * keys.heads;
-  const auto count_steps = [&](int64_t block) -> int32_t { // -1: no such block
+  const auto count_steps = [&](int64_t block) -> int32_t { // -1: the block does not exist
     const RowRange rows = key_block_rows(params, key_block_place(params, block));
     return rows.past < rows.first ? -1 : int32_t(min64(kStepLimit, key_steps(params, rows).count));
   };
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kThreads, 1) schedule_keys(const __grid_consta
   if (lane_id() == 0 && own_blocks) atomicAdd(&existing, own_blocks);
   __syncthreads();
   const auto all_steps = int64_t(all);
-  // The division of more blocks than these matters little.
+  // With more blocks than two for each SM, the length of parts matters little.
   const bool few = (keys.listed || params.plan.spans) && keys.sms > 0 && existing <= 2 * keys.sms;
   int32_t length = few ? lengths.choose(keys, all_steps, for_each_block) : 0;
   const bool chosen = length > 0;
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(kThreads, 1) schedule_keys(const __grid_consta
   uint32_t items;
   classes[threadIdx.x] = int32_t(sum.exclusive(uint32_t(classes[threadIdx.x]), &items));
   if (threadIdx.x == 0) {
-    // Bounds of packed sequences that overlap would make more items than there is room for.
+    // If the bounds of packed sequences overlap, there are more items than room.
     *keys.item_count = min(int32_t(items), keys.max_items);
     stored_parts = 0;
   }

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Orders the keys that each segment of rows keeps, so that the keys of a block are kept by the same rows.
+// Orders the keys that each segment of rows keeps, so that the same rows keep the keys of a block.
 //
-// After a selection of w keys, n rows in a row keep at most w + n - 1 keys together. A key block, each of which is kept
-// for a different time, has many pairs of rows and keys that are not kept. Within a segment of about w rows most keys
-// are kept by all rows or only begin or only end there: ordered by that, the pairs computed are 1.15 times those that
-// are kept, where blocks over all rows compute 1.6 times as many (simulated: N 8192, w 1024, random biases).
+// If a selection keeps w keys for each row, n consecutive rows keep at most w + n - 1 keys together. Over all rows,
+// the keys of a block are kept by different ranges of rows, so many of its pairs are not kept. Within a segment of
+// about w rows, most keys are kept by all rows, or only begin or only end there. In that order, the pairs computed
+// are 1.15 times the pairs kept; with blocks over all rows, 1.6 times (simulated: N 8192, w 1024, random biases).
 //
-// Gradients of keys that several segments keep are sums over thread blocks, added in no fixed order.
+// The gradients of a key that several segments keep are sums over thread blocks, in no fixed order.
 #pragma once
 
 #include "../tile/block_scan.cuh"
@@ -14,7 +14,7 @@
 
 namespace fdm::cuda {
 
-// A thread block orders the keys of a segment, and clears the sums of keys of a head that begin there.
+// A thread block orders the keys of a segment. For its head, it clears the sums of keys that begin in the segment.
 template <int kThreads> struct SegmentOrder {
   static constexpr int kItemsPerThread = 2, kStep = kThreads * kItemsPerThread, kClasses = 256;
   static_assert(kClasses <= kThreads);
@@ -26,7 +26,7 @@ template <int kThreads> struct SegmentOrder {
     int32_t low[kThreads], high[kThreads]; // the rows of each key block
   };
 
-  // Keys of a list, some of them for each thread.
+  // This thread's keys of a step of the list.
   struct Step {
     KeyRows rows[kItemsPerThread];
     uint32_t own_class[kItemsPerThread]; // kClasses: the segment does not keep the key
@@ -34,14 +34,14 @@ template <int kThreads> struct SegmentOrder {
 
   const BackwardParams &params;
   Shared &shared;
-  int64_t base;               // of the list and sequence among kept keys
-  int32_t sequence_number;    // of the list and sequence, as list_sequence() tells
-  int32_t head, list, number; // the head is counted over sequences unless these are packed, the segment over lists
+  int64_t base;               // the index of the first kept key of the list and sequence
+  int32_t sequence_number;    // list_sequence() of the list and sequence
+  int32_t head, list, number; // `head` is counted over sequences, except packed ones; segment `number` over lists
   int32_t first, past, kept;
   int32_t visible;
   int32_t first_sum, past_sums;
-  bool writes; // the list is written by one of the heads that share it
-  bool last;   // of the segments of a sequence
+  bool writes; // only one of the heads that share the list writes it
+  bool last;   // this is the last segment of its sequence
 
   __device__ SegmentOrder(const BackwardParams &parameters, Shared &memory, int64_t block)
       : params(parameters), shared(memory) {
@@ -73,7 +73,7 @@ template <int kThreads> struct SegmentOrder {
     if (threadIdx.x < kClasses) shared.places[threadIdx.x] = 0;
     shared.low[threadIdx.x] = past;
     shared.high[threadIdx.x] = first - 1;
-    const bool once = kept <= kStep; // such a list is loaded once, and its keys claim their places at once
+    const bool once = kept <= kStep; // the list is loaded only once, and its keys claim places in the first pass
     Step step;
     uint32_t place[kItemsPerThread];
     int32_t sums = first_sum;
@@ -116,11 +116,11 @@ template <int kThreads> struct SegmentOrder {
   }
 
 private:
-  // Returns a place among those of a class that no other thread has.
+  // Returns the next free place of a class.
   __device__ uint32_t claim(uint32_t own_class) const { return atomicAdd(&shared.places[own_class], 1); }
 
-  // Keys that all rows keep come first, then those that end or begin here, each kind with the longest first. kClasses:
-  // the segment does not keep the key.
+  // Keys that all rows keep come first, then keys that end here, then keys that begin here, the longest of each kind
+  // first. kClasses: the segment does not keep the key.
   __device__ uint32_t class_of(const KeyRows &rows) const {
     if (rows.start >= past || rows.end <= first) return kClasses;
     const int shift = __ffs(params.keys.tile_rows) - 1, size = params.keys.tile_rows; // a power of two
@@ -131,13 +131,13 @@ private:
     return late <= early ? 1 + early : tiles + late;
   }
 
-  // Whether the list has keys from `start` on that the rows up to this segment may keep.
+  // Whether the list has keys from `start` on that this segment or an earlier one may keep.
   __device__ bool has_step(int32_t start) const {
     return start < kept && (start == 0 || params.plan.kept_index[base + start] < visible);
   }
 
-  // Loads the keys of a step, before which so many have sums. Returns how many of these do: several segments keep them.
-  // All threads call it.
+  // Loads the keys of a step. Numbers the sums of keys that several segments keep from `sums` on, and returns how
+  // many such keys there are. All threads of the block call this.
   __device__ int32_t load(Step &step, int32_t start, int32_t sums) const {
     const Plan &plan = params.plan;
     const int shift = __ffs(params.keys.segments.rows) - 1; // a power of two
@@ -159,7 +159,7 @@ private:
     return total;
   }
 
-  // Writes a key to its place, and adds its rows to those of its block.
+  // Writes a key to its place, and extends the rows of its block.
   __device__ void put(KeyRows *ordered, uint32_t place, const KeyRows &rows) const {
     ordered[place] = rows;
     const uint32_t block = place / static_cast<uint32_t>(params.keys.block_keys);
@@ -167,7 +167,7 @@ private:
     atomicMax(&shared.high[block], min(past, rows.end));
   }
 
-  // Clears the sums of the keys of a warp that begin here.
+  // Clears the sums of the warp's keys that begin in this segment.
   __device__ void clear_sums(const KeyRows &rows, bool begins) const {
     uint32_t wanting = __ballot_sync(kAllLanes, begins && rows.sum >= 0 && rows.sum < past_sums);
     for (; wanting; wanting &= wanting - 1) {
@@ -178,7 +178,7 @@ private:
     }
   }
 
-  // Writes the blocks in the order of their lengths.
+  // Writes the blocks, the longest first.
   __device__ void order_blocks(int32_t kept, SegmentBlock *order) const {
     const int32_t size = params.keys.block_keys, count = params.keys.segments.blocks;
     const auto block = static_cast<int32_t>(threadIdx.x);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Sums the parts of the key blocks that were divided, and writes dk, dv and the sums of the bias gradient.
+// Sums the parts of divided key blocks, and writes dk, dv and the sums of the bias gradient.
 #include <cuda_runtime.h>
 
 #include "../tile/sum_parts.cuh"
@@ -8,8 +8,8 @@
 namespace fdm::cuda {
 namespace {
 
-// A stored part has dk and dv, [keys of a block][sum_dim] each, then [head of the bias][keys of a block]: four
-// neighbours at a time.
+// A stored part has dk and dv, [keys of a block][sum_dim] each, then the bias sums, [head of the bias][keys of a
+// block]. A value is four neighbours of these.
 struct DividedBlocks {
   using Params = BackwardParams;
   using Value = float4;

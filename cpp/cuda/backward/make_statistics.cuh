@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Computes delta = dO . O of each row of each head, with some threads for each row, which a `Work` turns into what its kernels
-// need. O is the sum of out and out_rest. Also clears the sums of dq, if there are any. A Work has
+// Computes delta = dO . O of each row of each head, with several threads for each row. O is the sum of out and
+// out_rest. Also clears the sums of dq, if there are any. A `Work` defines
 //   Params                      the kernel's parameters
-//   problem, args, past_batch   of them; and the end of the elements of the batch
-//   query_sums                  numbers to clear
-//   write(params, result)       of one row
+//   problem, args, past_batch   of these parameters: the problem, the arguments, the end of the batch elements
+//   query_sums                  the numbers to clear
+//   write(params, result)       stores the result of a row in the form that the Work's kernels need
 #pragma once
 
 #include "../host/launch.cuh"
@@ -22,15 +22,15 @@ template <class Element> __device__ float to_float(Element x) {
     return __bfloat162float(x);
 }
 
-// Sums over the threads of a row. All threads of the warp call it.
+// Sums over the threads of a row. All threads of the warp call this.
 template <int kLanes> __device__ __forceinline__ float row_total(float sum) {
 #pragma unroll
   for (int distance = kLanes / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
   return sum;
 }
 
-// A row of a head. They are numbered over the heads first, then over the rows of a sequence, then over sequences: most
-// often as they lie in memory.
+// A row of a head. Numbers run over heads first, then over the rows of a batch element, then over batch elements:
+// usually the order in memory.
 struct HeadRow {
   int32_t batch, i, head;
 };
@@ -41,7 +41,7 @@ FDM_INLINE HeadRow head_row(const fdm_problem &p, int64_t number) {
           static_cast<int32_t>(number - row * p.heads)};
 }
 
-// The row whose number is the sum of those of two; this divides nothing.
+// The row whose number is the sum of the numbers of two rows. This needs no division.
 FDM_INLINE HeadRow row_after(const fdm_problem &p, const HeadRow &row, const HeadRow &step) {
   const auto heads = static_cast<int32_t>(p.heads), rows = static_cast<int32_t>(total_rows(p));
   HeadRow after{row.batch + step.batch, row.i + step.i, row.head + step.head};
@@ -56,7 +56,7 @@ FDM_INLINE HeadRow row_after(const fdm_problem &p, const HeadRow &row, const Hea
   return after;
 }
 
-// A number of a row of lse or dlse.
+// The value of lse or dlse of a row.
 __device__ __forceinline__ float load_value(const fdm_tensor &t, const HeadRow &row) {
   return static_cast<const float *>(t.data)[row.batch * t.stride[0] + row.head * t.stride[1] + row.i * t.stride[2]];
 }
@@ -69,21 +69,21 @@ struct RowResult {
 // Whether all rows can be read 16 bytes at a time.
 enum class RowAlignment { none, aligned };
 
-// How the rows are divided: thread blocks go through units of rows together. A thread has the first row of a unit by
-// its number; the steps lead from there to its next row of the unit, and to its first one of the block's next unit.
+// The division of the rows. Thread blocks iterate over units of rows. `first` is the first row of all units. row_step
+// leads from a thread's row to its next row of the unit, and unit_step to its first row of the block's next unit.
 struct StatisticsWork {
   int32_t units, blocks;
   HeadRow first, row_step, unit_step;
 };
 
-// Some rows of dO and O, of each of which kLanes threads have a part: eight elements of each row where rows are
-// aligned, else one, and what follows kLanes such parts later.
+// This thread's parts of some rows of dO and O. kLanes threads share a row, and a thread has every kLanes-th part of
+// it. A part is eight elements if rows are aligned, else one.
 template <class Work, int kLanes, RowAlignment kAlignment> struct StatisticsRows {
   using Params = typename Work::Params;
   static constexpr bool kAligned = kAlignment == RowAlignment::aligned;
   static constexpr int kRows = statistics_rows(kAligned), kStep = kAligned ? 8 : 1;
   using Part = std::conditional_t<kAligned, uint4, uint16_t>;
-  using Rests = std::conditional_t<kAligned, uint2, uint8_t>; // of the elements of a part
+  using Rests = std::conditional_t<kAligned, uint2, uint8_t>; // out_rest of a part's elements
 
   HeadRow row[kRows];
   Part dout[kRows], out[kRows];
@@ -104,7 +104,7 @@ template <class Work, int kLanes, RowAlignment kAlignment> struct StatisticsRows
     return load_row<uint16_t, Part>(t, row, d);
   }
 
-  // Loads the unit whose first row of this thread is given.
+  // Loads this thread's first part of each of its rows of a unit. `first` is its first row of the unit.
   __device__ void load(const Params &params, const StatisticsWork &work, const HeadRow &first) {
     const fdm_problem &p = Work::problem(params);
     const fdm_backward_args &a = Work::args(params);
@@ -121,13 +121,14 @@ template <class Work, int kLanes, RowAlignment kAlignment> struct StatisticsRows
     }
   }
 
-  // What the first lanes of each row know of one row each when a unit is loaded. All threads of the warp call it.
+  // Computes delta of the loaded rows. Lane n of a row's threads returns the result of row n. All threads of the warp
+  // call this.
   __device__ RowResult result(const Params &params) const {
     const fdm_backward_args &a = Work::args(params);
     const int64_t columns = Work::problem(params).v.shape[3];
     RowResult lane_result{row[0], lse[0], 0.0f};
     const bool has_rests =
-        present(a.out_rest); // loaded no sooner, since calls without it have better uses of registers
+        present(a.out_rest); // not loaded earlier: that would take registers in calls without out_rest, too
     const auto dot = [&](const Part &dout, const Part &out, const HeadRow &row, int d, float sum) {
       const Rests rests = has_rests ? load_row<uint8_t, Rests>(a.out_rest, row, d) : Rests{};
       return Work::problem(params).q.dtype == FDM_FLOAT16 ? dot_of<__half>(dout, out, rests, sum)
@@ -157,7 +158,7 @@ private:
   }
 };
 
-// While a thread block writes the statistics of a unit, the loads of its next one are under way.
+// While a thread block writes the statistics of a unit, the loads of its next unit are in flight.
 template <class Work, int kLanes, RowAlignment kAlignment>
 __device__ void make_statistics(const typename Work::Params &params, const StatisticsWork &work, int32_t block) {
   using Rows = StatisticsRows<Work, kLanes, kAlignment>;
@@ -179,7 +180,7 @@ __device__ void make_statistics(const typename Work::Params &params, const Stati
   }
 }
 
-// The thread blocks that Work::other_work leaves make the statistics.
+// Work::other_work gives some thread blocks other work and returns -1 for them. The others compute the statistics.
 template <class Work, int kLanes, RowAlignment kAlignment>
 __global__ void __launch_bounds__(kStatisticsThreads, 2)
     prepare_backward(const __grid_constant__ typename Work::Params params, const typename Work::Division division) {
@@ -194,7 +195,7 @@ cudaError_t launch_statistics(const typename Work::Params &params, const typenam
   return launch(prepare_backward<Work, kLanes, kAlignment>, division.statistics.blocks + others, kStatisticsThreads, 0,
                 stream, params, division);
 }
-// Of the elements of the batch from `first_batch` on, with `others` thread blocks for other work.
+// Launches the kernel for the batch elements from `first_batch` on, with `others` thread blocks for other work.
 template <class Work>
 cudaError_t launch_statistics(const typename Work::Params &params, typename Work::Division division,
                               const StatisticsDivision &rows, int64_t first_batch, int64_t others,

@@ -19,7 +19,7 @@ struct MemberSum {
   int32_t members;
 };
 
-// A thread has eight neighbours of a row of a KV head. A row of the grid has dk, another dv.
+// A thread sums eight neighbours of a row of a KV head. One row of the grid sums dk, the other dv.
 __global__ void __launch_bounds__(kThreads) sum_members(const __grid_constant__ MemberSum work) {
   const fdm_tensor &t = work.to[blockIdx.y];
   const int64_t first = 8 * (int64_t(blockIdx.x) * kThreads + threadIdx.x);

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What the backward pass needs before it computes, in one launch whose thread blocks have different work:
-//   the kept keys of each bucket are ordered;
-//   the statistics of each row are computed (make_statistics.cuh), and the sums of dq, if there are any, cleared;
-//   dk, dv and the sums of the bias gradient are cleared where no other kernel writes all of them.
+// The preparation of the backward pass. One launch whose thread blocks have different work:
+//   they order the kept keys of each bucket or segment;
+//   they compute the statistics of each row (make_statistics.cuh), and clear the sums of dq, if there are any;
+//   they clear dk, dv and the sums of the bias gradient where no other kernel writes all of them.
 //
-// With a sink, P = exp(score - lse') with lse' = log(exp(lse) + exp(sink)), and the P of a row sum to
-// exp(lse - lse') < 1. The gradient of lse, which is without the sink, reaches a score as dlse exp(score - lse)
-// = dlse P exp(lse' - lse), so delta = dO . O - dlse exp(lse' - lse). The sink has P too, and a dP of 0: its gradient is
-// the sum over the rows of -exp(sink - lse') dO . O.
+// With a sink, P = exp(score - lse') with lse' = log(exp(lse) + exp(sink)). The P of a row sum to exp(lse - lse'),
+// which is less than 1. lse excludes the sink, so its gradient adds dlse exp(score - lse) = dlse P exp(lse' - lse) to
+// the gradient of a score. Hence delta = dO . O - dlse exp(lse' - lse). The sink itself has a P and dP = 0: its
+// gradient is the sum over the rows of -exp(sink - lse') dO . O.
 #include <cuda_runtime.h>
 
 #include "../tile/sink.cuh"
@@ -26,16 +26,17 @@ struct PreparationDivision : PreparationWork {
   StatisticsWork statistics;
 };
 
-// Units of up to kUnitKeys keys of a head.
+// The number of units, of up to kUnitKeys keys of a head each, whose gradients are cleared.
 FDM_INLINE int64_t key_units(const BackwardParams &params) {
   const fdm_tensor &t = present(params.a.dk) ? params.a.dk : params.a.dv;
   return params.clears_keys && present(t) ? t.shape[0] * params.p.kv_heads * ceil_div(t.shape[1], kUnitKeys) : 0;
 }
 
-// The elements of bias_sums, which have one row for all queries.
+// The number of elements of bias_sums, which has one row for all queries.
 FDM_INLINE int64_t element_count(const fdm_tensor &sums) { return sums.shape[0] * sums.shape[1] * sums.shape[3]; }
 
-// Clears eight elements, or one, of a row of a gradient from a column on, if it has the column.
+// Clears elements of a gradient's row from `column` on: eight if `vector`, else one. A row without this column is
+// skipped.
 __device__ void clear(const fdm_tensor &t, int64_t offset, int column, bool vector) {
   if (!present(t) || column >= t.shape[3]) return;
   auto *element = static_cast<uint16_t *>(t.data) + offset;
@@ -45,8 +46,9 @@ __device__ void clear(const fdm_tensor &t, int64_t offset, int column, bool vect
     *element = 0;
 }
 
-// A warp clears dk and dv of some keys of a head. Those of keys in lists are written later. Each lane finds out about
-// one key, so that a warp waits for the mask once; then eight lanes have a key.
+// A warp clears dk and dv of those keys of a unit that no row keeps, and of all keys of packed sequences. Later
+// kernels write the keys of lists. Each lane tests one key, so the warp waits for the mask only once. Then eight
+// lanes clear a key.
 __device__ void clear_keys(const BackwardParams &params, int64_t unit, bool vector) {
   const fdm_problem &p = params.p;
   const fdm_tensor &dk = params.a.dk, &dv = params.a.dv, &t = present(dk) ? dk : dv;
@@ -92,11 +94,11 @@ __device__ void clear_gradients(const BackwardParams &params, const PreparationD
 
 struct SinkShare {
   float added;   // lse' - lse, to base 2
-  float of_sink; // P of the sink
+  float of_sink; // the sink's P
 };
 
-// For a sink above lse by `margin`, to base 2. The sink adds at most kAddedLimit: beyond that the P of keys are nearly
-// 0, but must not be, since the gradient of lse is multiplied by them after it was divided by them.
+// `margin` is sink - lse, to base 2. `added` is at most kAddedLimit. Beyond this limit, the P of keys are nearly 0.
+// They must not become 0: dlse is multiplied by exp2(added) and then by P, which has the factor exp2(-added).
 __device__ __forceinline__ SinkShare sink_share(float margin) {
   constexpr float kAddedLimit = 64.0f;
   if (margin > kAddedLimit) return {kAddedLimit, 1.0f};
@@ -123,7 +125,7 @@ struct Preparation {
     return {sums.data, sums.data ? query_sum_count(params.p, sums) : 0};
   }
 
-  // By how much the sink is above lse, to base 2. An lse that is relative to a float64 bias does not tell.
+  // sink - lse, to base 2. With a float64 bias, `lse` is relative to a reference, so this takes whole_lse.
   __device__ static float sink_margin(const BackwardParams &params, const HeadRow &row, float lse) {
     const fdm_problem &p = params.p;
     const fdm_tensor &whole = params.whole_lse;
@@ -137,7 +139,7 @@ struct Preparation {
     const fdm_problem &p = params.p;
     const HeadRow &row = result.row;
     const int64_t rows = total_rows(p);
-    // Rows that keep no key may hold any value.
+    // dO of rows that keep no key may hold any value.
     const bool empty = fabsf(result.lse) > kUnusableLse;
     const float delta = empty ? 0.0f : result.delta;
     RowStatistics statistics{empty ? INFINITY : result.lse * kLog2E, delta};
@@ -153,7 +155,8 @@ struct Preparation {
     params.statistics[(row.batch * p.heads + row.head) * rows + row.i] = statistics;
   }
 
-  // Blocks that order keys wait most of the time and those of the statistics load and store: so they take turns.
+  // Thread blocks that order keys mostly wait, and those of the statistics load and store. So their numbers
+  // alternate.
   __device__ static int64_t other_work(const BackwardParams &params, const PreparationDivision &division) {
     __shared__ union {
       typename KeyOrder<kThreads>::Shared keys;

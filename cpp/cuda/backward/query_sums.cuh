@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// How the float32 sums of dq lie in memory.
+// The layout of the float32 sums of dq.
 //
-// Each head has bands of 16 rows, and a band has tiles of 8 columns. A tile lies as sum_bands.cuh tells.
+// Each head has bands of 16 rows, and a band has tiles of 8 columns. sum_bands.cuh describes the layout of a tile.
 #pragma once
 
 #include "../../indexing.h"
@@ -10,7 +10,7 @@
 
 namespace fdm::cuda {
 
-// Where the rows of a sequence begin among those of a head.
+// The first row of a sequence among the rows of a head.
 FDM_INLINE int64_t first_query_sum(const fdm_problem &p, int32_t tile_rows, int64_t q_begin, int64_t sequence_index) {
   return is_varlen(p) ? (q_begin / tile_rows + sequence_index) * tile_rows : 0;
 }
@@ -19,7 +19,7 @@ FDM_INLINE int64_t query_sum_count(const fdm_problem &p, const QuerySums &sums) 
   return (is_varlen(p) ? 1 : p.batch) * p.heads * sums.head_rows * sums.dim;
 }
 
-// The sums of the rows of a head from `row` on, a multiple of kBandRows.
+// The sums of a head from row `row` of the sequence on. `row` is a multiple of kBandRows.
 __device__ __forceinline__ float *query_sums(const BackwardParams &params, const Sequence &s, int64_t sequence_index,
                                              int64_t head, int64_t row) {
   const QuerySums &sums = params.query_sums;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Sums float32 numbers in a fixed order to the elements of a gradient: those of keys to a bias per key, over the
-// batches, heads and keys that share an element of it; the shares of the rows to the sink of each head.
+// Sums float32 numbers in a fixed order. For the gradient of a bias per key, it sums over the batches, heads and keys
+// that share an element of the bias. For the gradient of a head's sink, it sums the terms of the rows.
 #include <cuda_runtime.h>
 
 #include "../host/launch.cuh"
@@ -11,8 +11,8 @@
 namespace fdm::cuda {
 namespace {
 
-// Element (a, b, c) of `to`, at its strides 0, 1 and 3, is the sum of runs x terms numbers, of which the first is
-// sums[a, b, c] at the strides of `from`.
+// Element (a, b, c) of `to`, at its strides 0, 1 and 3, is the sum of runs x terms numbers. The first of these
+// numbers is sums[a, b, c] at the strides `from`.
 struct Reduction {
   fdm_tensor to;
   const float *sums;
@@ -20,7 +20,7 @@ struct Reduction {
   int64_t runs, run_stride, terms, term_stride;
 };
 
-// kLanes threads share the terms of an element: one, or a thread block.
+// kLanes threads share the terms of an element: one thread, or a whole thread block.
 template <int kLanes>
 __global__ void __launch_bounds__(kLanes > 1 ? kLanes : kReduceThreads) reduce(const __grid_constant__ Reduction work) {
   ptx::wait_for_kernel_ahead();
@@ -65,7 +65,7 @@ cudaError_t launch_bias_reduce(const BackwardLaunch &launch, cudaStream_t stream
   const auto summed = [&](int d) { return t.shape[d] == 1 ? sums.shape[d] : 1; };
   const auto stride = [&](int d) { return t.shape[d] == 1 ? 0 : sums.stride[d]; };
   Reduction work{t, static_cast<const float *>(sums.data), {stride(0), stride(1), stride(3)}, 1, 0, 0, 0};
-  // The heads of all sequences follow each other.
+  // The heads of all sequences are evenly spaced in `sums`.
   const int64_t lists = summed(0) * summed(1), list_stride = sums.stride[t.shape[1] == 1 ? 1 : 0];
   if (t.shape[3] != 1) {
     work.terms = lists;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Rounds the float32 sums of dq (query_sums.cuh), and those of keys that several segments of rows keep
+// Rounds the float32 sums of dq (query_sums.cuh) to dq, and the sums of keys that several segments of rows keep
 // (KeySegments::sums) to dk, dv and the sums of the bias gradient.
 #include "../tile/round_sums.cuh"
 
@@ -12,7 +12,7 @@
 namespace fdm::cuda {
 namespace {
 
-// The sequence whose tiles a row of the sums belongs to, if to any: the last one that begins there or before.
+// The sequence to whose tiles a row of the sums belongs, if any: the last one that begins at this row or before.
 __device__ int64_t sequence_of(const fdm_problem &p, int32_t tile_rows, int64_t row) {
   int64_t first = 0, past = p.batch;
   while (past - first > 1) {
@@ -67,8 +67,8 @@ FDM_INLINE int64_t bands_of_keys(const BackwardParams &params) {
   return ceil_div(params.keys.segments.most_sums, kBandRows);
 }
 
-// Sums of 16 keys of a head. A row of the grid has those of dk, another those of dv. How many there are is known on the
-// device only.
+// The sums of 16 keys of a head. One row of the grid has the sums of dk, the other those of dv. Only the device knows
+// how many sums there are.
 struct KeyBands {
   using Params = BackwardParams;
   static constexpr int kTilesAtOnce = 4, kBlocks = 4;

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The gradient of a bias per query: one thread block for a row tile of one (batch, head) of the bias.
+// The gradient of a bias per query. A thread block has a row tile of one (batch, head) of the bias.
 //
-// It walks the keys in order, a block at a time, and for each block the query heads and batches that share its elements
-// (sources), whose dS it sums in registers; then it writes the block, kept or not. So every element is written once,
-// and nothing but the gradient itself has a size of queries times keys. Q and dO stay in shared memory where there are
-// few sources, K and V while their head is the same. What else a step needs is copied during the step before, or after
-// it where there is only one buffer.
+// It iterates over the key blocks in order. For each key block it iterates over the sources: the query heads and
+// batches that share the elements of the bias. It sums their dS in registers and then writes the block, kept or not.
+// So every element is written once, and only the gradient itself has a size of queries times keys. Q and dO stay in
+// shared memory if there are few sources; K and V stay while the KV head is the same. The other operands of a step
+// are copied during the step before, or after that step if there is only one buffer.
 #pragma once
 
 #include "../host/launch.cuh"
@@ -16,8 +16,8 @@
 
 namespace fdm::cuda {
 
-// The buffer counts, one or two, are those for many sources: of Q with dO, and of K with V. With one source, Q and dO
-// have one buffer, K and V two.
+// The buffer counts (one or two) of Q with dO and of K with V are for several sources. With one source, Q and dO have
+// one buffer, K and V two.
 template <class ElementType, int kHeadDimension, int kColumnCount, int kWarpCount, int kQueryBufferCount,
           int kKeyBufferCount>
 struct RowBiasConfig {
@@ -25,7 +25,7 @@ struct RowBiasConfig {
   static constexpr int kHeadDim = kHeadDimension, kColumns = kColumnCount, kWarps = kWarpCount;
   static constexpr int kThreads = 32 * kWarps, kRows = 16 * kWarps;
   static constexpr int kQueryBuffers = kQueryBufferCount, kKeyBuffers = kKeyBufferCount;
-  static constexpr int kBiasPitch = kColumns + 8; // the pairs of words that a half warp reads meet all banks
+  static constexpr int kBiasPitch = kColumns + 8; // the pairs of words that a half warp reads cover all banks
   using Tile = SmemTile<kHeadDim>;
   static constexpr int kRowBytes = Tile::bytes(kRows), kKeyBytes = Tile::bytes(kColumns);
   static constexpr int kBufferBytes = 2 * (kQueryBuffers * kRowBytes + kKeyBuffers * kKeyBytes);
@@ -67,7 +67,7 @@ struct RowBiasBuffers {
 
   __device__ bool holds(int64_t id) const { return held[0] == id || held[1] == id; }
   __device__ int find(int64_t id) const { return held[0] == id ? 0 : 1; }
-  // Makes room beside the buffer of the step, or in the only one.
+  // Makes room in the buffer that the step does not use, or in the only buffer.
   __device__ int replace(int64_t id) {
     const int buffer = count == 2 && current == 0 ? 1 : 0;
     if (buffer == 0)
@@ -90,7 +90,7 @@ template <class Config> struct RowBiasBlock {
 
     __device__ int slot() const { return int(number & 3); } // the place in the rings of shared memory
   };
-  // What this thread knows of a column of a step: the rows that may keep it, and their words in a row plan.
+  // This thread's facts about a column of a step: the rows that may keep it, and its words in a row plan.
   struct Kept {
     RowRange rows;
     uint32_t word[kWords];
@@ -100,15 +100,15 @@ template <class Config> struct RowBiasBlock {
   RowBiasShared<Config> &shared;
   int sources;
   float sums[kColumnTiles][4];
-  float row_sums[2] = {0.0f, 0.0f}; // used where all keys share an element
+  float row_sums[2] = {0.0f, 0.0f}; // used if all keys share an element
   RowBiasBuffers queries, keys;
-  int bias_block = -1, key_block = -1; // whose bias, and the last whose keys, are in shared memory
+  int bias_block = -1, key_block = -1; // the last blocks whose bias and whose keys were copied to shared memory
 
   __device__ RowBiasBlock(const BackwardParams &parameters, RowBiasShared<Config> &memory)
       : params(parameters), shared(memory), sources(memory.task.batches * memory.task.heads),
         queries{sources > 1 ? Config::kQueryBuffers : 1}, keys{sources > 1 ? Config::kKeyBuffers : 2} {}
 
-  // The addresses of the tiles: of Q, or dO if `second`; and of K, or V if `second`.
+  // The addresses of the tiles of Q (of dO if `second`), and of K (of V if `second`).
   __device__ uint32_t query_tile(int buffer, int second) const {
     return ptx::shared_address(shared.tiles) + (2 * buffer + second) * Config::kRowBytes;
   }
@@ -124,7 +124,7 @@ template <class Config> struct RowBiasBlock {
       ++step.block;
     }
   }
-  // One thread calls it, a turn before fetch() reads it and three steps ahead.
+  // One thread calls this three steps ahead, one turn before fetch() reads the source.
   __device__ void store_source(const Step &step) const {
     const fdm_problem &p = params.p;
     const RowBiasTask &task = shared.task;
@@ -158,7 +158,7 @@ template <class Config> struct RowBiasBlock {
     return kept;
   }
 
-  // Stores which rows of the tile keep a column. Returns whether any does.
+  // Stores which rows of the tile keep this thread's column. Returns whether any row does.
   __device__ bool store(int buffer, const Kept &kept) {
     if (int(threadIdx.x) >= kColumns) return false;
     const int first = int(shared.task.first_row);
@@ -254,7 +254,7 @@ template <class Config> struct RowBiasBlock {
           const float x =
               with_row_bias(factors.score<kHasSoftcap>(scores[0][n][i], 0.0f, &slope), bias_value) - lse[half];
           const float ds = ptx::exp2_approximate(ptx::min_or_nan(x, 0.0f)) * (gradients[0][n][i] - delta[half]);
-          // dO of a row without a gradient may be anything.
+          // dO of a row without a gradient may hold any value.
           if ((word >> (row(half) % 32) & 1) && bias_value != -INFINITY && lse[half] != INFINITY) sums[n][i] += ds;
         };
         add_one(kept.x, b.x, 2 * half);
@@ -270,7 +270,7 @@ template <class Config> struct RowBiasBlock {
       for (int i = 0; i < 4; ++i) sums[n][i] = 0.0f;
   }
 
-  // Writes a block of columns, and clears the sums for the next.
+  // Writes a block of columns, and clears the sums for the next one.
   __device__ void write(int block) {
     const RowBiasTask &task = shared.task;
     const fdm_tensor &t = params.a.dbias;
@@ -289,7 +289,7 @@ template <class Config> struct RowBiasBlock {
     clear_sums();
   }
 
-  // Stores two neighbours in a row, or as many as are `left`.
+  // Stores two neighbours of a row; only the first if one column is `left`, none if no column is.
   __device__ static void store_pair(const fdm_tensor &t, int64_t offset, float2 pair, int64_t left) {
     auto *halves = static_cast<Element *>(t.data) + offset;
     if (left >= 2 && t.dtype != FDM_FLOAT32 && t.stride[3] == 1 && reinterpret_cast<uintptr_t>(halves) % 4 == 0) {
@@ -327,12 +327,12 @@ template <class Config> struct RowBiasBlock {
     __syncthreads();
     bool active = false;
     bool next_active = __syncthreads_or(steps > 0 && store(0, fetch(next)));
-    // The first turn does nothing but start the copies of the first step.
+    // The first turn only starts the copies of the first step.
     while (step.number < steps) {
       Kept kept{};
       if (second.number < steps) kept = fetch(second);
       ptx::cp_async_wait<0>();
-      __syncthreads(); // the operands of this step are there; no thread reads those of the one before any more
+      __syncthreads(); // this step's operands have arrived; all threads have read the previous step's
       if (threadIdx.x == 0) store_source(third);
       const bool loads_queries = next_active && !queries.holds(next.source);
       const bool loads_keys = next_active && !keys.holds(keys_id(next));
@@ -347,11 +347,11 @@ template <class Config> struct RowBiasBlock {
       }
       if (step.number >= 0 && next.source == 0) write(step.block);
       const bool any = store(second.slot(), kept);
-      const bool second_active = __syncthreads_or(any); // also: no thread reads the tiles of this step any more
+      const bool second_active = __syncthreads_or(any); // also: all threads have read this step's tiles
       if (loads_queries && queries.count == 1) load_queries(next);
       if (loads_keys && keys.count == 1) {
         load_keys(next);
-        __syncthreads(); // its facts about the keys are stored
+        __syncthreads(); // shared.key is stored
       }
       if (next_active) {
         if (bias_block != next.block) load_bias(next);

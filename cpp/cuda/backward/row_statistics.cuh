@@ -8,16 +8,16 @@
 
 namespace fdm::cuda {
 
-// Where a row has lse this large, rounding makes P = exp(score - lse) exceed 1 by more than it should. P is then cut
-// off at 1.
+// If the magnitude of a row's lse exceeds this, rounding makes P = exp(score - lse) exceed 1 by too much. P is then
+// cut off at 1.
 constexpr float kLargeLse = 65536.0f;
 
-// What is tested of each pair of a tile: whether it is kept; and whether its row is one of which kLargeLse tells, whose
-// P is cut off at 1.
+// The tests of each pair of a tile. kept: sets dropped pairs to 0. kept_and_cut: also cuts P off at 1, for rows
+// beyond kLargeLse.
 enum class PairTests { none, kept, kept_and_cut };
 
-// Beyond this, lse has lost log(sum) to rounding, and P cannot be recomputed. That happens only where every kept key
-// of a row has a bias like finfo.min. Such a row counts as one that keeps nothing.
+// Beyond this magnitude, rounding has removed log(sum) from lse, and P cannot be recomputed. This happens only if
+// every kept key of a row has a bias like finfo.min. Such a row counts as a row that keeps nothing.
 constexpr float kUnusableLse = 1e30f;
 
 // The statistics of row i of a head.
@@ -26,13 +26,13 @@ __device__ __forceinline__ RowStatistics &row_statistics(const BackwardParams &p
   return params.statistics[(s.batch * params.p.heads + head) * total_rows(params.p) + s.q_begin + i];
 }
 
-// Rows of [0, 32) that lie in [first, past), as bits.
+// The rows of [0, 32) that lie in [first, past), as bits.
 __device__ __forceinline__ uint32_t row_bits(int first, int past) {
   const int low = max(0, first), high = min(32, past);
   return low < high ? (~0u >> (32 - (high - low))) << low : 0u;
 }
 
-// The rows that may keep a key, the causal limit included. Unless the mask has a row for each query, all of them do.
+// The rows that may keep a key, the causal limit included. All of them keep it if the mask has no row per query.
 __device__ __forceinline__ RowRange rows_of_key(const fdm_problem &p, const Sequence &s, int64_t head, int64_t key) {
   const int64_t begin = is_causal(p) ? max64(0, key - s.causal_off) : 0;
   RowRange rows{static_cast<int32_t>(min64(begin, s.q_count)), static_cast<int32_t>(s.q_count)};

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What the key-stationary kernels with mma.sync share: K and V of a key block stay in shared memory, and the rows of Q
-// and dO that may keep them are loaded step by step, a pipeline stage for each.
+// The common part of the key-stationary kernels with mma.sync. K and V of a key block stay in shared memory. The rows
+// of Q and dO that may keep its keys are loaded step by step, into one pipeline stage for each step.
 #pragma once
 
 #include "../tile/copy_rows.cuh"
@@ -8,8 +8,8 @@
 
 namespace fdm::cuda {
 
-// Where row 0 of a sequence and of the first query head of a group lies. It takes products of 64 bits to find, and the
-// rows of a step lie a few of 32 bits away.
+// The addresses of row 0 of a sequence, in the first query head of the group. They take 64-bit products, computed
+// once. The rows of a step then take only a few 32-bit products.
 struct FirstRow {
   const uint16_t *q, *dout;
   const RowStatistics *statistics;
@@ -18,7 +18,7 @@ struct FirstRow {
 template <class Config> struct StepMemory {
   static constexpr int kKeyBytes = Config::Tile::bytes(Config::kKeys), kRowBytes = Config::Tile::bytes(Config::kRows);
 
-  // kSavesShared: V is on its way to registers only, by way of the stages of Q, and dO has one stage.
+  // kSavesShared: V goes to registers by way of the stages of Q, and dO has one stage.
   static constexpr bool kSavesShared = Config::kSavesShared;
   static_assert(!kSavesShared || kKeyBytes <= 2 * kRowBytes);
 
@@ -56,7 +56,7 @@ template <class Config> struct StepRows : Config::Gradients {
     column_offset_right = Tile::right_columns(0);
   }
 
-  // K and V of the block, and what the steps of its task have in common.
+  // Copies K and V of the block, and finds the addresses that its steps have in common.
   __device__ void load_keys() const {
     if (threadIdx.x == 0) {
       const KeyTask &task = keys.task();
@@ -101,7 +101,7 @@ template <class Config> struct StepRows : Config::Gradients {
     copy_step(step, params.a.dout, shared.first_row.dout, dout(stage), !Config::kGeneral || params.dout_aligned);
   }
 
-  // Threads that have a row of the step copy its statistics.
+  // The first kRows threads copy the statistics of a row each.
   __device__ void load_statistics(const KeyStep &step, int stage) const {
     const int row = step.tile * kRows + int(threadIdx.x);
     if (int(threadIdx.x) >= kRows) return;
@@ -116,13 +116,14 @@ template <class Config> struct StepRows : Config::Gradients {
     }
   }
 
-  // Whether a row needs care, for its lse is very large. The test includes rows past the last, whose lse is inf: the
-  // care is wasted on them, once for each head.
+  // Whether this thread's row needs care since its lse is very large. Rows past the last one have lse = inf and
+  // count, too. For them the care is wasted, once for each head.
   __device__ bool needs_care(int stage) const {
     return int(threadIdx.x) < kRows && fabsf(shared.stages[stage].lse[threadIdx.x]) > kLargeLse;
   }
 
-  // Starts the copies of a step, if there is one; those of dO come later where it has one stage.
+  // Starts the copies of a step if it is valid, and returns whether it is. The copies of dO start later if dO has one
+  // stage.
   __device__ bool load(const KeyStep &step, int stage) const {
     if (step.valid) {
       load_queries(step, stage);
@@ -134,8 +135,7 @@ template <class Config> struct StepRows : Config::Gradients {
     return step.valid;
   }
 
-  // Rows without a gradient become zeros, whatever lies there: not even NaN in dO may reach a result. This is seldom
-  // needed.
+  // Clears rows without a gradient, so that non-finite values in their dO reach no result. This is rarely needed.
   __device__ void clear_empty_rows(int stage) const {
     for (int i = threadIdx.x; i < kRows * Tile::kChunks; i += Config::kThreads) {
       const int r = i / Tile::kChunks;

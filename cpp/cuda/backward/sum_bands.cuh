@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Bands of 16 rows of float32 sums, to which thread blocks add in no fixed order.
 //
-// A band has tiles of 8 columns. The threads of a warp hold one in their accumulators (ptx/matrix.cuh), four numbers
-// each. Where a thread can add four neighbours at once, those of a thread lie together; elsewhere the first numbers of
-// all threads do, then the second. Either way a warp adds to whole lines of the cache.
+// A band is divided into tiles of 8 columns. The accumulators of a warp (ptx/matrix.cuh) hold one tile, four numbers
+// in each thread. If a thread can add four neighbours at once, its four numbers are adjacent in memory. Otherwise the
+// first numbers of all threads are adjacent, then the second ones, and so on. In both cases a warp adds to whole
+// cache lines.
 #pragma once
 
 #include "../../indexing.h"
@@ -24,9 +25,9 @@ __device__ __forceinline__ void add_neighbours(float *sums, const float (&x)[4])
   }
 }
 
-// Where this thread's first number lies in a tile.
+// The offset of this thread's first number in a tile.
 __device__ __forceinline__ int first_number() { return threadIdx.x % 32 * (kAddsVectors ? 4 : 1); }
-// Adds this thread's numbers, of which the first lies at `sums`, to those of a tile.
+// Adds this thread's numbers to those of a tile. `sums` points to this thread's first number.
 __device__ __forceinline__ void add_to_tile(float *sums, const float (&x)[4]) {
   if constexpr (kAddsVectors) {
     ptx::add_global(sums, x);
