@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The gradients of keys, values and of a bias per key, with Hopper's wgmma: one thread block for a key block or a part
-// of its work, as ../dkdv.cuh tells.
+// The gradients of keys, values and of a bias per key, with Hopper's wgmma. A thread block has a key block or a part
+// of its work, as in ../dkdv.cuh.
 //
-// While one consumer warpgroup makes P' and dS', the other's products keep the tensor cores busy.
+// While one consumer warpgroup computes P' and dS', the products of the other keep the tensor cores busy.
 #pragma once
 
 #include <type_traits>
@@ -24,8 +24,8 @@ template <class Config> struct DkdvConsumer : KeyConsumer<Config> {
     Base::start_sum(sum, packed, tile);
   }
 
-  // The products are not overlapped with the elementwise work of the same warpgroup: that takes more registers than
-  // there are, and was slower.
+  // A warpgroup does not overlap its products with its own elementwise work. That takes more registers than there
+  // are, and is slower.
   __device__ void run_step(const StepFacts &facts, int number) {
     Scores scores, gradients;
     this->start_scores(scores, gradients, number);
@@ -58,7 +58,7 @@ template <class Config> __device__ void run_item(const BackwardParams &params) {
   auto &shared = *reinterpret_cast<KeyStationaryShared<Config> *>(dynamic_shared);
   if (threadIdx.x == 0) shared.init();
   __syncthreads();
-  // The producers take the registers that their pointers need, of those that the accumulators leave.
+  // The producers get the registers that their pointers need, from those that the accumulators leave.
   using Registers = std::conditional_t<Config::kHeadDim <= 96, RoleRegisters<200, 104>, RoleRegisters<224, 56>>;
   if (Roles::is_producer()) {
     Registers::produce();
@@ -72,7 +72,7 @@ template <class Config> __device__ void run_item(const BackwardParams &params) {
 
 template <class Config>
 __global__ void __launch_bounds__(Roles::kThreads, 1) dkdv_kernel_sm90(const __grid_constant__ BackwardParams params) {
-  // All that is read here was there when dq started, so blocks may start while others are still at dq.
+  // All inputs are complete before dq lets this kernel start. So its thread blocks may start while dq still runs.
   if (!params.beside_dq) ptx::wait_for_kernel_ahead();
   if (has_key_item(params, blockIdx.x)) run_item<Config>(params);
   if (params.beside_dq && blockIdx.x == 0) ptx::wait_for_kernel_ahead();

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The gradient of the queries with Hopper's wgmma: a persistent kernel, one thread block on each SM, specialized by
-// warps as forward.cuh is.
+// The gradient of the queries with Hopper's wgmma. A persistent kernel with one thread block on each SM. A producer
+// warpgroup loads, and consumer warpgroups compute.
 //
-// The product of dS with K is started after the next block's scores and dP, so the tensor cores work while a warpgroup
-// makes dS.
+// The product of dS with K starts after the next block's S and dP. So the tensor cores are busy while a warpgroup
+// computes dS.
 #pragma once
 
 #include "../../tile/sm90/key_pipeline.cuh"
@@ -21,8 +21,8 @@ template <class ElementType, int kHeadDimension, int kColumnCount, int kStageCou
   using RowTile = SmemTile<kHeadDim, kRows>;
   using Rows = DqRows<Element, 1, kColumns / 8, kHeadDim, TileKind::usual>;
   static_assert(kRows == 64 * Roles::kConsumerGroups && kRows == Roles::kProducerThreads);
-  // Q is a left operand in registers: the products of two operands in shared memory would be bound by reading shared
-  // memory.
+  // If true, Q is a left operand in registers. With both operands in shared memory, reads of it would be the
+  // bottleneck.
   static constexpr bool kQueriesInRegisters = kHeadDim <= 128;
 };
 
@@ -34,7 +34,7 @@ template <class Config> struct DqSharedSm90 {
   TaskPipeline<DqTask> tasks;
 };
 
-// Rows without a gradient are zeros, whatever lies there: not even NaN in dO may reach a result.
+// Rows without a gradient are loaded as zeros, so that non-finite values in their dO reach no result.
 template <class Config>
 __device__ void load_rows(const BackwardParams &params, const DqTask &task, const RowStatistics &statistics,
                           DqSharedSm90<Config> &shared) {
@@ -108,7 +108,7 @@ template <class Config> struct DqConsumer {
 
   __device__ static uint64_t key_desc(const char *tile) { return KeyTile::descriptor(ptx::shared_address(tile)); }
 
-  // Reads Q of this task into registers, where it stays there.
+  // Loads Q of this task into registers, if kQueriesInRegisters.
   __device__ void load_queries() {
     if constexpr (Config::kQueriesInRegisters)
       load_left<RowTile>(queries, ptx::shared_address(shared.sQ), int(threadIdx.x) / 32 * 16);
@@ -137,7 +137,7 @@ template <class Config> struct DqConsumer {
     ptx::warpgroup_commit_batch();
   }
 
-  // Makes dS of this block. S and dP are there.
+  // Computes dS of this block from the finished S and dP.
   __device__ void make_gradients(Rows &rows, int block) const {
     ptx::warpgroup_fence_operand(rows.scores[0]);
     ptx::warpgroup_fence_operand(rows.gradients[0]);
@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(Roles::kThreads, 1) dq_kernel_sm90(const __gri
     shared.tasks.init();
   }
   ptx::wait_for_kernel_ahead();
-  ptx::start_dependents(); // dkdv takes the SMs that have no more tiles
+  ptx::start_dependents(); // dkdv starts on SMs that have no more tiles
   __syncthreads();
   using Registers = RoleRegisters<208, 88>;
   if (Roles::is_producer()) {

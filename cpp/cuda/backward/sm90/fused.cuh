@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// All gradients at once, with Hopper's wgmma, for head dimensions from 65 to 128, and for 192 with narrow values: five
-// products for each key block and row tile, where kernels for dq and for dk and dv take seven. One thread block for a
-// key block or a part of its work, as ../dkdv.cuh tells.
+// All gradients in one kernel with Hopper's wgmma, for head dimensions from 65 to 128, and for 192 with narrow
+// values. It computes five products for each key block and row tile. Separate kernels for dQ and for dK and dV
+// compute seven. A thread block has a key block or a part of its work, as in ../dkdv.cuh.
 //
-// dQ of a row tile is a sum over all key blocks, each of which adds its own part to float32 sums in global memory:
-// FlashAttention-3's way, whose order is not fixed. The keys of a block belong to two consumer warpgroups, which give
-// each other their dS through shared memory. Each then computes half of the step's dQ, a step later: so the one may be
-// half a step ahead, and one's products keep the tensor cores busy while the other makes P' and dS'.
+// dQ of a row tile is a sum over all key blocks. Each adds its part to float32 sums in global memory, in no fixed
+// order, as FlashAttention-3 does. The keys of a block belong to two consumer warpgroups, which exchange dS' through
+// shared memory. Each warpgroup computes half of a step's dQ one step later. So one warpgroup may be half a step
+// ahead, and its products keep the tensor cores busy while the other computes P' and dS'.
 #pragma once
 
 #include <type_traits>
@@ -24,7 +24,8 @@ template <class Config> struct FusedShared : KeyStationaryShared<Config> {
   using Tile = SmemTile<Config::kRows, Config::kKeys>;
 
   alignas(1024) char sdS[kStages][Tile::kBytes];
-  // The low halves of P' in float32, while its high halves lie where dS' will (FusedConsumer::run_large_step).
+  // The low halves of P' in float32. Its high halves are in the memory of dS' meanwhile
+  // (FusedConsumer::run_large_step).
   static constexpr bool kHasLowHalves = Config::kHeadDim > 128 && __is_same(typename Config::Element, __half);
   alignas(128) char low_halves[kHasLowHalves ? Tile::kBytes : 16];
   uint64_t ds_full[kStages], ds_empty[kStages];
@@ -45,19 +46,19 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
   using Base::kRows, Base::kHeadDim, Base::sums;
   using typename Base::Element, typename Base::KeyTile, typename Base::ValueTile, typename Base::DoutTile,
       typename Base::Scores;
-  // A warpgroup computes dQ of a panel of 64 columns, and above 128 columns then of half of the panel between these.
+  // A warpgroup computes dQ of a panel of 64 columns. Above 128 columns it also computes half of the middle panel.
   static constexpr bool kLarge = kHeadDim > 128;
   static constexpr int kTiles = 8, kHalfTiles = 4, kPanelDistance = kLarge ? kHeadDim - 64 : 64;
   static_assert(kRows == 64 && kHeadDim > 64 && (kHeadDim <= 128 || (kHeadDim == 192 && Config::kValueDim <= 128)));
 
-  // Facts about a step that are needed until its dQ is computed.
+  // The facts about a step that are needed until its dQ is computed.
   struct Step {
     float *dq;         // this thread's part of the sums
-    uint32_t keys = 0; // bit n: it concerns the keys of warpgroup n; none before the first step
+    uint32_t keys = 0; // bit n: the step concerns the keys of warpgroup n; 0 before the first step
   };
 
   Shared &shared;
-  uint32_t ds_steps = 0; // whose dS' was given to the other warpgroup
+  uint32_t ds_steps = 0; // the number of steps whose dS' this warpgroup has handed over
   float *own_sums;       // this thread's part of the sums of the first row of the first head of the group
   Step before{};
 
@@ -67,17 +68,17 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
   __device__ static uint32_t ds_stage(uint32_t step) { return step % Shared::kStages; }
   __device__ static uint32_t ds_phase(uint32_t step) { return step / Shared::kStages % 2; }
 
-  // How many tiles of 8 columns of dQ are this warpgroup's.
+  // The number of this warpgroup's tiles of 8 columns of dQ, without those of the middle panel.
   __device__ static int own_tiles() {
     if (kHeadDim == 96) return Roles::consumer_group() ? 4 : 8;
     return kTiles;
   }
 
-  // Waits for dS' of the step before.
+  // Waits for dS' of the previous step.
   __device__ void wait_for_ds() const {
     if (before.keys) Roles::consumer_wait(shared.ds_full[ds_stage(ds_steps - 1)], ds_phase(ds_steps - 1));
   }
-  // The columns of K from which those of dQ are computed.
+  // The columns of K from which this warpgroup's columns of dQ are computed.
   __device__ uint64_t panel() const {
     return KeyTile::descriptor(ptx::shared_address(shared.sK)) +
            KeyTile::offset(0, kPanelDistance) * Roles::consumer_group();
@@ -87,7 +88,7 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
            KeyTile::offset(0, 32) * Roles::consumer_group();
   }
 
-  // Starts columns of dQ of the step before, which k describes.
+  // Starts the product for columns of the previous step's dQ. `k` is the descriptor of these columns of K.
   template <int kOwnTiles> __device__ void start_dq(float (&dq)[kOwnTiles][4], uint64_t k) const {
     const uint64_t ds = Shared::Tile::descriptor(ptx::shared_address(shared.sdS[ds_stage(ds_steps - 1)]));
     ptx::warpgroup_arrive();
@@ -104,7 +105,7 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
     ptx::warpgroup_commit_batch();
   }
 
-  // Adds columns of dQ of the step before, which are there, to their sums.
+  // Adds the finished columns of the previous step's dQ to the sums, from tile `place` on.
   template <int kOwnTiles> __device__ void add_dq(float (&dq)[kOwnTiles][4], int place = 0) const {
     ptx::warpgroup_fence_operand(dq);
     if (before.keys == 0) return;
@@ -112,7 +113,7 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
     for (int n = 0; n < kOwnTiles; ++n)
       if (n < own_tiles()) ptx::add_global(before.dq + (place + n) * 128, dq[n]);
   }
-  // The step before needs its dS' no more.
+  // Releases the stage of the previous step's dS'.
   __device__ void release_ds() const {
     if (before.keys) ptx::arrive(shared.ds_empty[ds_stage(ds_steps - 1)]);
   }
@@ -145,8 +146,8 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
     ptx::warpgroup_fence_operand(ds);
   }
 
-  // Keeps P' of a step where its dS' will lie. bfloat16 has its range; with a large sink float16 would round all of a
-  // row to 0, where the gradient of lse makes dS' of it.
+  // Stores P' of a step in the memory of its dS'. bfloat16 has the range of P'. float16 does not: with a large sink,
+  // all P' of a row could round to 0, but dS' needs them for dlse. So float16 stores both halves of the float32.
   __device__ void keep_probabilities(const Scores &scores, const uint32_t (&p)[kRows / 16][4], uint32_t tile) const {
     const int first_key = threadIdx.x / 32 * 16;
     if constexpr (Shared::kHasLowHalves) {
@@ -162,7 +163,7 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
     }
     __syncwarp();
   }
-  // Those of 16 rows.
+  // Loads P' of 16 rows, those of tile k.
   __device__ void load_probabilities(float (&probabilities)[2][4], uint32_t tile, int k) const {
     const int first_key = threadIdx.x / 32 * 16;
     uint32_t high[1][4], low[1][4];
@@ -175,8 +176,8 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
     }
   }
 
-  // The same with few registers, of which the sums of large heads take 160: the products come one after the other, beside
-  // those of the other warpgroup, and P' is kept in shared memory.
+  // run_step() with fewer registers, since the sums of large heads take 160. The products run one after the other,
+  // overlapped with those of the other warpgroup. P' is kept in shared memory.
   __device__ void run_large_step(const StepFacts &facts, int number) {
     using RowTile = typename Base::RowTile;
     finish_before();
@@ -227,6 +228,7 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
     ptx::warpgroup_fence_operand(ds);
   }
 
+  // Computes this warpgroup's columns of the previous step's dQ, and adds them to the sums.
   __device__ void finish_before() const {
     wait_for_ds();
     const auto finish = [&](auto tiles, uint64_t k, int place) {
@@ -236,13 +238,13 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
       add_dq(dq, place);
     };
     finish(std::integral_constant<int, kTiles>{}, panel(), 0);
-    // The half panel lies behind the first panel, and before the second.
+    // The middle panel follows the first warpgroup's panel and precedes the second one's.
     if constexpr (kLarge)
       finish(std::integral_constant<int, kHalfTiles>{}, half_panel(), Roles::consumer_group() ? -kHalfTiles : kTiles);
     release_ds();
   }
 
-  // Where this thread's part of dQ of the first row is added, for the first head of a group.
+  // The address of this thread's part of the dQ sums of row 0, in the first head of the group.
   __device__ float *first_sums() const {
     const int band = threadIdx.x / 32 % 4, panel = Roles::consumer_group();
     const KeyTask &task = sums.keys.task();

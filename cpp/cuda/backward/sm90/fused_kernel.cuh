@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The kernel that computes all gradients at once: fused_small_heads.cuh, fused.cuh or fused_large_heads.cuh, by the
-// head dimensions.
+// The kernel that computes all gradients: fused_small_heads.cuh, fused.cuh or fused_large_heads.cuh, depending on the
+// head dimension.
 #pragma once
 
 #include "fused.cuh"
@@ -9,7 +9,7 @@
 
 namespace fdm::cuda {
 
-// What depends on the head dimension: the shared memory, the consumers, and the registers of each role.
+// The parts that depend on the head dimension: the shared memory, the consumers, and the registers of each role.
 template <class Config, int kGroups = Config::Roles::kConsumerGroups> struct FusedParts {
   using Memory = std::conditional_t<Config::kShared, LargeHeadShared<Config>, FusedShared<Config>>;
   using Consumer = std::conditional_t<Config::kShared, LargeHeadConsumer<Config>, FusedConsumer<Config>>;

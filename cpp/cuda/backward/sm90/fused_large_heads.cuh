@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// All gradients at once, as fused.cuh computes them, for head dimensions whose gradients of 64 keys fill the registers
-// of two consumer warpgroups: each has half of the columns of dK, dV and dQ.
+// All gradients in one kernel, as in fused.cuh, for head dimensions whose gradients of 64 keys fill the registers of
+// two consumer warpgroups. Each warpgroup has half of the columns of dK, dV and dQ.
 //
-// Each warpgroup computes P' and dS' of half of a step's rows, and gives them to the other through shared memory.
+// Each warpgroup computes P' and dS' of half of a step's rows. They exchange these through shared memory.
 #pragma once
 
 #include "fused.cuh"
@@ -27,7 +27,7 @@ template <class Config> struct LargeHeadConsumer : KeyConsumer<Config> {
   using typename Base::Element, typename Base::KeyTile, typename Base::RowTile, typename Base::Scores;
   static constexpr int kColumns = Config::kColumns;
 
-  // Facts about a bias per query, if there is one.
+  // The type of row_bias if there is no bias per query.
   struct None {
     __device__ None(const BackwardParams &, const typename Config::Keys::Shared &) {}
   };
@@ -40,11 +40,12 @@ template <class Config> struct LargeHeadConsumer : KeyConsumer<Config> {
       : Base(parameters, memory), shared(memory), row_bias(parameters, memory.keys) {}
 
   __device__ static int first_column() { return kColumns * Roles::consumer_group(); }
-  // Products have whole panels first, and then half of the panel that both warpgroups have columns of, if there is one.
+  // Accumulators have this warpgroup's whole panels first. Then comes its half of the panel that both warpgroups
+  // share, if there is one.
   static constexpr int kTiles = kColumns / 8, kWholeTiles = kTiles / 8 * 8, kRestTiles = kTiles - kWholeTiles;
   __device__ static int first_whole_column() { return (kHeadDim - 8 * kWholeTiles) * Roles::consumer_group(); }
   __device__ static int first_rest_column() { return 8 * (kWholeTiles + kRestTiles * Roles::consumer_group()); }
-  // Puts the columns of products in their order.
+  // Sorts the accumulator tiles by column.
   __device__ static void order_columns(float (&sum)[kTiles][4]) {
     if constexpr (kRestTiles > 0) {
       if (Roles::consumer_group() == 0) return;
@@ -76,7 +77,7 @@ template <class Config> struct LargeHeadConsumer : KeyConsumer<Config> {
     ptx::warpgroup_commit_batch();
   }
 
-  // Where this thread's part of dQ of a step is added.
+  // The address of this thread's part of the dQ sums of a step.
   __device__ float *own_sums(const KeyStep &step) const {
     const KeyTask &task = sums.keys.task();
     const int tile = step.tile / Config::kParts;
@@ -92,11 +93,11 @@ template <class Config> struct LargeHeadConsumer : KeyConsumer<Config> {
       ptx::add_global(n < kWholeTiles ? whole + n * 128 : rest + (n - kWholeTiles) * 128, dq[n]);
   }
 
-  // Gives P' and dS' of this warpgroup's rows to both.
+  // Stores P' and dS' of this warpgroup's rows for both warpgroups.
   __device__ void store(const Scores &scores, const Scores &gradients) const {
     const int key = threadIdx.x / 32 % 4 * 16, row = kScoreRows * Roles::consumer_group();
     uint32_t packed[kScoreRows / 16][4];
-    sync_consumers(); // the products that read those of the step before are done
+    sync_consumers(); // the products that read the previous step's P' and dS' are complete
     pack_left<Element>(packed, scores[0]);
     store_left<Tile>(packed, ptx::shared_address(shared.sP), key, row);
     pack_left<Element>(packed, gradients[0]);
@@ -105,7 +106,8 @@ template <class Config> struct LargeHeadConsumer : KeyConsumer<Config> {
     sync_consumers();
   }
 
-  // As make(), with a row bias. Either products began with it, or they began with zeros and `added` has it.
+  // Does the work of make() with a bias per query. If `exact`, the products began with zeros, and `added` has the
+  // bias. Otherwise the products began with the bias.
   template <class Added>
   __device__ void make_with_row_bias(const StepFacts &facts, Scores &scores, Scores &gradients, int number, bool exact,
                                      const Added &added) {
@@ -149,7 +151,7 @@ template <class Config> struct LargeHeadConsumer : KeyConsumer<Config> {
     ptx::warpgroup_fence_operand(sums.dk[0]);
   }
 
-  // The sums of the bias gradient over the rows of both warpgroups, which the first one writes.
+  // The first warpgroup writes the bias gradient, summed over the rows of both warpgroups.
   __device__ void write_bias() {
     const bool second = Roles::consumer_group() > 0, writes = threadIdx.x % 4 == 0;
 #pragma unroll

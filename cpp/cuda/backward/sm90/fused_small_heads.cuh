@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// All gradients at once, as fused.cuh computes them, for head dimensions up to 64: three consumer warpgroups have 64
-// keys each, so each scheduler has three warps to choose from, and a row of dQ is added to once for 192 keys.
+// All gradients in one kernel, as in fused.cuh, for head dimensions up to 64. Three consumer warpgroups have 64 keys
+// each. So each warp scheduler has three of their warps to choose from, and a row of dQ takes one addition to global
+// memory for 192 keys.
 //
-// dQ of a step is the work of one warpgroup, the next step's that of the next. It is computed a step later, when the
-// others have most often stored their dS.
+// The warpgroups take turns: one of them computes dQ of a whole step. It does so a step later, when the others have
+// usually stored their dS.
 #pragma once
 
 #include "../query_sums.cuh"
@@ -13,7 +14,8 @@
 
 namespace fdm::cuda {
 
-// dS' of the steps: a row for each key, a column for each row of the step. A warpgroup computes the dQ of one of them.
+// dS' of the last steps, one for each warpgroup, which computes its dQ. dS' has a row for each key and a column for
+// each row of the step.
 template <class Config> struct NarrowShared : KeyStationaryShared<Config> {
   using Roles = typename Config::Roles;
   static constexpr int kSteps = Roles::kConsumerGroups;
@@ -27,7 +29,7 @@ template <class Config> struct NarrowShared : KeyStationaryShared<Config> {
     KeyStationaryShared<Config>::init();
     for (int step = 0; step < kSteps; ++step) {
       ptx::init_barrier(ds_full[step], Roles::kConsumerThreads);
-      ptx::init_barrier(ds_empty[step], 128); // of the warpgroup that computes dQ
+      ptx::init_barrier(ds_empty[step], 128); // the warpgroup that computes dQ
     }
   }
 };
@@ -43,13 +45,13 @@ template <class Config> struct NarrowConsumer : KeyConsumer<Config> {
   static_assert(kRows == 64 && kHeadDim <= 64);
 
   Shared &shared;
-  PipelineState<Shared::kSteps> state; // of dS
-  int32_t row_before = -1; // the first row of the step before, counted over the heads of the group; -1: there is none
+  PipelineState<Shared::kSteps> state; // the stage of this step's dS'
+  int32_t row_before = -1; // the first row of the previous step, counted over the heads of the group; -1: none
 
   __device__ NarrowConsumer(const BackwardParams &parameters, Shared &memory)
       : Base(parameters, memory), shared(memory) {}
 
-  // Computes dQ of the step before, if that is this warpgroup's work, and adds it to the sums.
+  // If it is this warpgroup's turn, computes dQ of the previous step and adds it to the sums.
   __device__ void finish_before() const {
     const int number = state.index == 0 ? kGroups - 1 : state.index - 1;
     if (row_before < 0 || number != Roles::consumer_group()) return;
@@ -72,7 +74,7 @@ template <class Config> struct NarrowConsumer : KeyConsumer<Config> {
     uint32_t p[kParts][kScoreRows / 16][4], ds[kParts][kScoreRows / 16][4];
   };
 
-  // Keeps the results of a part of the rows, and gives its dS' to the warpgroup that computes dQ.
+  // Packs the results of a part of the rows, and stores its dS' for the warpgroup that computes dQ.
   __device__ void keep(Results &results, int part, const Scores &p, const Scores &ds) const {
     pack_left<Element>(results.ds[part], ds[0]);
     pack_left<Element>(results.p[part], p[0]);
@@ -81,7 +83,7 @@ template <class Config> struct NarrowConsumer : KeyConsumer<Config> {
                      kScoreRows * part);
   }
 
-  // With a softcap one part comes after the other: the slope of each score needs a register.
+  // With a softcap, the parts are computed one after the other, since the slope of each score needs a register.
   __device__ void make_in_turn(const StepFacts &facts, int number, Results &results) {
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
@@ -92,7 +94,8 @@ template <class Config> struct NarrowConsumer : KeyConsumer<Config> {
     }
   }
 
-  // S' of all rows is there at once. The registers of dP' serve one part after the other.
+  // Without a softcap, one product computes S' of all rows. The parts of dP' use the same registers one after the
+  // other.
   __device__ void make_together(const StepFacts &facts, int number, Results &results) {
     Scores scores[kParts], gradients;
     auto &all_scores = reinterpret_cast<float (&)[kRows / 8][4]>(scores);
@@ -155,7 +158,7 @@ template <class Config> struct NarrowConsumer : KeyConsumer<Config> {
     ptx::warpgroup_fence_operand(ds);
   }
 
-  // A step of the other warpgroups: dS of these keys is 0.
+  // A step that concerns only keys of other warpgroups: stores dS' = 0 for this warpgroup's keys.
   __device__ void pass_step() {
     const uint32_t zeros[kRows / 16][4] = {};
     Roles::producer_acquire(shared.ds_empty[state.index], state.phase);
@@ -164,7 +167,7 @@ template <class Config> struct NarrowConsumer : KeyConsumer<Config> {
     ptx::arrive(shared.ds_full[state.index]);
   }
 
-  // Where this thread's part of dQ of the step before is added.
+  // The address of this thread's part of the dQ sums of the previous step.
   __device__ float *own_sums() const {
     const KeyTask &task = sums.keys.task();
     float *rows = query_sums(this->params, task.s, task.sequence_index, task.first_head, 0);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The sums of the probabilities of each key, with Hopper's wgmma: one thread block for a key block or a part of its
-// work, as ../dkdv.cuh tells. There is one product for each step, that of keys and queries, which tensor cores compute
-// while the scores of the step before become probabilities.
+// The sum of the probabilities of each key (key mass), with Hopper's wgmma. A thread block has a key block or a part
+// of its work, as in ../dkdv.cuh. A step has one product, S' = K Q'. The tensor cores compute it while the scores of
+// the previous step become probabilities.
 #pragma once
 
 #include "fused_kernel.cuh"
@@ -16,9 +16,10 @@ template <class Config> struct MassConsumer : KeyConsumer<Config> {
   using Base::kRows, Base::kHeadDim, Base::k_desc, Base::params, Base::shared, Base::sums;
   using typename Base::Element, typename Base::KeyTile, typename Base::RowTile, typename Base::Scores;
 
-  PipelineState<Config::kStages> state; // of the last step whose scores were started
+  PipelineState<Config::kStages> state; // the stage of the last step whose scores were started
 
-  // Waits for the next step, and starts its scores. The end of the steps has a stage, too, whose scores nobody reads.
+  // Waits for the next step and starts its scores. The invalid step that ends the steps also has scores, which are
+  // not used.
   __device__ StepFacts start_step(Scores &scores) const {
     Base::Roles::consumer_wait(shared.full[state.index], state.phase);
     const StepFacts facts = shared.stages[state.index].facts.read();
@@ -34,7 +35,7 @@ template <class Config> struct MassConsumer : KeyConsumer<Config> {
     ptx::warpgroup_fence_operand(scores[0]);
   }
 
-  // Adds the probabilities of a step, whose scores are there.
+  // Adds the probabilities of a step whose scores are complete.
   __device__ void add_step(const StepFacts &facts, int number, Scores &scores) {
     const auto &rows = this->own_rows(number);
     const auto make = [&](auto tests, auto softcap, const ScoreFactors &factors) {
@@ -52,7 +53,8 @@ template <class Config> struct MassConsumer : KeyConsumer<Config> {
     sums.add_probabilities(scores);
   }
 
-  // Starts the scores of the next step, and then adds those of this one. Returns the facts of the next.
+  // Starts the scores of the next step, and then adds the probabilities of this one. Returns the facts of the next
+  // step.
   __device__ StepFacts run_step(const StepFacts &facts, Scores &scores, Scores &next_scores) {
     const int number = state.index;
     ++state;
@@ -67,7 +69,7 @@ template <class Config> struct MassConsumer : KeyConsumer<Config> {
   __device__ void run() {
     sums.start();
     Base::Roles::consumer_wait(shared.keys_full, 0);
-    Scores even, odd; // of steps
+    Scores even, odd; // of even and odd steps
     StepFacts facts = start_step(even);
     finish_scores(even);
     while (facts.valid) {

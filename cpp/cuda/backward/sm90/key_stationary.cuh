@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What the key-stationary Hopper kernels share. K and V of a key block stay in shared memory, 64 keys for each consumer
-// warpgroup; a producer warpgroup loads them once, then finds the steps and loads their rows of Q and dO, a pipeline
-// stage for each step.
+// The common part of the key-stationary Hopper kernels. K and V of a key block stay in shared memory, 64 keys for
+// each consumer warpgroup. A producer warpgroup loads them once. Then it finds the steps and loads their rows of Q
+// and dO, into one pipeline stage for each step.
 #pragma once
 
 #include "../../tile/sm90/products.cuh"
@@ -11,10 +11,10 @@
 
 namespace fdm::cuda {
 
-// What has a row for each query: nothing, possibly the mask (a row plan), or the bias and possibly the mask.
+// Which inputs have a row for each query: none; possibly the mask (a row plan); the bias, and possibly the mask.
 enum class QueryRows { none, mask, bias };
 
-// Which products are computed: all, or those of queries and keys alone, which read neither V nor dO.
+// Which products are computed: all, or only S', which reads neither V nor dO.
 enum class KeyProducts { all, scores };
 
 template <class Roles> struct Producers {
@@ -23,9 +23,9 @@ template <class Roles> struct Producers {
   __device__ static __forceinline__ void sync() { Roles::sync_producers(); }
 };
 
-// With 128 keys or more, each consumer warpgroup owns 64 of them. With 64 keys, for head dimensions whose gradients do
-// not fit the registers of one, each of two computes the scores of half of a step's rows, and half of the columns of
-// the gradients.
+// With 128 keys or more, each consumer warpgroup has 64 of them. 64 keys (kShared) are for head dimensions whose
+// gradients do not fit in the registers of one warpgroup. Two warpgroups then have the same keys. Each computes the
+// scores of half of a step's rows, and half of the columns of the gradients.
 template <class ElementType, int kHeadDimension, int kKeyCount, int kRowCount, int kStageCount, Softcap kSoftcapKind,
           QueryRows kQueryRows, KeyProducts kProducts = KeyProducts::all, int kValueDimension = kHeadDimension>
 struct KeyStationaryConfig {
@@ -37,8 +37,9 @@ struct KeyStationaryConfig {
   static constexpr bool kRowBias = kQueryRows == QueryRows::bias, kHasRowPlans = kQueryRows != QueryRows::none;
   using Roles = WarpRoles<kShared ? 2 : kKeys / 64>;
   static_assert(kKeys % 64 == 0);
-  // The rows of a step whose scores a warpgroup computes at a time, the columns of its gradients, and the number of
-  // such parts. Three consumer warpgroups have registers for the scores of half of the rows.
+  // A warpgroup computes the scores of kScoreRows rows at a time. A step has kParts such parts. kColumns counts the
+  // columns of the warpgroup's gradients. With three consumer warpgroups, registers hold the scores of half of the
+  // rows.
   static constexpr int kScoreRows = kShared || Roles::kConsumerGroups == 3 ? kRows / 2 : kRows;
   static constexpr int kColumns = kShared ? kHeadDim / 2 : kHeadDim;
   static constexpr int kParts = kRows / kScoreRows;
@@ -49,7 +50,7 @@ struct KeyStationaryConfig {
   using ValueTile = SmemTile<kValueDim, kKeys>;
   using RowTile = SmemTile<kHeadDim, kRows>;
   using DoutTile = SmemTile<kValueDim, kRows>;
-  // The steps in the stages, one that is being loaded and one that is found ahead may be of different heads.
+  // The steps in the stages, the step being loaded and the step found ahead may be of different heads.
   using Keys = KeyBlock<kKeys, Producers<Roles>, kStages + 2,
                         kRowBias       ? KeyBlockUse::segments_and_row_plans
                         : kHasRowPlans ? KeyBlockUse::row_plans
@@ -58,19 +59,19 @@ struct KeyStationaryConfig {
                                  kScoreRows, kValueColumns>;
 };
 
-// What every consumer reads of a step, in one load: loads one after the other would take as long as a product.
+// The facts that every consumer reads about a step, in one load. Separate loads would take as long as a product.
 struct alignas(16) StepFacts {
   bool tests
-      [Roles::kProducerWarps]; // of all pairs of a warp's rows: some have a very large lse, or the step asks for it
+      [Roles::kProducerWarps]; // test all pairs of a warp's rows: a row is beyond kLargeLse, or KeyStep::tests is set
   bool valid;                  // false ends the steps
-  bool ends;                   // as RowProducer::ends() tells
-  uint8_t concerns;            // bit n: a row may keep any of the keys of group n
+  bool ends;                   // RowProducer::ends()
+  uint8_t concerns;            // bit n: a row may keep a key of group n
   uint8_t buffer;              // of the KeyStep
   int32_t head;                // of the KeyStep
-  int32_t first;               // row
+  int32_t first;               // the first row
 
   __device__ bool any_tests() const { return tests[0] || tests[1] || tests[2] || tests[3]; }
-  // All lanes of the warp call this, and branch alike by what it returns.
+  // All lanes of the warp call this. The second word is uniform, so branches on `valid` to `buffer` are uniform.
   __device__ StepFacts read() const {
     auto words = *reinterpret_cast<const int4 *>(this);
     words.y = uniform(words.y);
@@ -82,7 +83,7 @@ static_assert(sizeof(StepFacts) == sizeof(int4));
 // Facts about a row tile while it is in shared memory.
 template <class Config> struct PassingRows {
   RowStage<Config::kKeys, Config::kScoreRows, Config::Keys::kRowPlans>
-      parts[Config::kParts]; // the tiles of their steps count parts
+      parts[Config::kParts]; // step.tile of a part is counted in parts
   StepFacts facts;
 };
 
@@ -95,9 +96,9 @@ template <class Config> struct KeyStationaryShared {
   alignas(kAlone ? 16 : 1024) char sV[kAlone ? 16 : Config::ValueTile::kBytes];
   alignas(1024) char sQ[Config::kStages][Config::RowTile::kBytes];
   alignas(kAlone ? 16 : 1024) char sdO[kAlone ? 1 : Config::kStages][kAlone ? 16 : Config::DoutTile::kBytes];
-  PassingRows<Config> stages[Config::kStages]; // a step that is not valid ends the steps
+  PassingRows<Config> stages[Config::kStages]; // an invalid step ends the steps
   typename Config::Keys::Shared keys;
-  bool exists; // there is a key block
+  bool exists; // the thread block has a key block
   uint64_t keys_full, full[Config::kStages], empty[Config::kStages];
 
   // One thread of the block calls this, before the others use the barriers.
@@ -107,11 +108,11 @@ template <class Config> struct KeyStationaryShared {
       ptx::init_barrier(full[stage], 2 * Roles::kProducerThreads);
       ptx::init_barrier(empty[stage], Roles::kConsumerThreads);
     }
-    ptx::fence_async_proxy(); // copies of boxes arrive at them
+    ptx::fence_async_proxy(); // TMA copies arrive at these barriers
   }
 };
 
-// Q and dO, for copies of the rows of a step that a warp loads; `known`: their strides allow that.
+// The tensor maps of Q and dO for TMA copies of the rows of a step that a warp loads. `known`: both maps exist.
 struct RowMaps {
   CUtensorMap q, dout;
   bool known;
@@ -132,12 +133,12 @@ template <class Config> struct RowProducer {
       : params(parameters), shared(memory), maps(row_maps), keys(parameters, memory.keys) {}
 
   __device__ static int warp() { return Roles::producer_thread() / 32; }
-  // Each lane of a producer warp knows one row of a tile, or none.
+  // A lane of a producer warp has one row of a tile, or none.
   __device__ static bool has_row() { return threadIdx.x % 32 < kOwnRows; }
   __device__ static int row() { return warp() * kOwnRows + threadIdx.x % 32; }
 
   __device__ void load_keys() {
-    // A warp copies some keys at a time, at most one for each lane.
+    // A warp copies several keys at a time, at most one for each lane.
     constexpr int kWarps = Roles::kProducerWarps;
     constexpr int kTurns = Config::kKeys <= 32 * kWarps ? 1 : Config::kKeys / (16 * kWarps);
     constexpr int kOwnKeys = Config::kKeys / (kTurns * kWarps);
@@ -156,8 +157,8 @@ template <class Config> struct RowProducer {
     Roles::producer_commit(shared.keys_full);
   }
 
-  // The statistics of this lane's row of a step, found while the step before is loaded. lse = inf: there is no such
-  // row, or it has no gradient.
+  // The statistics of this lane's row of a step. They are read one step ahead. lse = inf: the row does not exist, or
+  // it has no gradient.
   __device__ RowStatistics find_statistics(const KeyStep &step) const {
     const Sequence &s = keys.task().s;
     const int i = step.tile * kRows + row();
@@ -165,7 +166,7 @@ template <class Config> struct RowProducer {
     return row_statistics(params, s, keys.head(step), i);
   }
 
-  // Rows without a gradient are zeros, whatever lies there: not even NaN in dO may reach a result.
+  // Rows without a gradient are loaded as zeros, so that non-finite values in their dO reach no result.
   __device__ void load_rows(const KeyStep &step, const RowStatistics &statistics, bool ends) {
     auto &stage = shared.stages[state.index];
     if (has_row()) {
@@ -175,7 +176,7 @@ template <class Config> struct RowProducer {
     }
     const uint32_t used = __ballot_sync(0xffffffffu, !statistics.empty());
     const bool careful = __any_sync(0xffffffffu, !statistics.empty() && fabsf(statistics.lse) > kLargeLse);
-    // With a bias for each query, all pairs are tested.
+    // With a bias per query, consumers test all pairs anyway, and `tests` only marks rows beyond kLargeLse.
     if (threadIdx.x % 32 == 0) stage.facts.tests[warp()] = careful || (!Config::kRowBias && step.tests);
     if (Roles::producer_thread() == 0) set_step(step, ends);
     constexpr uint32_t kAllOwnRows = ~0u >> (32 - kOwnRows);
@@ -188,7 +189,7 @@ template <class Config> struct RowProducer {
     }
     if constexpr (Config::Keys::kRowPlans) {
       if (keys.task().words) {
-        // Each part of the step has the words of all keys.
+        // Each part of a step has the words of all keys.
         constexpr int kWords = Config::kParts * Config::kKeys;
         static_assert(kWords % Roles::kProducerThreads == 0);
 #pragma unroll
@@ -202,7 +203,7 @@ template <class Config> struct RowProducer {
     }
   }
 
-  // Tells the consumers which step the stage is for; one that is not valid ends the steps.
+  // Stores the step of the stage for the consumers. An invalid step ends the steps.
   __device__ void set_step(const KeyStep &step, bool ends) const {
     auto &stage = shared.stages[state.index];
 #pragma unroll
@@ -223,7 +224,8 @@ template <class Config> struct RowProducer {
     facts.first = step.tile * kRows;
   }
 
-  // Copies this warp's rows of a step, all of which are used. One thread calls this, before it arrives.
+  // Starts the TMA copies of this warp's rows of a step, if all of them are used. One thread calls this before it
+  // arrives.
   __device__ void copy_boxes(const KeyStep &step) const {
     using RowTile = typename Config::RowTile;
     using DoutTile = typename Config::DoutTile;
@@ -243,7 +245,7 @@ template <class Config> struct RowProducer {
     }
   }
 
-  // Copies this warp's rows of a step, of which bit r of `used` tells whether row r is used.
+  // Starts the copies of this warp's rows of a step. Bit r of `used`: row r is used; otherwise it becomes zeros.
   template <class RowTile>
   __device__ void copy_rows(const fdm_tensor &t, const KeyStep &step, uint32_t used, const char *tile) const {
     constexpr int kTotal = kOwnRows * RowTile::kChunks;
@@ -252,7 +254,7 @@ template <class Config> struct RowProducer {
     const uint32_t base = ptx::shared_address(tile);
     const auto *rows = static_cast<const uint16_t *>(t.data) +
                        row_offset(t, keys.task().s, int64_t(step.tile) * kRows + first, keys.head(step));
-#pragma unroll 4 // all would need an address each
+#pragma unroll 4 // fully unrolled, each copy would need an address in registers
     for (int i = threadIdx.x % 32; i < kTotal; i += 32) {
       const int r = i / RowTile::kChunks, chunk = i % RowTile::kChunks;
       ptx::cp_async_16(RowTile::chunk_address(base, first + r, chunk), rows + r * t.stride[1] + chunk * 8,
@@ -273,8 +275,8 @@ template <class Config> struct RowProducer {
       if (key >= 0) ptx::prefetch_l2(static_cast<const char *>(m.base) + (row * m.row + key * m.col) * size);
     }
   }
-  // True if this step is the last one whose bias gradients belong to one sum: the sum of a head, or, for a bias per
-  // query, that of all heads that share a tile.
+  // Whether this step is the last one of a sum of bias gradients: the sum of a head or, for a bias per query, of all
+  // heads that share a tile.
   __device__ bool ends(const KeyStep &step, const KeyStep &next) const {
     if (!next.valid) return true;
     if constexpr (Config::kRowBias) return params.p.bias.shape[1] == params.p.heads || next.tile != step.tile;
@@ -328,8 +330,8 @@ template <class Config> struct KeyConsumer {
 
   __device__ static void sync_consumers() { ptx::sync_threads<2, Roles::kConsumerThreads>(); }
 
-  // Clears the non-finite elements of K: 0 times NaN or Inf is NaN, and dQ = dS K is a sum over keys that a row drops,
-  // too. That a row keeps such a key shows in its lse. All consumers call this.
+  // Sets the non-finite elements of K to 0. dQ = dS K also sums over keys that a row drops, and 0 times NaN or inf is
+  // NaN. If a row keeps such a key, the row's lse shows it. All consumers call this.
   __device__ void clear_non_finite_keys() const {
     constexpr uint32_t kExponent = __is_same(Element, __half) ? 0x7c00 : 0x7f80;
     const auto finite = [](uint32_t word) {
@@ -348,13 +350,12 @@ template <class Config> struct KeyConsumer {
     sync_consumers();
   }
 
-  // The rows whose scores this warpgroup computes are a part of a step: its only one, or those of its turn.
+  // The part of a step whose scores this warpgroup computes in a turn.
   __device__ static int own_part(int turn = 0) { return Config::kShared ? Roles::consumer_group() : turn; }
-  // Facts about the rows.
+  // The facts about the rows of this part.
   __device__ const auto &own_rows(int stage, int turn = 0) const { return shared.stages[stage].parts[own_part(turn)]; }
 
-  // Starts the products S', which begin with the scores that there are where the bias has a row for each query, and
-  // dP'.
+  // Starts the products S' and dP'. With a bias per query, S' is added to the initial contents of `scores`.
   __device__ void start_scores(Scores &scores, Scores &gradients, int stage, int turn = 0) const {
     const uint64_t part = RowTile::offset(kScoreRows, 0) * own_part(turn);
     static_assert(RowTile::offset(kScoreRows, 0) == DoutTile::offset(kScoreRows, 0));
@@ -369,7 +370,7 @@ template <class Config> struct KeyConsumer {
 
   __device__ static uint64_t row_desc(const char *tile) { return RowTile::descriptor(ptx::shared_address(tile)); }
 
-  // Starts sum += left * tile, for which `left` has a column for each row of the tile.
+  // Starts sum += left * tile. `left` has a column for each row of the tile.
   template <class Tile = RowTile, int kTiles>
   __device__ static void start_sum(float (&sum)[kTiles][4], const uint32_t (&left)[kRows / 16][4], const char *tile) {
     ptx::warpgroup_arrive();
@@ -377,13 +378,13 @@ template <class Config> struct KeyConsumer {
     ptx::warpgroup_commit_batch();
   }
 
-  // Whether pairs of this warp's keys and of rows from `first` on may be dropped.
+  // Whether pairs of this warp's keys and of the rows from `first` on need PairTests.
   __device__ bool needs_test(const StepFacts &facts, int first, int rows) const {
     return uniform(facts.any_tests() || sums.keys.drops_keys(facts.head, facts.buffer) ||
                    !sums.keys.keep_all(threadIdx.x / 32 % (Config::kKeys / 16), 1, first, rows));
   }
 
-  // Puts P' in the place of the scores, and dS' in that of dP', of which the products were just started.
+  // Waits for the products of start_scores(). Replaces the scores by P', and dP' in the gradients by dS'.
   __device__ void make(const StepFacts &facts, Scores &scores, Scores &gradients, int number, int turn = 0) {
     const auto &rows = own_rows(number, turn);
     if constexpr (Config::kSoftcap) {

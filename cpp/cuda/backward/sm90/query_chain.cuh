@@ -1,16 +1,17 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// dQ of short sequences without sums in global memory. The key blocks of a head are a cluster: blockIdx.x is the head,
-// blockIdx.y the key block. Each adds its part of a tile of dQ to what it got of the block above, and hands the sums on
-// to the block below; the last one writes them. The blocks begin with different tiles, so that all are at work while
-// tiles are on their way.
+// dQ of short sequences without sums in global memory. The key blocks of a head form a cluster: blockIdx.x is the
+// head, blockIdx.y the key block. For each row tile, a block receives the sums of dQ from the block above, adds its
+// part, and sends the sums to the block below. The last block of this chain writes dQ. The blocks begin with
+// different tiles, so that all of them compute while tiles are in flight.
 //
-// With a causal limit a block goes from the first tile that sees one of its keys to the last tile: dQ of a tile begins
-// in the block of its diagonal, and ends in block 0. Without one a block goes on with the tiles before its first one,
-// and dQ goes round a ring. Each block has room for one tile of the block above, so in a ring there may be no more
-// tiles than blocks, or all could wait for each other; then dQ of all tiles begins in the last block.
+// With a causal limit, a block goes from the first tile that sees one of its keys to the last tile. dQ of a tile
+// begins in the block of the tile's diagonal and ends in block 0. Without a causal limit, a block goes on with the
+// tiles before its first one, and the blocks form a ring. A block has room for one tile of the block above. If a ring
+// had more tiles than blocks, all blocks could wait for each other. So with more tiles than blocks there is no ring:
+// dQ of all tiles begins in the last block.
 //
-// Threads hand their accumulators on to the same threads of the other block, so that no warp waits for another. Numbers
-// are added in an order that is always the same.
+// A thread sends its accumulators to the same thread of the other block, so no warp waits for another. The order of
+// the additions is fixed.
 #pragma once
 
 #include "../../tile/products.cuh"
@@ -21,15 +22,15 @@
 
 namespace fdm::cuda {
 
-// Facts about a step in a chain: dQ of its tile begins in this block, and ends in it; no step receives after it.
+// Facts about a step in a chain. dQ of its tile begins in this block; ends in it; no later step receives sums.
 enum : uint32_t { kBegins = 1, kEnds = 2, kLast = 4 };
 
-// The row tiles that a block of the cluster goes through for each head.
+// The row tiles over which a block of the cluster iterates for each head.
 struct ChainWalk {
-  int32_t tiles;             // in all
-  int32_t first, last;       // from the one to the other, in a ring by way of the last of all and tile 0
-  int32_t begin, past_begin; // dQ of these begins here
-  int32_t end, past_end;     // dQ of these ends here
+  int32_t tiles;             // the number of all tiles
+  int32_t first, last;       // the block's first and last tile; in a ring, tile 0 follows the last of all tiles
+  int32_t begin, past_begin; // dQ of these tiles begins in this block
+  int32_t end, past_end;     // dQ of these tiles ends in this block
 
   __device__ ChainWalk(const fdm_problem &p, int32_t tile_rows, int32_t block_keys) {
     const auto rank = static_cast<int32_t>(blockIdx.y), blocks = static_cast<int32_t>(gridDim.y);
@@ -49,7 +50,7 @@ struct ChainWalk {
     past_end = ring ? first_of(static_cast<int32_t>(below()) + 1) : (rank == 0 ? tiles : 0);
   }
 
-  // The blocks that hand dQ to this one, and to which this one hands it.
+  // This block receives dQ from the block above, and sends it to the block below.
   __device__ static uint32_t above() { return blockIdx.y + 1 == gridDim.y ? 0 : blockIdx.y + 1; }
   __device__ static uint32_t below() { return (blockIdx.y == 0 ? gridDim.y : blockIdx.y) - 1; }
 
@@ -61,13 +62,13 @@ struct ChainWalk {
   }
 };
 
-// The sums that the block above sends, and two barriers for each warp: a tile has arrived; the block below has room for
-// one.
+// The sums that the block above sends, and two barriers for each warp. `full`: a tile has arrived. `empty`: the block
+// below has room for a tile.
 template <int kTiles, int kWarps> struct ChainShared {
   alignas(16) float sums[kWarps][kTiles][32 * 4];
   uint64_t full[kWarps], empty[kWarps];
 
-  // One thread of the block calls this, before the blocks of the cluster meet.
+  // One thread of the block calls this, before the cluster barrier.
   __device__ void init() {
     for (int warp = 0; warp < kWarps; ++warp) {
       ptx::init_barrier(full[warp], 1);
@@ -81,11 +82,12 @@ template <class Element, int kTiles, int kWarps> struct QueryChain {
   using Sums = float[kTiles][4];
 
   const BackwardParams &params;
-  uint32_t parities = 2; // of the phases that are waited for: of a tile that comes, and of room in the block below
+  uint32_t parities = 2; // the parities of the next waits: bit 0 for `full`, bit 1 for `empty`
 
   __device__ explicit QueryChain(const BackwardParams &parameters) : params(parameters) {}
 
-  // Takes what the block above has of a step's tile, or zeros. All threads of a warp call this.
+  // Loads the sums of a step's tile that the block above has sent. If dQ begins here, sets them to zeros. All threads
+  // of a warp call this.
   __device__ void receive(Sums &sums, Shared &shared, uint32_t facts) {
     if (facts & kBegins) {
 #pragma unroll
@@ -107,17 +109,17 @@ template <class Element, int kTiles, int kWarps> struct QueryChain {
       loaded ^= __float_as_uint(part.x);
     }
     parities ^= 1;
-    // Tells the block above that it may overwrite what it has sent. The arrival at its barrier overtakes loads whose
-    // results are not there, also behind a fence of the block (seen on an H200, about once in 10,000 calls). So the
-    // barrier's address depends on a register of each load of the warp: packed sequences have no chains, and the
-    // compiler does not know that this is 0.
+    // Tells the block above that it may overwrite these sums. The arrival at its barrier may overtake loads that are
+    // still in flight, even after a fence of block scope (seen on an H200, about once in 10,000 calls). So the
+    // barrier's address depends on a register of each load of the warp. `zero` is 0, since packed sequences have no
+    // chains, but the compiler does not know this.
     const auto zero = uint32_t(reinterpret_cast<uintptr_t>(params.p.cu_seqlens_q.data));
     const uint32_t block = ChainWalk::above() + __any_sync(0xffffffffu, loaded & zero);
-    // A block whose tiles have all come may have ended.
+    // After its last tile, the block above may have ended.
     if (lane == 0 && !(facts & kLast)) ptx::arrive_of_block(shared.empty[warp], block);
   }
 
-  // Gives the sums to the block below, or writes them.
+  // Sends the sums to the block below. If dQ ends here, writes them instead.
   __device__ void hand_on(const Sums &sums, Shared &shared, uint32_t facts, const KeyTask &task, const KeyStep &step) {
     if (facts & kEnds) return write(sums, task, step);
     const uint32_t thread = ptx::thread_index(), warp = thread / 32, lane = thread % 32;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A bias per query, and its gradient, in the kernel of fused_large_heads.cuh: the elements that belong to the
-// accumulators of a part of a step. Products begin with them, so that they take no registers of their own.
+// A bias per query, and its gradient, in the kernel of fused_large_heads.cuh. A thread has the elements that belong
+// to its accumulators of a part of a step. Products begin with these elements, which then take no registers of their
+// own.
 #pragma once
 
 #include "key_stationary.cuh"
@@ -14,26 +15,27 @@ template <class Config> struct RowBiasPart {
 
   const BackwardParams &params;
   const typename Config::Keys::Shared &keys;
-  float sums[2][kRowTiles][2]; // of the gradient
+  float sums[2][kRowTiles][2]; // of the bias gradient
 
   __device__ RowBiasPart(const BackwardParams &parameters, const typename Config::Keys::Shared &own_keys)
       : params(parameters), keys(own_keys) {
     clear();
   }
 
-  // Whether the bias must be added to scores, since in units of products that of a row may leave the range of floats.
-  // kLargeLse tells of such rows.
+  // Whether the bias must be added to the scores: in units of the products, the bias of a row may leave the range of
+  // float32. Rows beyond kLargeLse may have such a bias.
   __device__ bool is_exact(const StepFacts &facts) const {
     return facts.any_tests() || !ScoreFactors::uncapped(params.p).may_begin_with_bias();
   }
-  // Makes products of a query head begin with the bias, in their units; with zeros where scores are to be `exact`.
+  // Fills the scores of a query head with the bias in units of the products, or with zeros if `exact`. The products
+  // add to them.
   __device__ void begin(float (&scores)[kRowTiles][4], int64_t head, int first, bool exact) const {
     const float factor = 1.0f / params.p.scale;
     for_each_element(params.p.bias, head, first, [&](int half, int n, int i, const auto *element, bool exists) {
       scores[n][2 * half + i] = exists && !exact ? to_float(*element) * factor : 0.0f;
     });
   }
-  // For the scores of a part that is exact.
+  // The row_bias of KeyGradients::make_probabilities for an exact part.
   struct Exact {
     const RowBiasPart &bias;
     int64_t head;
@@ -47,7 +49,7 @@ template <class Config> struct RowBiasPart {
     }
   };
 
-  // Adds dS' of the part to the sums, and writes these where they are complete.
+  // Adds dS' of the part to the sums. If these are then `complete`, writes and clears them.
   __device__ void add_score_gradients(const float (&gradients)[kRowTiles][4], int64_t head, int first, bool complete) {
     if (!present(params.a.dbias)) return;
 #pragma unroll
@@ -71,8 +73,8 @@ private:
       for (int n = 0; n < kRowTiles; ++n) sums[half][n][0] = sums[half][n][1] = 0.0f;
   }
 
-  // Calls function(half, n, i, element, exists) for this thread's pairs of a part that begins at row `first`: where the
-  // pair's element of a tensor lies, and whether its row and key exist.
+  // Calls function(half, n, i, element, exists) for this thread's pairs of a part that begins at row `first`.
+  // `element` is the address of the pair's element of the tensor. `exists` tells whether its row and key exist.
   template <class Function>
   __device__ __forceinline__ void for_each_element(const fdm_tensor &t, int64_t head, int first,
                                                    const Function &function) const {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Adds the gradients of keys that several segments of rows keep to their sums in global memory, a whole key at once: by
-// way of the shared memory that K, V and the pipeline stages do not need any more.
+// Adds the gradients of keys that several segments of rows keep to their sums in global memory, a whole key at once.
+// After the last products, the shared memory of K, V and the pipeline stages is free for this.
 #pragma once
 
 #include "key_stationary.cuh"
@@ -8,9 +8,9 @@
 
 namespace fdm::cuda {
 
-// All consumers call this, after their last products; each has the columns of its accumulators from `first` on. The
-// numbers of a key lie as round_sums.cu reads them: the four that a thread has of two neighbouring tiles of columns,
-// then those of the next thread. Where memory does not hold both gradients, one comes after the other.
+// All consumers call this after their last products. The accumulators of a consumer are the columns from `first` on.
+// The layout of a key is the one that round_sums.cu reads: four numbers of a thread from two neighbouring tiles of
+// columns, then those of the next thread. If shared memory does not hold both gradients, dV follows after dK.
 template <class Config>
 __device__ void add_segment_sums(KeyStationaryShared<Config> &shared, const typename Config::Gradients &sums,
                                  int first = 0) {
@@ -43,11 +43,11 @@ __device__ void add_segment_sums(KeyStationaryShared<Config> &shared, const type
     ptx::add_global_bulk(sums.keys.segment_sums(key) + column, ptx::shared_address(shared.sK + key * kStride), bytes);
     ptx::wait_for_bulk_reads();
   };
-  ptx::sync_threads<2, Roles::kConsumerThreads>(); // all products are done
+  ptx::sync_threads<2, Roles::kConsumerThreads>(); // all products are complete
   store(sums.dk[0], 0, kHeadDim);
   if constexpr (!kTogether) {
     add(0, kHeadDim * 4);
-    ptx::sync_threads<2, Roles::kConsumerThreads>(); // all have been read
+    ptx::sync_threads<2, Roles::kConsumerThreads>(); // all sums of dK have been read
   }
   store(sums.dv[0], kTogether ? kHeadDim : 0, kValueDim);
   add(kTogether ? 0 : kHeadDim, kTogether ? kRowBytes : kValueDim * 4);

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// All gradients at once, as fused.cuh computes them, where key blocks have few steps: a warpgroup has 64 keys, loads
-// its rows itself, and several of them share an SM: while one loads its keys or writes its gradients, others compute. A
-// thread block that fills an SM would need room for a second set of keys to do so.
+// All gradients in one kernel, as in fused.cuh, for key blocks with few steps. A thread block is one warpgroup. It
+// has 64 keys and loads its rows itself. Several thread blocks share an SM: while one loads its keys or writes its
+// gradients, the others compute. A thread block that fills an SM would need room for a second set of keys for this
+// overlap.
 #pragma once
 
 #include "../../tile/copy_rows.cuh"
@@ -23,7 +24,7 @@ template <class ElementType, int kHeadDimension, ClusterOf kCluster> struct Smal
   using Element = ElementType;
   static constexpr int kHeadDim = kHeadDimension, kKeys = kSmallBlock.keys, kRows = kSmallBlock.rows, kStages = 2;
   static constexpr int kWarps = 4, kThreads = 32 * kWarps;
-  static constexpr int kBlocks = 3; // share an SM
+  static constexpr int kBlocks = 3; // thread blocks that share an SM
   static constexpr bool kChained = kCluster == ClusterOf::chain;
   using KeyTile = SmemTile<kHeadDim, kKeys>;
   using RowTile = SmemTile<kHeadDim, kRows>;
@@ -34,14 +35,14 @@ template <class ElementType, int kHeadDimension, ClusterOf kCluster> struct Smal
   using Shares = StepShares<kHeadDim / 8, kThreads>;
 };
 
-// What the steps of a block have in common. The rows that may keep one of its keys are the same for all heads of the
+// The common facts about the steps of a block. The rows that may keep its keys are the same for all heads of the
 // group.
 struct alignas(16) BlockSteps {
-  int32_t first_tile, past_tile; // that may keep a key
-  uint32_t statistics, sums;     // the first row of the first head among the statistics and the sums of dQ of all heads
+  int32_t first_tile, past_tile; // the tiles that may keep a key
+  uint32_t statistics, sums;     // the index of row 0 of the first head in the statistics and in the sums of dQ
 };
 
-// What the thread blocks of a cluster share.
+// The shared memory with which the thread blocks of a cluster cooperate.
 template <class Config, bool = Config::kChained> struct SmallBlocksCluster {
   ShareBarriers shares;
 
@@ -63,7 +64,7 @@ template <class Config> struct SmallBlocksShared {
   typename Config::Keys::Shared keys;
   BlockSteps steps;
   SmallBlocksCluster<Config> cluster;
-  uint32_t place[Config::kStages]; // of a step: its first row among the sums of dQ; in a chain, facts of ChainWalk
+  uint32_t place[Config::kStages]; // a step's first row among the sums of dQ; in a chain, its ChainWalk::facts()
   uint64_t keys_full, full[Config::kStages];
 
   // One thread of the block calls this, before the others use the barriers.
@@ -71,11 +72,11 @@ template <class Config> struct SmallBlocksShared {
     ptx::init_barrier(keys_full, Config::kThreads);
     for (uint64_t &barrier : full) ptx::init_barrier(barrier, Config::kThreads);
     cluster.init();
-    ptx::fence_async_proxy(); // copies of boxes arrive at them
+    ptx::fence_async_proxy(); // TMA copies arrive at these barriers
   }
 };
 
-// Starts the copies of a step's rows where TMA cannot make them. This is not inlined: it is seldom needed.
+// Starts the copies of a step's rows if TMA cannot copy them. It is rarely needed, so it is not inlined.
 template <class Config>
 __device__ __noinline__ void copy_rows_of_step(const BackwardParams &params, SmallBlocksShared<Config> &shared,
                                                KeyStep step, int stage) {
@@ -112,7 +113,8 @@ template <class Config> struct SmallBlock {
   __device__ SmallBlock(const BackwardParams &parameters, const RowMaps &row_maps, SmallBlocksShared<Config> &memory)
       : params(parameters), maps(row_maps), shared(memory), sums(parameters, memory.keys) {}
 
-  // Starts the copies of K and V. Keys of a list are copied if they are readable, others before that is known.
+  // Starts the copies of K and V. Keys of a list are copied only if they are readable. Consecutive keys are copied
+  // before this is known.
   __device__ void load_keys(const KeyBlockPlace &place) const {
     constexpr int kOwnKeys = Config::kKeys / Config::kWarps;
     const int r = threadIdx.x / 32 * kOwnKeys + threadIdx.x % 32;
@@ -130,7 +132,7 @@ template <class Config> struct SmallBlock {
     load(params.p.k, shared.sK);
     load(params.p.v, shared.sV);
   }
-  // Makes zeros of keys that were copied though no row keeps them: they may hold any value.
+  // Sets copied keys that no row keeps to 0, since they may hold any value.
   __device__ void clear_dropped_keys() const {
     constexpr int kThreadsOfKey = Config::kThreads / Config::kKeys;
     const int r = int(threadIdx.x) / kThreadsOfKey;
@@ -141,7 +143,7 @@ template <class Config> struct SmallBlock {
     ptx::fence_async_proxy();
   }
 
-  // There are fewer than 2^32 rows, since their float32 sums fit the memory.
+  // Row indices have 32 bits: there are fewer than 2^32 rows, since their float32 sums fit in memory.
   __device__ BlockSteps find_steps() const {
     const KeyTask &task = sums.keys.task();
     const RowRange rows = shared.keys.group_rows[0];
@@ -150,7 +152,8 @@ template <class Config> struct SmallBlock {
             min(task.steps.first_tile + task.steps.tiles, (rows.past + kRows - 1) / kRows),
             head * uint32_t(params.p.queries), head * uint32_t(params.query_sums.head_rows)};
   }
-  // The first step of this thread block, and the one after another. All heads of the group know the same of the keys.
+  // The first step of this thread block, and the step after another. Facts about keys are the same for all heads of
+  // the group, so every step has buffer 0.
   __device__ KeyStep first_step(const BlockSteps &steps) const {
     if constexpr (Config::kChained) {
       const ChainWalk &walk = shared.cluster.walk;
@@ -169,7 +172,7 @@ template <class Config> struct SmallBlock {
     step.tile += static_cast<int32_t>(gridDim.y);
     return next_head(step, steps);
   }
-  // A step whose tile may be beyond the last one is one of a head after its own.
+  // If the tile of a step is beyond the last one, the step belongs to a later head.
   __device__ KeyStep next_head(KeyStep step, const BlockSteps &steps) const {
     while (step.valid && step.tile >= steps.past_tile) {
       step.tile -= steps.past_tile - steps.first_tile;
@@ -177,7 +180,7 @@ template <class Config> struct SmallBlock {
     }
     return step;
   }
-  // Whether a row of a step may keep a key. A chain also has steps without such rows.
+  // Whether a row of a step may keep a key. Only a chain has steps without such rows.
   __device__ static bool concerns(const KeyStep &step, const BlockSteps &steps) {
     return !Config::kChained || (step.tile >= steps.first_tile && step.tile < steps.past_tile);
   }
@@ -187,9 +190,9 @@ template <class Config> struct SmallBlock {
     return steps.sums + uint32_t(step.head) * uint32_t(params.query_sums.head_rows) + uint32_t(step.tile * kRows);
   }
 
-  // Starts the copies of the statistics of a step's rows. lse = inf: there is no such row, or it has no gradient.
+  // Starts the copies of the statistics of a step's rows. lse = inf: the row does not exist, or it has no gradient.
   __device__ void load_statistics(const KeyStep &step, const BlockSteps &steps, int number) const {
-    const uint32_t own_row = ptx::thread_index(); // not held in registers
+    const uint32_t own_row = ptx::thread_index(); // read again rather than held in a register
     const auto queries = uint32_t(params.p.queries), i = uint32_t(step.tile * kRows) + own_row;
     if (int(own_row) >= kRows) return;
     auto &stage = shared.stages[number];
@@ -231,7 +234,7 @@ template <class Config> struct SmallBlock {
     }
   }
 
-  // Rows without a gradient become zeros, whatever lies there: not even NaN in dO may reach a result.
+  // Clears rows without a gradient, so that non-finite values in their dO reach no result.
   __device__ void clear_empty_rows(int stage) const {
     for (int i = threadIdx.x; i < kRows * RowTile::kChunks; i += Config::kThreads) {
       const int r = i / RowTile::kChunks;
@@ -243,7 +246,8 @@ template <class Config> struct SmallBlock {
     __syncthreads();
   }
 
-  // Adds the products of a step to the sums, and makes those of dQ.
+  // Adds the products of a step to dK and dV, and computes its dQ. In a chain, receive() loads the sums that dQ is
+  // added to.
   template <class Receive>
   __device__ void run_step(int number, bool careful, float (&dq)[kHeadDim / 8][4], const Receive &receive) {
     const auto &stage = shared.stages[number];
@@ -285,8 +289,8 @@ template <class Config> struct SmallBlock {
     ptx::warpgroup_commit_batch();
     warpgroup_gemm_rs<Element, RowTile>(sums.dk[0], ds, q);
     ptx::warpgroup_commit_batch();
-    __syncthreads();          // dS' of all keys is there
-    ptx::warpgroup_wait<1>(); // P' needs no registers any more
+    __syncthreads();          // dS' of all keys is stored
+    ptx::warpgroup_wait<1>(); // the product with P' is complete, so its registers are free
     ptx::warpgroup_fence_operand(sums.dv[0]);
     ptx::warpgroup_fence_operand(p);
     receive();
@@ -320,7 +324,7 @@ template <class Config> struct SmallBlock {
       if (threadIdx.x == 0) shared.cluster.walk = ChainWalk(params.p, kRows, Config::kKeys);
       __syncthreads();
     }
-    bool more; // true if another step follows the one that is computed
+    bool more; // whether there is a next step
     const auto prepare = [&](const KeyStep &step, int number, const BlockSteps &steps) {
       more = step.valid;
       load_rows(step, steps, number);
@@ -328,17 +332,17 @@ template <class Config> struct SmallBlock {
       shared.stages[number].step = step;
       shared.place[number] = place_of(step, steps);
     };
-    if (!listed) ptx::wait_for_kernel_ahead(); // only now, for it writes no more than statistics and zeros
+    if (!listed) ptx::wait_for_kernel_ahead(); // late: the kernel ahead writes only statistics and zeros
     prepare(first_step(all_steps), 0, all_steps);
     if (listed) load_keys(block);
-    ptx::arrive_after_copies(shared.keys_full); // others know of the barrier only now
+    ptx::arrive_after_copies(shared.keys_full); // keys.start() has made this barrier visible to all threads
     sums.start();
     ptx::wait(shared.keys_full, 0);
     if (!listed) clear_dropped_keys();
     [[maybe_unused]] typename Config::Chain chain(params);
-    if (gridDim.y > 1) ptx::wait_at_cluster(); // all blocks of it have begun, with their barriers
+    if (gridDim.y > 1) ptx::wait_at_cluster(); // all blocks of the cluster have begun and initialized their barriers
     for (PipelineState<Config::kStages> state; more; ++state) {
-      __syncthreads(); // no thread reads the step before any more
+      __syncthreads(); // all threads have read the previous step
       const BlockSteps steps = shared.steps;
       prepare(after(shared.stages[state.index].step, steps), state.index ^ 1, steps);
       ptx::wait(shared.full[state.index], state.phase);
@@ -361,7 +365,7 @@ template <class Config> struct SmallBlock {
       else
         add_queries(state.index, dq);
     }
-    WantedSums wanted; // all, or those that this block of a cluster adds up
+    WantedSums wanted; // all sums, or those that this block of a cluster adds up
     if constexpr (!Config::kChained)
       wanted = Shares(shared.cluster.shares, &shared).add_up(sums.dk[0], sums.dv[0], sums.dbias[0]);
     if (wanted.keys) sums.write_bias(0);
@@ -378,9 +382,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   if (threadIdx.x == 0) shared.init();
   if (gridDim.y > 1) ptx::arrive_at_cluster();
   ptx::start_dependents();
-  if (params.keys.listed) ptx::wait_for_kernel_ahead(); // it orders the keys
+  if (params.keys.listed) ptx::wait_for_kernel_ahead(); // the kernel ahead orders the keys
   KeyBlockPlace place;
-  if constexpr (Config::kChained) // the blocks of a cluster are those of one head, in the order of ChainWalk
+  if constexpr (Config::kChained) // a cluster has the blocks of one head, in the order of ChainWalk
     place = small_block_of_head(params, blockIdx.x, blockIdx.y);
   else if (!find_small_block(params, blockIdx.x, place))
     return;

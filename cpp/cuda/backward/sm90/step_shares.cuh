@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Thread blocks of a cluster that share the steps of a key block in turn, where there are too few key blocks for all
-// SMs. At the end the first of them adds up dK and the gradient of the bias of all, in the order of their ranks, and
-// the second dV.
+// If there are too few key blocks for all SMs, the thread blocks of a cluster take the steps of a key block in turn.
+// At the end, the block of rank 0 adds up dK and the bias gradient of all blocks, in the order of their ranks. The
+// block of rank 1 adds up dV.
 #pragma once
 
 #include "../../tile/products.cuh"
@@ -11,30 +11,31 @@
 namespace fdm::cuda {
 
 struct ShareBarriers {
-  // dK with the gradient of the bias, and dV. The number of each is the rank of the block that adds it up.
+  // Sum 0 is dK with the bias gradient, sum 1 is dV. The block whose rank is this number adds the sum up.
   static constexpr int kSums = 2;
-  uint64_t writable[kSums], readable; // of the block that adds up: its memory is free, and the sums have arrived
+  uint64_t writable[kSums], readable; // block n has room for this block's sums; all sums have arrived in this block
 
-  // One thread of the block calls this, before the blocks of the cluster meet.
+  // One thread of the block calls this, before the cluster barrier.
   __device__ void init() {
     for (uint64_t &barrier : writable) ptx::init_barrier(barrier, 1);
     ptx::init_barrier(readable, 1);
   }
 };
 
-// The threads of a block have accumulators of dK and dV, kTiles each, and two sums of the gradient of the bias.
+// A thread has kTiles accumulator tiles of dK, as many of dV, and two sums of the bias gradient.
 template <int kTiles, int kThreads> struct StepShares {
   using Sums = float[kTiles][4];
-  static constexpr int kTileFloats = 4 * kThreads, kSlotFloats = (kTiles + 1) * kTileFloats; // one more for the bias
+  static constexpr int kTileFloats = 4 * kThreads, kSlotFloats = (kTiles + 1) * kTileFloats; // one tile for the bias
   static constexpr int kRoomBytes = (kShareRoom - 1) * kSlotFloats * int(sizeof(float));
 
   ShareBarriers &barriers;
-  float *room; // kRoomBytes of shared memory, which no thread of this block uses any more
+  float *room; // this thread's place in kRoomBytes of shared memory, which is free after the last step
 
   __device__ StepShares(ShareBarriers &own_barriers, void *memory)
       : barriers(own_barriers), room(static_cast<float *>(memory) + 4 * threadIdx.x) {}
 
-  // Adds up what all have. All threads of the block call this. Returns which sums are complete here.
+  // Adds up the sums of all blocks. Returns which sums are complete in this block. All threads of the block call
+  // this.
   __device__ WantedSums add_up(Sums &dk, Sums &dv, float (&dbias)[2]) const {
     const uint32_t rank = blockIdx.y, shares = gridDim.y;
     if (shares == 1) return {};
