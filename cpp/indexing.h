@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// How a problem's tensors are indexed: sequences, head groups and rows. Shared by the packs, and in CUDA packs by host
-// and device.
+// Index arithmetic for a problem's tensors: sequences, head groups and rows. All packs share it. CUDA packs use it in
+// host and device code.
 //
-// Everything here has internal linkage: these functions are also compiled into the translation units of each SIMD level
-// of the cpu pack, and a shared (weak) definition made with AVX-512 instructions must never be the one that the linker
-// keeps.
+// Everything here has internal linkage. The cpu pack compiles these functions once for each SIMD level. With shared
+// (weak) definitions the linker could keep one that was compiled with AVX-512 instructions.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +13,7 @@
 #if defined(__CUDACC__)
 #define FDM_INLINE static __host__ __device__ __forceinline__
 #define FDM_DEVICE static __device__ __forceinline__
-#define FDM_MEMBER __host__ __device__ __forceinline__ // of a struct that kernels get
+#define FDM_MEMBER __host__ __device__ __forceinline__ // a member of a struct that is a kernel parameter
 #else
 #define FDM_INLINE static inline
 #define FDM_DEVICE static inline
@@ -23,12 +22,12 @@
 
 namespace fdm {
 
-// The rows and keys of one element of the batch; for varlen, its part of the packed dimension.
+// The rows and keys of one batch element; for varlen, its range of the packed dimension.
 struct Sequence {
   int64_t batch;      // index into batch dimensions
   int64_t q_begin;    // first row in the row dimension
   int64_t q_count;    // Q
-  int64_t k_begin;    // first key in the key dimension of q-independent tensors (keys, values, per-key mask and bias)
+  int64_t k_begin;    // first key in the key dimension of keys, values, per-key mask and per-key bias
   int64_t k_count;    // K
   int64_t causal_off; // K - Q: query i sees keys j <= i + causal_off
 };
@@ -36,7 +35,7 @@ struct Sequence {
 FDM_INLINE bool is_varlen(const fdm_problem &p) { return p.cu_seqlens_q.data != nullptr; }
 FDM_INLINE bool is_varlen(const fdm_selection &s) { return s.cu_seqlens_q.data != nullptr; }
 FDM_INLINE bool is_causal(const fdm_problem &p) { return (p.flags & FDM_CAUSAL) != 0; }
-// Divisions of 32 bits: those of 64 take a GPU longer than some of what a small kernel does.
+// 32-bit division: on a GPU a 64-bit division takes longer than some of the work of a small kernel.
 FDM_INLINE int64_t group_size(const fdm_problem &p) {
   return static_cast<uint32_t>(p.heads) / static_cast<uint32_t>(p.kv_heads);
 }
@@ -65,7 +64,7 @@ FDM_INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 FDM_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 FDM_INLINE int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
-// Most numbers fit 32 bits, and a GPU divides those in a fifth of the time.
+// Most operands fit 32 bits, and a GPU divides those in a fifth of the time.
 FDM_INLINE int64_t quotient(int64_t n, int64_t d) {
   if (((n | d) >> 32) == 0) return static_cast<uint32_t>(n) / static_cast<uint32_t>(d);
   return n / d;
@@ -73,12 +72,11 @@ FDM_INLINE int64_t quotient(int64_t n, int64_t d) {
 
 FDM_INLINE int64_t clamp64(int64_t x, int64_t least, int64_t most) { return max64(least, min64(x, most)); }
 
-// Whether a mask or bias has a row for each query. With a single query it does not matter, so the cheaper form is
-// meant.
+// Whether a mask or bias is per query. With a single query both forms are equivalent; the per-key form is cheaper.
 FDM_INLINE bool per_query(const fdm_tensor &t) { return t.shape[2] > 1; }
 FDM_INLINE bool has_rows(const fdm_tensor &t) { return present(t) && per_query(t); }
 
-// How many rows and keys the tensors of a packed batch have room for: in all, and in the longest sequence.
+// The room for rows and keys in the tensors of a packed batch: in total, and for the longest sequence.
 struct PackedRoom {
   int64_t rows, keys, longest_rows, longest_keys;
 };
@@ -95,8 +93,8 @@ FDM_INLINE int64_t cu_bound(const fdm_tensor &cu_seqlens, int64_t i) {
   return static_cast<const int32_t *>(cu_seqlens.data)[i * cu_seqlens.stride[0]];
 }
 
-// The bounds in cu_seqlens are kept inside of the tensors and of the lengths that the caller gave: on a GPU nobody can
-// have checked them.
+// Clamps the bounds of cu_seqlens to the tensors and to the lengths that the caller gave. On a GPU the host cannot
+// check them.
 FDM_INLINE Sequence packed_sequence(const fdm_tensor &cu_seqlens_q, const fdm_tensor &cu_seqlens_k, int64_t b,
                                     const PackedRoom &room) {
   const int64_t q0 = clamp64(cu_bound(cu_seqlens_q, b), 0, room.rows);
@@ -107,7 +105,7 @@ FDM_INLINE Sequence packed_sequence(const fdm_tensor &cu_seqlens_q, const fdm_te
   return {0, q0, q_count, k0, k_count, k_count - q_count};
 }
 
-// The sequence of a batch that is not packed.
+// A sequence of a batch that is not packed.
 FDM_INLINE Sequence whole_sequence(const fdm_problem &p, int64_t b) {
   return {b, 0, p.queries, 0, p.keys, p.keys - p.queries};
 }
@@ -116,7 +114,7 @@ FDM_INLINE Sequence sequence(const fdm_problem &p, int64_t b) {
   if (!is_varlen(p)) return whole_sequence(p, b);
   PackedRoom room{p.q.shape[1], p.k.shape[1], p.queries, p.keys};
   if (present(p.block_table)) {
-    // The shapes of pages do not tell how many keys there are in all; those of masks and biases of keys do.
+    // The shapes of pages do not bound the total number of keys. The shapes of per-key masks and biases do.
     room.keys = INT32_MAX;
     room.longest_keys = min64(p.keys, p.block_table.shape[1] * p.k.shape[1]);
     limit_room(&room, p.mask);
@@ -137,8 +135,8 @@ FDM_INLINE Sequence sequence(const fdm_selection &s, int64_t b) {
   return packed_sequence(s.cu_seqlens_q, s.cu_seqlens_k, b, room);
 }
 
-// The first token of the sequence of a token, and one past its last. Bounds that are wrong give a range with the token
-// in it.
+// The first token of the sequence that contains `token`, and one past its last. Invalid cu_seqlens give a range that
+// still contains the token.
 struct TokenRange {
   int32_t begin, past;
 };
@@ -146,7 +144,7 @@ struct TokenRange {
 FDM_INLINE TokenRange sequence_of(const fdm_forgetting &f, int64_t token) {
   const int64_t tokens = f.log_forget.shape[3], sequences = f.cu_seqlens.shape[0] - 1;
   if (!present(f.cu_seqlens) || sequences < 1) return {0, static_cast<int32_t>(tokens)};
-  int64_t low = 1, high = sequences; // the first bound above the token, or the last one
+  int64_t low = 1, high = sequences; // search range for the first bound above the token
   while (low < high) {
     const int64_t middle = (low + high) / 2;
     if (cu_bound(f.cu_seqlens, middle) > token)
@@ -158,16 +156,16 @@ FDM_INLINE TokenRange sequence_of(const fdm_forgetting &f, int64_t token) {
           static_cast<int32_t>(clamp64(cu_bound(f.cu_seqlens, low), token + 1, tokens))};
 }
 
-// What a gate adds to the sums of its row. NaN stays NaN.
+// A gate clamped below at `least`. NaN stays NaN.
 FDM_INLINE double bounded_gate(const fdm_forgetting &f, double gate) { return gate < f.least ? f.least : gate; }
 
-// Sequences that each list of a plan runs over. Without cu_seqlens a list belongs to one element of the batch, or to
-// all alike.
+// The number of sequences in each list of a plan. Without cu_seqlens a list belongs to one batch element, or to the
+// whole batch if it is broadcast.
 FDM_INLINE int64_t list_sequences(const fdm_problem &p) { return is_varlen(p) ? p.batch : 1; }
 
-// Rows of the packed row dimension over all sequences.
+// Rows of the row dimension, over all packed sequences.
 FDM_INLINE int64_t total_rows(const fdm_problem &p) { return is_varlen(p) ? p.q.shape[1] : p.queries; }
-// Keys of the key dimension of per-key tensors.
+// Keys of the key dimension of per-key tensors. For varlen it reads cu_seqlens_k, so that must be host memory.
 FDM_INLINE int64_t total_keys(const fdm_problem &p) {
   if (!is_varlen(p)) return p.keys;
   const auto *k = static_cast<const int32_t *>(p.cu_seqlens_k.data);
@@ -181,7 +179,7 @@ FDM_INLINE int64_t head_index(const fdm_problem &p, const fdm_tensor &t, int64_t
 }
 FDM_INLINE int64_t batch_index(const fdm_tensor &t, const Sequence &s) { return t.shape[0] == 1 ? 0 : s.batch; }
 
-// Whether each key has a start and an end, which may have no memory yet where their selection is still to be made.
+// Whether each key has a start and an end. They may have no memory yet if a selection is still to write them.
 FDM_INLINE bool has_intervals(const fdm_problem &p) { return present(p.start) || (p.flags & FDM_SELECTS); }
 
 FDM_INLINE fdm_mask_kind mask_kind(const fdm_problem &p) {
@@ -190,10 +188,10 @@ FDM_INLINE fdm_mask_kind mask_kind(const fdm_problem &p) {
   return per_query(p.mask) ? FDM_MASK_ROWS : FDM_MASK_KEYS;
 }
 
-// Whether each query lists its keys.
+// Whether each query lists its keys (fdm_problem.indices).
 FDM_INLINE bool lists_keys(const fdm_problem &p) { return present(p.indices); }
 
-// The tensor whose first two dimensions number the plan's lists.
+// The tensor whose first two dimensions enumerate the lists of the plan.
 FDM_INLINE const fdm_tensor &list_tensor(const fdm_problem &p) { return has_intervals(p) ? p.start : p.mask; }
 
 // A matrix of scalars: element (i, j) at base + i * row + j * col, in elements.
@@ -202,8 +200,8 @@ struct Matrix {
   int64_t row, col;
 };
 
-// The (query, key) matrix of a mask or bias for query head h of a sequence. Rows and keys count from the sequence's
-// first; a dimension of size 1 repeats.
+// The (query, key) matrix of a mask or bias for query head h of a sequence. Row and key indices count from the start
+// of the sequence. A dimension of size 1 is broadcast.
 FDM_INLINE Matrix score_matrix(const fdm_problem &p, const fdm_tensor &t, const Sequence &s, int64_t h,
                                int64_t element_size) {
   const bool rows = per_query(t);
@@ -214,7 +212,7 @@ FDM_INLINE Matrix score_matrix(const fdm_problem &p, const fdm_tensor &t, const 
   return {static_cast<const char *>(t.data) + offset * element_size, row, col};
 }
 
-// Row i of head h of a (B, rows, heads, D) tensor: q, out, dout and their like.
+// The offset of row i of head h in a (B, rows, heads, D) tensor such as q, out or dout.
 FDM_INLINE int64_t row_offset(const fdm_tensor &t, const Sequence &s, int64_t i, int64_t h) {
   return s.batch * t.stride[0] + (s.q_begin + i) * t.stride[1] + h * t.stride[2];
 }

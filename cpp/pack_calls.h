@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What the entry points of every pack do before their work: messages, and the checks of what a caller could get wrong
-// about memory. The core has checked shapes and dtypes by then.
+// Messages and argument checks of the entry points of every pack. They cover the limits of the pack and the sizes of
+// buffers. The core has already checked shapes and dtypes.
 #pragma once
 
 #include <cstdio>
@@ -11,7 +11,7 @@
 
 namespace fdm {
 
-// A place for the message of a failed call.
+// The buffer for the message of a failed call.
 struct Message {
   char *text;
   size_t bytes;
@@ -25,12 +25,12 @@ struct Message {
   }
 };
 
-// What a pack was built for.
+// The limits of a pack.
 struct PackLimits {
   int32_t max_head_dim;
-  uint32_t dtypes; // as fdm_pack.dtypes
+  uint32_t dtypes; // see fdm_pack.dtypes
   uint32_t key_bias_dtypes = 0;
-  int16_t narrow_head_dim = 0, narrow_value_dim = 0; // as those of fdm_pack
+  int16_t narrow_head_dim = 0, narrow_value_dim = 0; // see fdm_pack
 };
 
 static inline int32_t check_problem(const fdm_problem *p, const PackLimits &limits, const Message &message) {
@@ -100,7 +100,7 @@ static inline int32_t check_forgetting(const fdm_forgetting *f, const Message &m
                       f->context.threads);
 }
 
-// Runs work that returns a status, and turns what it throws into one: an exception must not cross the C interface.
+// Runs `work` and converts its exceptions to a status. An exception must not cross the C interface.
 template <class Work> int32_t run_guarded(const Message &message, const Work &work) {
   try {
     return work();

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The entry points of a pack's table, alike in every pack: the checks of pack_calls.h, then the pack's own work.
+// The entry points that every pack shares: the checks of pack_calls.h, then the pack's own work.
 //
 // A Pack has these static members:
-//   kLimits, kKeyMassBiases, kListsKeys                        what it was built for
+//   kLimits, kKeyMassBiases, kListsKeys                        limits and capabilities
 //   plan_layout(kind), plan_bytes(p), plan_workspace_bytes(p), forward_workspace_bytes(p), backward_workspace_bytes(p),
 //   key_mass_workspace_bytes(p), selection_workspace_bytes(s), forget_workspace_bytes(f)
-//   is_filled(p, plan)                                         true if forward and backward may read this plan
-//   describe(p, s, forward, backward)                          JSON: how the passes whose arguments are there are computed
-//   run(context, message, work)                                calls work where the pack computes; returns a status
+//   is_filled(p, plan)                                         whether forward and backward may read this plan
+//   describe(p, s, forward, backward)                          JSON that describes the passes with non-null arguments
+//   run(context, message, work)                                runs `work` on the pack's device and returns a status
 //   plan(p, plan, workspace), forward(p, args, plan, workspace), backward(p, args, plan, workspace),
 //   key_mass(p, args, plan, workspace),
 //   select(s, workspace), select_and_plan(s, p, plan, workspace), forget(f, workspace), forget_backward(f, workspace)
-//                                                              the work; `run` knows what they return
+//                                                              the work; `run` interprets the result
 #pragma once
 
 #include <string>
@@ -119,7 +119,7 @@ template <class Pack> struct PackEntries {
     });
   }
 
-  // A table with the entry points, the limits and the layouts; the pack adds its name and its device.
+  // Returns a table with the entry points, the limits and the plan layouts. The pack adds its name and its device.
   static fdm_pack table() {
     fdm_pack table{};
     table.abi_version = FDM_PACK_ABI_VERSION;
