@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The table of a CUDA pack, whose work is enqueued on the stream of a call.
+// The table of a CUDA pack. It enqueues work on the stream of a call.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -24,7 +24,7 @@
 namespace fdm::cuda {
 namespace {
 
-// Makes a device current, and the one that was so again at the end. Each static runtime has its own current device.
+// Makes a device current, and restores the previous one at the end. Each static runtime has its own current device.
 class DeviceGuard {
 public:
   explicit DeviceGuard(int device) {
@@ -45,7 +45,7 @@ private:
   cudaError_t error_;
 };
 
-// The largest head dimension beside which there are instantiations for narrower values; 0: none.
+// The largest head dimension with instantiations for narrower values; 0: none.
 template <int... kDims> constexpr int16_t narrow_head_dim(HeadDims<kDims...>) {
   int16_t largest = 0;
   for (const int dim : {kDims...})
@@ -63,7 +63,7 @@ struct CudaPack {
 
   static fdm_plan_layout plan_layout(fdm_mask_kind kind) { return cuda::plan_layout(kind); }
   static int64_t plan_bytes(const fdm_problem &p) { return plan_route(p, any_device(built_for())).plan_bytes; }
-  // These are for any device: a caller may not know which one it will be.
+  // Sizes for any device, which a caller may not know yet.
   static int64_t plan_workspace_bytes(const fdm_problem &p) {
     return plan_route(p, any_device(built_for())).workspace_bytes;
   }
@@ -89,7 +89,7 @@ struct CudaPack {
     std::string json = "{";
     if (s) {
       const SelectionRoute selection = selection_route(*s, present(s->start) ? &p : nullptr, device);
-      if (selection.kernel == SelectionKernel::list) plan.launches = {}; // which makes the plan as well
+      if (selection.kernel == SelectionKernel::list) plan.launches = {}; // it also makes the plan
       json += "\"selection\": " + cuda::describe(selection) + ", ";
     }
     json += "\"plan\": " + cuda::describe(plan);
@@ -116,7 +116,7 @@ struct CudaPack {
     });
   }
 
-  // Calls work with facts of the tensors' device.
+  // Calls `work` with the facts of the tensors' device.
   template <class Work> static cudaError_t with_facts(const fdm_problem &p, const Work &work) {
     DeviceFacts facts;
     if (cudaError_t error = device_facts(p.context.device, &facts)) return error;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Facts about a device that do not change, asked for once.
+// Device facts that do not change and are queried once.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,8 +10,8 @@ namespace fdm::cuda {
 
 constexpr int kMaxDevices = 64;
 
-// Lets a kernel use `bytes` of dynamic shared memory on the current device. The driver is asked once for each kernel
-// and device.
+// Lets a kernel use `bytes` of dynamic shared memory on the current device. Calls the driver once for each kernel and
+// device.
 template <class Kernel> cudaError_t allow_shared(Kernel kernel, int bytes, std::atomic<uint64_t> &done) {
   int device;
   if (cudaError_t error = cudaGetDevice(&device)) return error;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Finds the instantiation that serves the dtype and head dimension of a problem.
+// Selects the instantiation for the dtype and head dimension of a problem.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -10,7 +10,7 @@
 #include <type_traits>
 
 #include "../../pack.h"
-#include "head_dims.h" // generated: what was instantiated
+#include "head_dims.h" // generated: the instantiated head dimensions
 
 namespace fdm::cuda {
 
@@ -21,7 +21,7 @@ template <class T> struct TypeOf {
 template <int... kDims> constexpr bool has_head_dim(HeadDims<kDims...>, int head_dim) {
   return ((kDims == head_dim) || ...);
 }
-// Whether kernels for rare calls are instantiated for a head dimension. A route takes these calls to one.
+// Whether kernels for rare calls are instantiated for a head dimension. A route sends rare calls only to those.
 template <int kHeadDim> constexpr bool kServesRareCalls = has_head_dim(RareHeadDims{}, kHeadDim);
 
 // Calls function(std::integral_constant<int, d>) with the smallest instantiated d that is at least head_dim.
@@ -32,7 +32,7 @@ auto with_head_dim(int64_t head_dim, HeadDims<kFirst, kRest...>, const Function 
   return function(std::integral_constant<int, kFirst>{});
 }
 
-// Calls function(TypeOf<Element>, std::integral_constant<int, d>). Where `kDimRoom` is 0, nothing was instantiated.
+// Calls function(TypeOf<Element>, std::integral_constant<int, d>). With `kDimRoom` 0 there are no instantiations.
 template <int kDimRoom, class Dims, class Function>
 cudaError_t with_types(const fdm_problem &p, int64_t head_dim, Dims dims, const Function &function) {
   if constexpr (kDimRoom == 0)
@@ -42,7 +42,7 @@ cudaError_t with_types(const fdm_problem &p, int64_t head_dim, Dims dims, const 
       return p.q.dtype == FDM_FLOAT16 ? function(TypeOf<__half>{}, dim) : function(TypeOf<__nv_bfloat16>{}, dim);
     });
 }
-// The same with the instantiation of a route.
+// The same with the head dimension of a route.
 template <class Function> cudaError_t with_kernel_types(const fdm_problem &p, int head_dim, const Function &function) {
   return with_types<kMaxHeadDim>(p, head_dim, InstantiatedHeadDims{}, function);
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Facts of this pack and of a device, from which routes are chosen.
+// The facts about this pack and a device that determine routes.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -12,7 +12,7 @@
 
 namespace fdm::cuda {
 
-// The head dimensions of a family, of which it has none where the largest is 0.
+// The head dimensions of a kernel family; none if the largest is 0.
 template <int... kDims> constexpr HeadDimList list_head_dims(HeadDims<kDims...>, int largest) {
   return {largest == 0 ? 0 : int(sizeof...(kDims)), {kDims...}};
 }
@@ -27,7 +27,8 @@ inline const BuiltFor &built_for() {
   return kBuilt;
 }
 
-// Facts of the device of a call's tensors, which need not be the current one. The driver is asked once for each device.
+// Facts about the device of a call's tensors, which need not be the current device. Calls the driver once for each
+// device.
 inline cudaError_t device_facts(int device, DeviceFacts *facts) {
   static std::atomic<int> known[kMaxDevices];
   *facts = any_device(built_for());

@@ -14,13 +14,13 @@ namespace {
 
 constexpr int kThreads = kFillThreads;
 
-// A row of the grid fills a tensor, whose dimension 1 are rows, with the bits of an element, for float64 those of a
-// float32. With cu_seqlens it fills the rows that belong to no sequence, else all of them.
+// Each row of the grid fills a tensor, whose dimension 1 is rows, with the bits of one element; for float64, the bits
+// of a float32. With cu_seqlens it fills only the rows outside all sequences.
 struct FillParams {
   static constexpr int kMost = 3;
   fdm_tensor tensors[kMost];
   uint32_t bits[kMost];
-  bool vectors[kMost]; // eight elements of 16 or 8 bits at a time, which are zeros
+  bool vectors[kMost]; // eight zero elements of 16 or 8 bits at a time
   fdm_tensor cu_seqlens;
   int64_t batch;
 
@@ -79,7 +79,7 @@ cudaError_t launch_unused_rows(const fdm_problem &p, const fdm_forward_args &arg
   params.cu_seqlens = p.cu_seqlens_q;
   params.batch = p.batch;
   params.set(0, args.out, 0, work.vectors);
-  fdm_tensor lse = args.lse; // its rows are its dimension 2
+  fdm_tensor lse = args.lse; // rows are dimension 2 of lse
   std::swap(lse.shape[1], lse.shape[2]);
   std::swap(lse.stride[1], lse.stride[2]);
   int count = 1;

@@ -8,11 +8,11 @@
 
 namespace fdm::cuda {
 
-// Fills the whole of a tensor of any strides with zeros; does nothing if it is absent.
+// Fills a tensor of any strides with zeros; does nothing if it is absent.
 cudaError_t launch_fill_zero(const fdm_tensor &t, cudaStream_t stream);
 
-// Writes the rows of a packed batch that belong to no sequence: those before cu_seqlens_q[0] and from its last bound
-// on, as of tensors that are padded to a multiple. They keep no key, so out is 0 and lse is -inf.
+// Writes the rows of a packed batch outside all sequences: rows before cu_seqlens_q[0] and after its last bound, as
+// in tensors padded to a multiple. They keep no key, so out is 0 and lse is -inf.
 cudaError_t launch_unused_rows(const fdm_problem &p, const fdm_forward_args &args, const FillWork &work,
                                cudaStream_t stream);
 

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// How all kernels of the packs are launched: the grid is checked, shared memory is asked for, and a kernel may start
-// before the one ahead of it has ended.
+// The launch of all kernels: checks the grid, requests shared memory, and permits programmatic dependent launches.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,10 +12,10 @@
 
 namespace fdm::cuda {
 
-// Thread blocks as 64-bit numbers, since the product of sizes that each fit may not fit what the driver takes.
+// The grid in 64-bit numbers: a product of valid sizes may exceed the limits of the driver.
 struct Grid {
   int64_t x, y = 1;
-  int64_t cluster = 1; // blocks of a column that are a cluster (sm_90): 1, or all of it
+  int64_t cluster = 1; // thread blocks of a column in a cluster (sm_90): 1, or all of the column
 
   Grid(int64_t columns, int64_t rows = 1, int64_t in_cluster = 1) : x(columns), y(rows), cluster(in_cluster) {}
 };
@@ -53,7 +52,7 @@ cudaError_t launch(void (*kernel)(Parameters...), Grid grid, int threads, int sh
   return error;
 }
 
-// A kernel whose dynamic shared memory is a `Shared`, which may be more than the 48 KB that need no asking.
+// Launches a kernel whose dynamic shared memory is a `Shared`, which may exceed the default limit of 48 KB.
 template <class Shared, auto kKernel, Overlap kOverlap = Overlap::none, class Params>
 cudaError_t launch_with_shared(const Params &params, Grid grid, int threads, cudaStream_t stream) {
   constexpr int bytes = int(sizeof(Shared));
@@ -63,16 +62,16 @@ cudaError_t launch_with_shared(const Params &params, Grid grid, int threads, cud
   return launch<kOverlap>(kKernel, grid, threads, bytes, stream, params);
 }
 
-// Clusters of so many blocks of a kernel, each of which has an SM of its own, that run at the same time. The blocks of
-// one need SMs of the same GPC, so there are fewer than the number of SMs tells, or none where a GPC has fewer SMs. The
-// driver is asked once for each kernel. Of more than 8 blocks, this has to be called before they are launched.
+// Returns in `most` the number of clusters of `blocks` blocks that can be resident at once, with one block per SM.
+// The blocks of a cluster need SMs of the same GPC, so there are fewer than SMs / blocks, or none if every GPC has
+// fewer SMs. Calls the driver once for each kernel. For more than 8 blocks, callers must call this before the launch.
 template <class Shared, auto kKernel> cudaError_t most_clusters(int blocks, int threads, int64_t *most) {
   constexpr int kBlockRoom = 16, kPortable = 8; // CUDA programming guide, thread block clusters
   static std::atomic<int> known[kMaxDevices][kBlockRoom + 1];
   static std::atomic<uint64_t> allowed{0};
   int device;
   if (cudaError_t error = cudaGetDevice(&device)) return error;
-  // 0: not known yet; else the number, and 1.
+  // 0: unknown; otherwise the number plus 1.
   int found = device < kMaxDevices ? known[device][blocks].load(std::memory_order_relaxed) : 0;
   if (found == 0) {
     if (cudaError_t error = allow_shared(kKernel, int(sizeof(Shared)), allowed)) return error;
@@ -94,7 +93,7 @@ template <class Shared, auto kKernel> cudaError_t most_clusters(int blocks, int 
     int count = 0;
     if (cudaError_t error = cudaOccupancyMaxActiveClusters(&count, kKernel, &config)) {
       if (blocks <= kPortable) return error;
-      cudaGetLastError(); // a device that does not know such clusters has none
+      cudaGetLastError(); // a device without support for such clusters has none
       count = 0;
     }
     found = count + 1;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// How often this process has launched each kernel of the pack. Tests read it to tell which kernels their calls reach.
+// The number of launches of each kernel of the pack in this process. Tests read it to see which kernels their calls
+// reach.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -24,7 +25,7 @@ public:
     }
   }
 
-  // Writes the first `room` kernels that were launched, and returns how many there are.
+  // Writes at most `room` launched kernels, and returns how many there are.
   int32_t read(fdm_launch_count *counts, int32_t room) const {
     int32_t number = 0;
     for (const Entry &entry : entries_) {

@@ -14,7 +14,7 @@ namespace {
 constexpr int kThreads = kRelativeThreads;
 static_assert(sizeof(RelativeBias) == kRelativeBiasBytes);
 
-// Whether a row of the tile that exists keeps the column of an entry.
+// Whether any existing row of the tile keeps the column of an entry.
 __device__ bool keeps(const TileColumns &columns, int32_t c, const ColumnEntry &entry, int32_t rows) {
   if (c < columns.full) return true;
   const RowWord word = column_word(columns, c, entry.key, entry.start, entry.end, entry.word);
@@ -27,7 +27,7 @@ __device__ bool keeps(const TileColumns &columns, int32_t c, const ColumnEntry &
   return any != 0;
 }
 
-// A thread block finds the reference of a tile: the largest finite bias of the keys that its rows keep.
+// One thread block finds the reference of a tile: the largest finite bias of the keys that its rows keep.
 __global__ void __launch_bounds__(kThreads)
     find_relative_biases(const __grid_constant__ fdm_problem p, const Plan plan, RelativeBias *table) {
   __shared__ double largest[kThreads / 32];
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t rows = min64(s.q_count - tile * kTileRows, kTileRows);
   const Matrix bias = score_matrix(p, p.bias, s, head, sizeof(double));
   const auto *first = static_cast<const double *>(bias.base);
-  if (rows <= 0) { // kernels that go by keys read the biases of sequences without rows
+  if (rows <= 0) { // kernels that iterate over keys also read the biases of sequences without rows
     if (threadIdx.x == 0) table[blockIdx.x] = {first, 0.0};
     return;
   }
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int32_t c = threadIdx.x; c < columns.count; c += kThreads) {
     ColumnEntry entry{column_key(columns, c)};
     const double found = first[entry.key * bias.col];
-    if (c >= columns.full) fetch_rows(entry, columns); // while the bias is under way
+    if (c >= columns.full) fetch_rows(entry, columns); // while the bias load is in flight
     if (found > thread_largest && found < INFINITY && keeps(columns, c, entry, int32_t(rows))) thread_largest = found;
   }
   const auto of_lanes = [](double value) {
@@ -65,10 +65,10 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) table[blockIdx.x] = {first, thread_largest > -INFINITY ? thread_largest : 0.0};
 }
 
-// A row of the packed rows, or of an element of the batch, in its sequence.
+// A row index of the packed dimension or of a batch element, as a sequence and a row within it.
 struct RowPlace {
   int64_t sequence_index, i;
-  bool exists; // it belongs to a sequence
+  bool exists; // the row belongs to a sequence
 
   __device__ RowPlace(const fdm_problem &p, int64_t batch, int64_t row) : sequence_index(batch), i(row), exists(true) {
     if (!is_varlen(p)) return;
@@ -85,7 +85,7 @@ struct RowPlace {
 };
 
 struct Conversion {
-  fdm_problem p; // with the table
+  fdm_problem p; // with the table as its bias
   fdm_tensor lse, dlse, relative_lse, relative_dlse;
 };
 
@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kThreads) convert_rows(const __grid_constant__
   }
 }
 
-// Numbers of each row of each head, as lse has them.
+// A float32 tensor with one number for each row of each head, in the shape of lse.
 fdm_tensor row_numbers(const fdm_problem &p, float *data) {
   const int64_t rows = total_rows(p);
   return {data, {is_varlen(p) ? 1 : p.batch, p.heads, rows, 1}, {p.heads * rows, rows, 1, 1}, FDM_FLOAT32, 0};
@@ -132,8 +132,8 @@ RelativeProblem::RelativeProblem(const fdm_problem &whole, const RelativeParts &
   const int64_t tiles = relative_bias_tiles(whole);
   fdm_tensor &bias = relative_.bias;
   bias.data = at<RelativeBias>(workspace, parts.biases);
-  bias.stride[0] = whole.heads * tiles; // of sequences, packed ones too
-  bias.stride[1] = tiles;               // of query heads
+  bias.stride[0] = whole.heads * tiles; // stride of sequences, including packed ones
+  bias.stride[1] = tiles;               // stride of query heads
   bias.stride[2] = 0;
 }
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A float64 bias per key. Kernels compute in float32, where a large bias would lose what matters of it, so the biases
-// of a row tile are taken relative to the largest that its rows keep (RelativeBias), and so is its lse. A call finds
-// these references first, and its kernels read a table of them in place of the bias. What is float32 there, lse and its
-// gradient, is converted before and after.
+// A float64 per-key bias. Kernels compute in float32, which cannot resolve differences of large biases. Therefore the
+// biases and lse of a row tile are relative to the largest bias that its rows keep (RelativeBias). A call first finds
+// these references, and its kernels read a table of them in place of the bias. lse and dlse are float32 in kernels,
+// and are converted before and after.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -12,22 +12,22 @@
 
 namespace fdm::cuda {
 
-// Of a problem with a float64 bias. Its plan has been made.
+// A problem with a float64 bias. Its plan is complete.
 class RelativeProblem {
 public:
-  // `whole` is the problem as it was given.
+  // `whole` is the problem as the caller gave it.
   RelativeProblem(const fdm_problem &whole, const RelativeParts &parts, void *workspace);
 
-  // The problem as kernels compute it, and its lse and the gradient of that in the workspace.
+  // The problem as kernels compute it, and its relative lse and dlse in the workspace.
   const fdm_problem &problem() const { return relative_; }
   const fdm_tensor &lse() const { return lse_; }
   const fdm_tensor &dlse() const { return dlse_; }
 
-  // Fills the table.
+  // Fills the table of references.
   cudaError_t launch_references(const Plan &plan, cudaStream_t stream) const;
-  // Writes lse from what is relative, for the rows of all sequences.
+  // Computes lse from the relative lse, for the rows of all sequences.
   cudaError_t launch_widen(const fdm_tensor &lse, cudaStream_t stream) const;
-  // Writes what is relative from lse and its gradient, if there is one.
+  // Computes the relative lse and dlse from lse and, if present, dlse.
   cudaError_t launch_narrow(const fdm_tensor &lse, const fdm_tensor &dlse, cudaStream_t stream) const;
 
 private:

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Descriptions of tensors of rows for the copies of ptx/tensor.cuh. The driver makes them.
+// Tensor maps of row tensors for the TMA copies of ptx/tensor.cuh. The driver encodes them.
 #pragma once
 
 #include <cuda.h>
@@ -11,7 +11,7 @@ namespace fdm::cuda {
 
 using EncodeTensorMap = decltype(&cuTensorMapEncodeTiled);
 
-// Packs are not linked with the driver. Null: it does not know the function.
+// Packs are not linked with the driver. Null: the driver does not have the function.
 inline EncodeTensorMap find_tensor_map_encoder() {
   void *function = nullptr;
   cudaDriverEntryPointQueryResult found;
@@ -25,9 +25,9 @@ inline EncodeTensorMap find_tensor_map_encoder() {
                                                                       : nullptr;
 }
 
-// Describes a (B, rows, heads, D) tensor of 16-bit elements: boxes of 64 columns and `rows` rows of a head, swizzled as
-// SmemTile says. Returns false if its strides are none that the hardware knows, or there are no rows, which it does not
-// know either.
+// Encodes a (B, rows, heads, D) tensor of 16-bit elements: boxes of 64 columns and `rows` rows of a head, swizzled as
+// in SmemTile. Returns false if the hardware does not support the strides, or if there are no rows, which it does not
+// support either.
 inline bool make_row_map(const fdm_tensor &t, int64_t head_dim, int rows, CUtensorMap *map) {
   if (t.shape[0] == 0 || t.shape[1] == 0 || t.shape[2] == 0) return false;
   static const EncodeTensorMap encode = find_tensor_map_encoder();
@@ -43,8 +43,8 @@ inline bool make_row_map(const fdm_tensor &t, int64_t head_dim, int rows, CUtens
                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
   };
   if (make()) return true;
-  // The driver also refuses a thread without a context. A thread that has not launched anything, and whose memory came
-  // from a cache, has none until the runtime is told its device.
+  // The driver also refuses a thread without a context. A thread has no context if it has not launched a kernel and
+  // its memory came from a cache. cudaSetDevice creates one.
   int device;
   return cudaGetDevice(&device) == cudaSuccess && cudaSetDevice(device) == cudaSuccess && make();
 }

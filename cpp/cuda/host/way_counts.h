@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// How many calls of this process took which way (route/describe.h). Tests read it to tell which ways their calls take.
+// The number of calls of this process that took each route kind (route/describe.h). Tests read it to see which
+// kernels their calls take.
 #pragma once
 
 #include <atomic>
@@ -17,7 +18,7 @@ public:
   void add_forward(int way) { forward_[way].fetch_add(1, std::memory_order_relaxed); }
   void add_backward(int way) { backward_[way].fetch_add(1, std::memory_order_relaxed); }
 
-  // Writes the first `room` ways that were taken, and returns how many there are.
+  // Writes at most `room` route kinds that calls took, and returns how many there are.
   int32_t read(fdm_launch_count *counts, int32_t room) {
     int32_t number = 0;
     const auto add = [&](uint64_t calls, const std::string &name) {
@@ -34,7 +35,7 @@ public:
 private:
   std::atomic<uint64_t> forward_[kForwardWays], backward_[kBackwardWays];
   std::mutex mutex_;
-  std::map<std::string, int> names_; // a map, whose names do not move: callers have pointers to them
+  std::map<std::string, int> names_; // a map does not move its names, to which callers hold pointers
 
   const char *kept(const std::string &name) {
     const std::lock_guard lock(mutex_);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The backward pass: which kernels compute the gradients, how key blocks are divided, and what the workspace holds.
+// The route of the backward pass: the kernels, the division of key blocks, and the layout of the workspace.
 #include <algorithm>
 
 #include "../tile/sm90/tile_sizes.cuh"
@@ -13,73 +13,74 @@
 namespace fdm::cuda {
 namespace {
 
-// Whether the keys of a block are taken from the lists of a plan. Query heads of a group with lists of their own share
-// no keys.
+// Whether the keys of a block come from the lists of a plan. Query heads of a group with separate lists share no key
+// blocks.
 bool takes_listed_keys(const fdm_problem &p) {
   return is_interval_plan(mask_kind(p)) && group_shares_mask(p) && !plans_runs(p);
 }
 
 bool sums_bias_of_keys(const fdm_problem &p) { return present(p.bias) && !per_query(p.bias); }
 
-// Whether the kernel that computes all gradients knows the form of a bias per query. A key block serves the query heads
-// of a group, and what it writes of the gradient of the bias must be all of it. Heads may have rows of a mask of their
-// own, since it tests each pair, and makes K finite.
+// Whether the kernel that computes all gradients supports the form of a per-query bias. A key block serves the query
+// heads of a group, and it must write the complete bias gradient. Heads may have separate per-query masks: the kernel
+// tests each pair and makes K finite.
 bool has_usual_row_bias(const fdm_problem &p) {
   const fdm_tensor &bias = p.bias;
   return p.softcap <= 0 && !is_varlen(p) && group_shares_mask(p) && bias.shape[0] == p.batch &&
          bias.shape[3] == p.keys && (bias.shape[1] == p.heads || bias.shape[1] == p.kv_heads);
 }
 
-// Whether one kernel can compute all gradients, if all are wanted. K of a block then serves all query heads of a group,
-// so they must keep the same keys: the contents of a key must not reach a head that drops it.
+// Whether one kernel can compute all gradients, if all are requested. K of a block then serves all query heads of a
+// group, so they must keep the same keys: a non-finite key must not reach a head that drops it.
 bool can_fuse(const fdm_problem &p, const DeviceFacts &device) {
   const BuiltFor &built = *device.built;
   if (has_narrow_values(p) && (p.softcap > 0 || mask_kind(p) == FDM_MASK_ROWS)) return false;
   if (has_rows(p.bias)) return has_usual_row_bias(p) && fuses_row_bias(built.tile_arch, built.all.serving(p.head_dim));
   const auto has_heads = [&](const fdm_tensor &t) { return t.shape[1] == p.heads; };
-  // Heads may have rows of their own: each pair is tested, and K is made finite.
+  // Heads may have separate per-query masks: the kernel tests each pair and makes K finite.
   if (mask_kind(p) == FDM_MASK_ROWS)
     return p.softcap <= 0 && fuses_row_mask(built.tile_arch, built.all.serving(p.head_dim)) &&
            (group_size(p) == 1 || !has_heads(p.bias));
   return group_size(p) == 1 || !(has_heads(p.bias) || has_heads(p.mask) || has_heads(p.start));
 }
 
-// Whether each packed sequence has as many keys as queries. The host sees only that cu_seqlens are the same. Then all
-// segments of a sequence have blocks for all of its keys, should a list keep more than it says.
+// Whether each packed sequence has as many keys as queries. The host knows only that cu_seqlens are the same. Equal
+// lengths ensure that the segments of a sequence have blocks for all of its keys, even if a list exceeds max_kept.
 bool packs_equal_lengths(const fdm_problem &p) {
   return p.cu_seqlens_q.data == p.cu_seqlens_k.data && p.cu_seqlens_q.stride[0] == p.cu_seqlens_k.stride[0] &&
          !present(p.block_table) && p.q.shape[1] == p.k.shape[1] && p.queries == p.keys;
 }
 
-// The segments of a list, or numbers for them.
+// The segments of a list; for packed sequences, an upper bound of their numbers.
 int64_t segment_count(const fdm_problem &p, int64_t rows) {
   return is_varlen(p) ? total_rows(p) / rows + p.batch : ceil_div(p.queries, rows);
 }
 
-// Key blocks of a segment of so many rows, and enough for all keys of a list, should it keep more than it says.
+// Key blocks of a segment of `rows` rows. All segments together have blocks for all keys of a list, in case the list
+// exceeds max_kept.
 int64_t segment_blocks(const fdm_problem &p, const KeyDivision &keys, int64_t rows) {
   const int64_t room = p.max_kept < p.keys ? std::min(p.keys, p.max_kept + rows - 1) : p.keys;
   const int64_t all = ceil_div(p.keys, keys.block_keys);
   return std::max(ceil_div(room, keys.block_keys), ceil_div(all, ceil_div(p.queries, rows)));
 }
 
-// Sums of keys that several segments keep, of a head: those that rows at the borders of segments keep, or one for each
-// key.
+// The number of key sums of a head, for keys that several segments keep: the keys that rows at segment borders keep,
+// or at most one sum per key.
 int64_t most_segment_sums(const fdm_problem &p, int64_t rows) {
   const int64_t borders = is_varlen(p) ? total_rows(p) / rows : ceil_div(p.queries, rows) - 1;
   return std::min(list_keys(p), std::min(p.max_kept, p.keys) * borders);
 }
 
-// About how many keys the rows of a segment keep together after a selection with random biases: of i rows that see one
-// key more each, max_kept / i begin to keep it.
+// The approximate number of keys that the rows of a segment keep together, after a selection with random biases: row
+// i sees one key more than row i - 1, and keeps it with probability max_kept / i.
 int64_t keys_of_segment(const fdm_problem &p, int64_t rows) {
   return p.max_kept + 2 * p.max_kept * rows / std::max<int64_t>(1, p.keys);
 }
 
-// The work of small key blocks, as far as it is known before: a half of the steps are beyond a causal limit or dropped.
+// An estimate of the work of small key blocks: half of the steps are beyond a causal limit or dropped.
 struct SmallBlockWork {
   const RouteTable &table;
-  int64_t blocks, steps; // of the block with the most
+  int64_t blocks, steps; // steps: of the block with the most
   double mean_steps;
 
   SmallBlockWork(const fdm_problem &p, const RouteTable &constants, const KeyDivision &keys, int64_t rows)
@@ -91,9 +92,9 @@ struct SmallBlockWork {
     mean_steps = double(is_partial ? steps + group_size(p) : 2 * steps) / 2;
   }
 
-  // How many thread blocks share the steps of each. The longest block may take longer than all of them keep the SMs
-  // busy; but each thread block takes as long as some more steps to begin and to end. A step takes longer beside
-  // others.
+  // The number of thread blocks that share the steps of each key block. The longest block may take longer than all of
+  // them keep the SMs busy, but the prologue and epilogue of each thread block take the time of some steps. A step
+  // takes longer with other blocks on the SM.
   int32_t shares() const {
     const double step_time = double(table.small_step_time) / 10,
                  crowded_time = double(table.small_crowded_step_time) / 10;
@@ -108,8 +109,8 @@ struct SmallBlockWork {
     return number;
   }
 
-  // Whether each thread block has so few steps that the other kernel would take longer. That one divides few blocks
-  // better.
+  // Whether the thread blocks have few enough steps: with more, the other kernel is faster. That kernel divides few
+  // blocks better, so the limit is lower for few blocks.
   bool has_few_steps(int32_t number) const {
     return ceil_div(steps, number) <=
            (blocks * number >= table.small_many_blocks ? table.small_steps : table.small_steps / 2);
@@ -141,9 +142,10 @@ struct KeyChoice {
     rows_of_segment = segment_rows(keys);
   }
 
-  // The rows of a segment, or 0: key blocks are for all rows. With fewer rows fewer pairs are computed that are not
-  // kept, but each key block has a prologue, and sums of keys that go on in the next segment to add to: as many rows as
-  // a query keeps keys are best. Sums of keys for many short segments would also take memory.
+  // The rows of a segment, or 0 if key blocks cover all rows. With fewer rows, the kernel computes fewer dropped
+  // pairs, but each key block has a prologue, and it adds to the sums of keys that continue in the next segment. The
+  // best number of rows is the number of keys that a query keeps. Key sums for many short segments would also take
+  // memory.
   int64_t segment_rows(const KeyDivision &division) const {
     if (!division.listed || mask_kind(p) != FDM_MASK_INTERVALS || p.max_kept <= 0) return 0;
     if (p.queries == 0 || p.heads == 0 || (is_varlen(p) && !packs_equal_lengths(p))) return 0;
@@ -152,7 +154,7 @@ struct KeyChoice {
     const int64_t wanted = std::max({window, steps, p.queries / table.segments});
     int64_t rows = table.segment_least_rows;
     while (rows < wanted && rows < table.segment_most_rows) rows *= 2;
-    // Fewer key blocks than this would leave SMs idle.
+    // Fewer key blocks would leave SMs idle.
     const int64_t kept = std::min(p.max_kept, p.keys), heads = is_varlen(p) ? p.kv_heads : division.heads;
     const auto blocks = [&] { return segment_count(p, rows) * (kept / division.block_keys + 2) * heads; };
     while (rows > table.segment_least_rows && blocks() < table.items) rows /= 2;
@@ -161,15 +163,15 @@ struct KeyChoice {
     return most <= table.segment_blocks && is_used ? rows : 0;
   }
 
-  // Where all key blocks go through the rows together, from the last tile on, the sums of dQ that they add to, and
-  // their Q and dO, are those of a few tiles at a time and stay in L2, which holds a fraction of those of all heads.
-  // Seen on an H100 without a mask, with 8192 tokens: heads of 256, whose blocks of 64 keys add the most, took 15 %
-  // less, heads of 64 1 to 3 % less, and heads of 128 5 % more. With a key mask, which leaves few blocks, heads of 128
-  // took 19 to 38 % less with up to half of the keys, and with all of them the same where a schedule keeps blocks of
-  // the same heads together. Heads of 192 beside narrow values have blocks of 128 keys, and took 0 to 2 % more (H200). The
-  // small blocks have an order of their own.
+  // With heads inside, all key blocks visit the rows together, from the last tile on. The sums of dQ to which they
+  // add, and Q and dO, then belong to a few tiles at a time and stay in L2, which holds a fraction of those of all
+  // heads. Measured on an H100 without a mask, with 8192 tokens: a head dimension of 256, whose blocks of 64 keys add
+  // the most, took 15 % less time, 64 took 1 to 3 % less, and 128 took 5 % more. With a key mask, which leaves few
+  // blocks, a head dimension of 128 took 19 to 38 % less with up to half of the keys. With all keys it took the same
+  // if a schedule keeps blocks of the same heads together. A head dimension of 192 with narrow values has blocks of
+  // 128 keys and took 0 to 2 % more (H200). The small blocks have an order of their own.
   HeadsInside heads_inside() const {
-    if (has_rows(p.bias)) return HeadsInside::all; // the gradient of a bias is summed over heads that share it
+    if (has_rows(p.bias)) return HeadsInside::all; // the bias gradient is summed over heads that share it
     if (!device.has_wgmma() || keys.small) return HeadsInside::none;
     const bool usual = keys.block_keys < 128 || keys.sum_dim <= table.rows_inside_head_dim;
     if (mask_kind(p) == FDM_MASK_KEYS && keys.listed) {
@@ -179,17 +181,17 @@ struct KeyChoice {
     return usual && mask_kind(p) == FDM_MASK_NONE ? HeadsInside::all : HeadsInside::none;
   }
 
-  // Whether the small key blocks take consecutive keys, though a mask has lists of kept ones. A selection of many of so
-  // few keys leaves nearly every block one that is kept to the end. Ordering keys would spare few steps, and take as
-  // long.
+  // Whether the small key blocks take consecutive keys although the mask has key lists. A selection of many of so few
+  // keys leaves nearly every block one key that is kept to the end. Ordering the keys would save few steps and take
+  // as long.
   bool takes_consecutive_keys() const {
     return mask_kind(p) == FDM_MASK_INTERVALS && p.keys <= table.consecutive_keys &&
            p.max_kept >= ceil_div(p.keys, table.consecutive_share);
   }
 
-  // Whether the key blocks of a head sum dq in a chain. That spares sums in global memory, which pays where L2 does not
-  // hold them, and adds in a fixed order. Blocks of a cluster begin together but do not end together: with many of
-  // them, or with query heads that share keys, SMs wait for more than is spared.
+  // Whether the key blocks of a head sum dQ in a chain. A chain needs no sums in global memory, which saves time if
+  // L2 does not hold them, and it adds in a fixed order. Blocks of a cluster begin together but do not end together:
+  // with many blocks, or with GQA, the waits of SMs cost more than the chain saves.
   bool is_chained(const KeyDivision &small) const {
     const int64_t sum_bytes = p.batch * p.heads * p.queries * small.sum_dim * int64_t(sizeof(float));
     const bool spares_time =
@@ -198,15 +200,15 @@ struct KeyChoice {
            (p.flags & FDM_DETERMINISTIC || spares_time);
   }
 
-  // Chooses the kernel of small blocks where key blocks have few steps. It adds to dq three times as often as the
-  // other, which is faster with more steps, and where it has hardly two blocks for a segment, unless one small block
-  // does (seen on an H100 and an H200). It knows no lists but those of segments, which have few steps at any length, no
-  // schedule and no softcap.
+  // Chooses the kernel of small blocks if key blocks have few steps. It adds to dQ three times as often as the other
+  // kernel. The other kernel is faster with more steps, and where it needs hardly two blocks for a segment, unless
+  // one small block suffices (measured on an H100 and an H200). The small kernel supports no lists except those of
+  // segments, which have few steps at any length, no schedule and no softcap.
   void choose_small_blocks() {
     if (!device.has_wgmma() || keys.sum_dim > kSmallBlock.most_head_dim || is_varlen(p) || p.softcap > 0) return;
-    if (has_relative_bias(p)) return;          // its steps all have the same biases
-    if (mask_kind(p) == FDM_MASK_ROWS) return; // it tests ranges of rows only
-    if (plans_runs(p)) return;                 // its blocks go through all rows
+    if (has_relative_bias(p)) return;          // all of its steps have the same biases
+    if (mask_kind(p) == FDM_MASK_ROWS) return; // it tests only ranges of rows
+    if (plans_runs(p)) return;                 // its blocks visit all rows
     KeyDivision small = keys;
     small.small = true;
     small.block_keys = kSmallBlock.keys;
@@ -222,27 +224,27 @@ struct KeyChoice {
     if (work.has_few_steps(small.shares)) keys = small;
   }
 
-  // A schedule is not worth its launch and its sums if most rows see the first keys: their blocks are the longest and
-  // come first, and with nearly two blocks for each SM the short ones keep all SMs busy to the end.
+  // Whether the launch order balances key blocks without a schedule. If most rows see the first keys, their blocks
+  // are the longest and come first. With nearly two blocks per SM, the short blocks then keep all SMs busy to the
+  // end. A schedule would not be worth its launch and its sums.
   bool is_in_order(int64_t blocks) const {
     return !keys.listed && !plans_runs(p) && is_causal(p) && p.queries >= p.keys &&
            keys.sum_dim > table.order_head_dim && 3 * blocks >= table.order_thirds * table.items;
   }
 };
 
-// The head dimension of the kernels that compute a backward pass. On sm_90 those with a softcap are instantiations of
-// their own.
+// The head dimension of the backward instantiations. On sm_90, kernels with a softcap have separate instantiations.
 int backward_head_dim(const fdm_problem &p, const DeviceFacts &device, bool is_general) {
   return device.instantiation(p, is_general || (device.has_wgmma() && p.softcap > 0));
 }
 
-// Whether one kernel may compute all gradients. Only a chain of blocks adds to dq in a fixed order.
+// Whether one kernel may compute all gradients. Only a chain of blocks adds to dQ in a fixed order.
 bool may_fuse(const fdm_problem &p, const DeviceFacts &device) {
   return can_fuse(p, device) && (!(p.flags & FDM_DETERMINISTIC) ||
                                  KeyChoice(p, device, true, backward_head_dim(p, device, false)).keys.chained);
 }
 
-// Lays out the segments of so many rows, and the key blocks of all of them.
+// Lays out segments of `rows` rows and their key blocks.
 void lay_out_segments(const fdm_problem &p, int64_t rows, WorkspaceParts &parts, BackwardRoute *route) {
   KeyDivision &keys = route->division;
   SegmentWork &segments = route->segments;
@@ -267,7 +269,7 @@ void lay_out_segments(const fdm_problem &p, int64_t rows, WorkspaceParts &parts,
   keys.max_items = int32_t(std::min<int64_t>(INT32_MAX, int64_t(keys.blocks) * keys.heads));
 }
 
-// Divides key blocks into parts, by the host or by a schedule of the device.
+// Divides key blocks into parts, on the host or by a schedule on the device.
 void divide_blocks(const fdm_problem &p, const KeyChoice &choice, WorkspaceParts &parts, BackwardRoute *route) {
   const RouteTable &table = choice.table;
   KeyDivision &keys = route->division;
@@ -277,13 +279,13 @@ void divide_blocks(const fdm_problem &p, const KeyChoice &choice, WorkspaceParts
     route->ranges = parts.take<RowRange>(lists * list_sequences(p) * keys.blocks);
   }
   const int64_t blocks = int64_t(keys.blocks) * keys.heads;
-  // No part is shorter than two thirds of the least steps, so with few steps no parts are stored.
+  // No part is shorter than two thirds of part_steps, so with few steps no parts are stored.
   const int64_t steps = group_size(p) * (p.queries / keys.tile_rows + 1);
   const int64_t most_parts = keys.small ? 1 : (2 * steps + table.part_steps) / (2 * table.part_steps);
   if (is_varlen(p) || (p.keys > table.unscheduled_keys && !choice.is_in_order(blocks))) {
-    // The schedule divides blocks into no more parts than can be stored.
+    // The schedule makes at most as many parts as can be stored.
     keys.stored_parts = int32_t(most_parts > 1 ? std::min(table.items, blocks * most_parts) : 0);
-    // The last block of a sequence may be a part of one, as may that of a bucket.
+    // The last block of a sequence may be partial, and so may the last block of a bucket.
     const int64_t partial = p.batch + (keys.listed ? list_keys(p) / kBucketKeys + 1 : 0);
     const int64_t existing = is_varlen(p) ? p.kv_heads * (list_keys(p) / keys.block_keys + partial) : blocks;
     keys.max_items = int32_t(std::min<int64_t>(INT32_MAX, std::min(existing, blocks) + keys.stored_parts));
@@ -298,8 +300,8 @@ void divide_blocks(const fdm_problem &p, const KeyChoice &choice, WorkspaceParts
   route->part_sums = parts.take<float>(keys.stored_parts * keys.part_floats);
 }
 
-// How many heads of keys are gone through together: enough for all SMs, but else no more than L2 has room for Q, dO and
-// the sums of dQ of, until all blocks of their keys are done.
+// The number of KV heads that are processed together until all blocks of their keys are done: enough to fill all SMs,
+// and otherwise at most as many as fit L2 with Q, dO and the sums of dQ.
 int32_t heads_together(const fdm_problem &p, const RouteTable &table, const KeyDivision &keys) {
   if (is_varlen(p)) return keys.heads;
   constexpr int64_t kRowBytes = 2 + 2 + 4, kKeyBytes = 2 + 2;
@@ -309,13 +311,13 @@ int32_t heads_together(const fdm_problem &p, const RouteTable &table, const KeyD
   return int32_t(ceil_div(keys.heads, std::max<int64_t>(1, groups)));
 }
 
-// Heads of the bias that a KV head has.
+// Bias heads of a KV head.
 int32_t own_bias_heads(const fdm_problem &p) {
   return sums_bias_of_keys(p) && p.bias.shape[1] == p.heads ? int32_t(group_size(p)) : 1;
 }
 
-// Fills in what depends on the problem, on whether one kernel computes all gradients, and on how many sums for a bias
-// there are.
+// Fills in the fields that depend on the problem, on whether one kernel computes all gradients, and on the number of
+// bias sums.
 void lay_out(const fdm_problem &p, const KeyChoice &choice, int32_t bias_heads, BackwardRoute *route) {
   KeyDivision &keys = route->division;
   keys = choice.keys;
@@ -351,7 +353,7 @@ int64_t workspace_of(const fdm_problem &p, const KeyChoice &choice, int32_t bias
   lay_out(p, choice, bias_heads, &route);
   return route.workspace_bytes;
 }
-// The same where each gradient has a kernel of its own. How all tensors lie is not known yet.
+// The same with a separate kernel for each gradient. The alignment of some tensors is still unknown.
 int64_t unfused_workspace(const fdm_problem &p, const DeviceFacts &device, int32_t bias_heads) {
   int64_t most = 0;
   for (bool is_rare : {false, true})
@@ -398,8 +400,7 @@ const char *name_of(KeyKernel kernel) {
   }
 }
 
-// Which gradients of keys are computed together. A kernel of both leaves out the products that only one of them needs
-// where that is not wanted.
+// The gradients that are computed together. A kernel for both skips the products of a gradient that is not requested.
 KeyLaunches key_launches(const BackwardRoute &route, int arch, const Wanted &wanted) {
   const bool keys = wanted.dk || route.wants_bias_sums;
   if (route.keys != KeyKernel::general && route.keys != KeyKernel::usual) return KeyLaunches::both;
@@ -407,7 +408,7 @@ KeyLaunches key_launches(const BackwardRoute &route, int arch, const Wanted &wan
   return !keys ? KeyLaunches::values : wanted.dv ? KeyLaunches::each : KeyLaunches::keys;
 }
 
-// The kernels that run before and after the mainloops.
+// Divides the work of the kernels before and after the mainloops.
 void divide_helpers(const fdm_problem &p, const RouteTable &table, const Alignment &lies, BackwardRoute *route) {
   const KeyDivision &keys = route->division;
   const int64_t sums = (is_varlen(p) ? 1 : p.batch) * p.kv_heads * route->bias_heads * list_keys(p);
@@ -462,9 +463,9 @@ void list_launches(BackwardRoute *route, const Wanted &wanted) {
   if (wanted.dsink) launches.add("reduce");
 }
 
-// Whether the gradients are computed for the members of groups one after the other. One call for all of them computes
-// dq and the gradients of keys apart, and goes through all rows for each key. A bias that members share would need sums
-// over them.
+// Whether the gradients are computed for one group member after the other. A single call for all members would
+// compute dQ separately from dK and dV, and would visit all rows for each key. If members share a bias, its gradient
+// would need sums over members.
 bool is_divided_by_members(const fdm_problem &p, const RouteTable &table, int64_t sms, bool wants_dbias) {
   const bool shares_bias = present(p.bias) && p.bias.shape[1] != p.heads;
   if (!has_members(p) || (shares_bias && wants_dbias)) return false;
@@ -540,10 +541,10 @@ BackwardRoute backward_route(const fdm_problem &p, const DeviceFacts &device, co
     route.reduces_bias = has_relative_bias(p) || !std::equal(p.bias.shape, p.bias.shape + 4, sums);
   }
   route.clears_dq = is_varlen(p) && wanted.dq;
-  // The kernel that computes all gradients visits no pair of a row and a key that a mask is known to drop.
+  // The kernel that computes all gradients skips pairs that the mask is known to drop.
   const bool leaves_pairs = is_causal(p) || mask_kind(p) != FDM_MASK_NONE;
   route.clears_dbias = wanted.dbias && !route.wants_bias_sums && (is_varlen(p) || (fused && leaves_pairs));
-  // Keys that are in no list, and rows and keys that belong to no sequence, are written by no other kernel.
+  // No other kernel writes keys that are in no list, or rows and keys outside all sequences.
   route.clears_keys = is_varlen(p) || keys.listed;
   route.scheduled = route.wants_keys && keys.parts == 0;
   if (route.scheduled && fused && device.has_wgmma()) keys.sms = device.sms;
@@ -593,7 +594,7 @@ BackwardRoute key_mass_route(const fdm_problem &p, const DeviceFacts &device, co
   route.scheduled = route.division.parts == 0;
   route.key_launches = key_launches(route, device.built->tile_arch, {});
   Alignment rows = lies;
-  rows.out = rows.dout = lies.inputs; // Q is read in their place
+  rows.out = rows.dout = lies.inputs; // Q is read in place of O and dO
   divide_helpers(p, *device.table, rows, &route);
   list_launches(&route, {});
   return route;

@@ -18,7 +18,7 @@ constexpr const char *kSelectionNames[] = {"none", "keep", "parts", "intervals",
 constexpr const char *kInsideNames[] = {"none", "few", "all"};
 constexpr const char *kPartsNames[] = {"none", "workspace", "in_dk"};
 
-// A JSON object. It leaves out values that are 0, false or absent.
+// A JSON object. It omits values that are 0, false or absent.
 class Object {
 public:
   void add(const char *name, const std::string &json) {
@@ -158,7 +158,7 @@ Object of_keys(const BackwardRoute &route) {
   return fields;
 }
 
-// A number of bits, and words for those that are set.
+// The names of the bits of a number.
 struct Words {
   std::initializer_list<const char *> words;
 
@@ -323,7 +323,8 @@ std::string name_of_forward(int way) {
   return std::string("forward: ") + kForwardNames[kernel] + words.of(way >> 4);
 }
 
-// The kernel of keys, or one of these; then that of dq or of a pair bias, and then what a call has.
+// The lowest bits are the key kernel or one of these values, then the dQ kernel or pair bias kind, then one bit per
+// property of the call.
 constexpr int kNoRows = 14, kPairBiasBlocks = 15;
 constexpr const char *kPairBiasNames[] = {"", ", fused", ", windows", ", clusters"};
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Routes as text: JSON of what was decided, and a short name of the way that a call takes, without its sizes.
+// Routes as text: JSON of all decisions, and a short name of the kernel choice of a call, without sizes.
 #pragma once
 
 #include <string>
@@ -13,7 +13,7 @@ std::string describe(const ForwardRoute &route);
 std::string describe(const BackwardRoute &route);
 std::string describe(const SelectionRoute &route);
 
-// Calls with the same number take the same way: the same kernel, and the same division of its work but for sizes.
+// Calls with the same number take the same kernels, with the same division of work except for sizes.
 constexpr int kForwardWays = 1 << 10, kBackwardWays = 1 << 13;
 int forward_way(const ForwardRoute &route, const fdm_problem &p);
 int backward_way(const BackwardRoute &route);

@@ -21,13 +21,13 @@ bool has_row_places(const fdm_problem &p) {
   bool fits = true;
   for (const fdm_tensor *t : {&p.q, &p.k, &p.v}) fits &= fits_32_bits(2 * t->stride[1]);
   if (!fits || !present(p.block_table)) return fits;
-  // A place in the pages is the same number of rows from the first one in K and in V.
+  // A row of a page must have the same row index from the first row in K and in V.
   const int64_t rows = p.k.stride[1] ? p.k.stride[0] / p.k.stride[1] : 0;
   return rows * p.k.stride[1] == p.k.stride[0] && rows * p.v.stride[1] == p.v.stride[0] && rows >= 0 &&
          (rows == 0 || p.k.shape[0] <= INT32_MAX / rows - 1);
 }
 
-// The bytes of a gradient that fill memory without a gap, which can hold something else until it is written.
+// The bytes of a contiguous gradient, which can serve as scratch memory until it is written.
 int64_t contiguous_bytes(const fdm_tensor &t) {
   if (!present(t) || reinterpret_cast<uintptr_t>(t.data) % 16 != 0) return 0;
   int64_t elements = 1, last = 0;
@@ -47,7 +47,7 @@ bool has_pairs(const fdm_tensor &t) {
   return pairs;
 }
 
-// Each sequence must fill memory without a gap.
+// Each sequence must be contiguous.
 bool may_hold_sums(const fdm_tensor &t) {
   return !present(t) || (rows_are_aligned(t, t.shape[3]) && contiguous_bytes(t) > 0 &&
                          t.stride[0] == t.shape[1] * t.shape[2] * t.shape[3]);

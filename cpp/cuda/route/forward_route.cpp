@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The forward pass over gathered columns, and decoding: which rows share a thread block, which kernel computes them,
-// and over how many blocks the columns are divided.
+// The route of the forward pass over gathered columns and of decode: the row tile of a thread block, the kernel, and
+// the number of split-KV parts.
 #include <algorithm>
 #include <initializer_list>
 
@@ -13,20 +13,20 @@
 namespace fdm::cuda {
 namespace {
 
-// Whether the heads of a group share their columns and bias. A key that one head drops must not reach that head
-// through a tile that it shares with a head that keeps the key.
+// Whether the heads of a group share their columns and bias. A tile of several heads must not read a key that one of
+// them drops: its values, if non-finite, would reach that head.
 bool heads_share_columns(const fdm_problem &p) {
   const auto own_heads = [&](const fdm_tensor &t) { return t.shape[1] == p.heads; };
   if (group_size(p) == 1) return false;
   return !own_heads(p.mask) && !own_heads(p.start) && !own_heads(p.bias);
 }
 
-// The columns that a tile may have.
+// The maximum columns of a tile.
 int64_t most_columns(const fdm_problem &p) {
   return p.max_kept > 0 ? std::min(p.keys, p.max_kept + kTileRows - 1) : p.keys;
 }
 
-// Whether kernels that copy consecutive keys as boxes serve the problem.
+// Whether kernels that copy consecutive keys as TMA boxes serve the problem.
 bool has_boxes(const fdm_problem &p) { return mask_kind(p) == FDM_MASK_NONE && !present(p.block_table); }
 
 struct ForwardChoice {
@@ -34,20 +34,20 @@ struct ForwardChoice {
   const DeviceFacts &device;
   const RouteTable &table;
   ForwardTileChoice tile; // of the usual kernel
-  bool narrow;            // kernels of one width have no instantiation for such values
+  bool narrow;            // values are narrower than keys; kernels without a separate value dimension do not serve them
   bool decode;
-  int heads_per_tile;                // 1, or the heads of a group
+  int heads_per_tile;                // 1, or the group size
   int64_t tiles;                     // of the longest sequence
   int64_t blocks;                    // without splits
-  int64_t least_splits, most_splits; // if there are any
-  int64_t wanted_blocks;             // wanted on each SM
+  int64_t least_splits, most_splits; // if the columns are split
+  int64_t wanted_blocks;             // wanted per SM
 
   ForwardChoice(const fdm_problem &problem, const DeviceFacts &facts)
       : p(problem), device(facts), table(*facts.table),
         tile(forward_tile(facts.built->tile_arch, facts.instantiation(problem, false))) {
     const int64_t group = group_size(p), group_rows = p.queries * group;
     const bool share = heads_share_columns(p), shared_decode = share && group_rows <= kDecodeRows;
-    // The general kernel takes a bias per query for rows of one head.
+    // The general kernel supports a per-query bias only for rows of one head.
     const bool shared_forward = share && !has_rows(p.bias) && tile.rows % group == 0 && group_rows <= tile.rows;
     narrow = has_narrow_values(p);
     decode = !narrow && (shared_decode || (!shared_forward && p.queries <= kDecodeRows));
@@ -55,12 +55,12 @@ struct ForwardChoice {
     tiles = ceil_div(p.queries * heads_per_tile, decode ? kDecodeRows : tile.rows);
     blocks = p.batch * (p.heads / heads_per_tile) * tiles;
     most_splits = std::clamp<int64_t>(p.keys / (tile.columns * table.split_blocks), 1, table.most_splits);
-    // Kernels with wgmma compute a tile of few columns sooner than others compute and merge its parts.
+    // A wgmma kernel computes a tile of few columns sooner than other kernels compute and merge its parts.
     const bool undivided = may_use_wgmma() && p.head_dim % 8 == 0;
     least_splits = undivided ? table.least_wgmma_splits : table.least_splits;
     if ((undivided && has_few_columns()) || narrow) most_splits = 1;
-    // Twice as many blocks as run at a time end closer together where their work is unequal, as a causal mask makes it.
-    // Merging their results costs little where a block has as much work as a bias for each query makes.
+    // Twice as many blocks as are resident finish closer together where their work is unequal, as with a causal mask.
+    // The merge costs little where a block has as much work as with a per-query bias.
     const bool has_much_work = has_rows(p.bias) && p.head_dim <= table.row_bias_most_head_dim;
     wanted_blocks = has_much_work ? table.row_bias_blocks_of_sm : table.blocks_of_sm;
     if (decode) wanted_blocks = p.head_dim <= 64 ? table.decode_blocks_64 : table.decode_blocks_256;
@@ -68,31 +68,31 @@ struct ForwardChoice {
 
   bool may_use_wgmma() const { return device.has_wgmma() && !decode && heads_per_tile == 1 && !has_rows(p.bias); }
 
-  // Whether tiles have so few columns that the kernel of small_tiles.cuh serves them, not the persistent one.
+  // Whether small_tiles.cuh serves the problem rather than the persistent kernel: its tiles have few columns.
   bool has_few_columns() const {
     return p.head_dim <= 128 && most_columns(p) <= (p.head_dim <= 64 ? table.few_columns_64 : table.few_columns_128);
   }
 
-  // Whether sequences are so short that the kernel of small_boxes.cuh serves them, not that of forward_boxes.cuh.
+  // Whether small_boxes.cuh serves the problem rather than forward_boxes.cuh: its sequences are short.
   bool has_short_columns() const {
     if (!has_boxes(p) || p.head_dim > 64) return false;
     if (p.keys <= table.short_keys) return true;
     return p.keys <= table.short_keys_of_many && !present(p.bias) && blocks >= table.short_many_tiles;
   }
 
-  // Few rows (decode) leave most of the chip idle, unless the columns are divided. Only the device knows how many
-  // columns a mask keeps; splits that find none end at once.
+  // With few rows (decode) most SMs are idle unless the columns are split. Only the device knows the number of
+  // columns that a mask keeps; splits that find none end at once.
   int64_t splits_for(int64_t sms) const {
     if (blocks == 0) return 1;
     const int64_t splits = std::min(wanted_blocks * sms / blocks, most_splits);
     return splits >= least_splits ? splits : 1;
   }
-  // How many splits there is room for on every device.
+  // The number of splits that the workspace has room for on every device.
   int64_t room_for_splits() const { return splits_for(kSmLimit); }
 
-  // Splits of a decoding call that are a cluster, which merges their results without another kernel; 1 if none is.
-  // Blocks of clusters, which have to run at the same time, share SMs badly: with twice as many blocks as SMs they took
-  // twice as long as others (seen on an H200).
+  // The splits of a decode call that form a cluster, which merges their results without another kernel; 1 without a
+  // cluster. The blocks of a cluster must be resident at the same time and share SMs badly: with twice as many blocks
+  // as SMs they took twice as long as other kernels (measured on an H200).
   int64_t cluster_splits() const {
     const int64_t most_keys = mask_kind(p) == FDM_MASK_NONE ? table.cluster_keys : table.cluster_masked_keys;
     if (table.cluster_split_keys == 0 || !decode || blocks == 0 || p.keys > most_keys) return 1;
@@ -100,19 +100,19 @@ struct ForwardChoice {
                                table.cluster_splits);
   }
 
-  // Whether the thread blocks of a persistent kernel get tiles in the order in which they ask for them. With a fixed
-  // order some blocks are done much earlier than others, where tiles are long or of different lengths. The counter that
-  // this takes must be cleared first, so a block must have several tiles, of many columns.
+  // Whether the persistent kernel assigns tiles dynamically, by tickets. With a fixed order some thread blocks finish
+  // much earlier than others if tiles are long or unequal. The ticket counter must be cleared first, so tickets
+  // require several tiles per block and many columns.
   //
-  // The counter lies in the workspace, which belongs to this call alone, and a memset clears it on the stream before
-  // the kernel. So calls that share a plan may run at the same time, and a CUDA graph clears it each time that it is
-  // launched.
+  // The counter is in the workspace, which belongs to this call alone. A memset on the stream clears it before the
+  // kernel. Therefore calls that share a plan may run concurrently, and a CUDA graph clears the counter on each
+  // launch.
   bool gives_out_tiles() const {
     return may_use_wgmma() && room_for_splits() == 1 && most_columns(p) >= table.ticket_columns &&
            blocks >= table.ticket_tiles * table.usual_sms && !has_short_columns();
   }
 
-  // The heads of a block that reads keys directly: equal shares of a group, if its heads have their columns in common.
+  // The heads of a block of the direct decode kernel: equal shares of a group if its heads share their columns.
   int64_t direct_rows() const {
     const int64_t group = group_size(p);
     return heads_share_columns(p) ? ceil_div(group, ceil_div(group, kDirectRows)) : 1;
@@ -120,7 +120,8 @@ struct ForwardChoice {
   int64_t direct_blocks_of_kv_head() const { return ceil_div(group_size(p), direct_rows()); }
   int64_t direct_blocks() const { return p.batch * p.kv_heads * direct_blocks_of_kv_head(); }
 
-  // Clusters that share the keys of a block, where these keep each of the largest clusters busy and SMs are idle.
+  // The number of clusters that share the keys of a block. More than one requires enough keys to keep each of the
+  // largest clusters busy, and idle SMs.
   int64_t direct_parts() const {
     if (table.direct_part_turns == 0 || is_varlen(p)) return 1;
     const int64_t turn = kDirectKeys * kDirectWarps * table.direct_splits;
@@ -131,12 +132,12 @@ struct ForwardChoice {
     return std::clamp<int64_t>(std::min(idle, p.keys / (table.direct_part_turns * turn)), 1, room_for_splits());
   }
 
-  // Whether one query reads keys directly. Without a mask the other kernel reads all keys, too, and where there are
-  // enough thread blocks it is never faster (seen on an H100).
+  // Whether the direct decode kernel serves the problem. Without a mask the other decode kernel also reads all keys,
+  // and with enough thread blocks it is never faster (measured on an H100).
   bool decodes_directly(const Alignment &lies, int64_t splits) const {
     if (p.queries != 1 || p.keys > INT32_MAX / 2 || splits > 0 || p.head_dim > device.built->direct.most())
       return false;
-    if (has_rows(p.bias) || narrow) return false; // rows: of packed sequences, each of one query
+    if (has_rows(p.bias) || narrow) return false; // a bias with rows: packed sequences of one query each
     if (has_relative_bias(p)) return false;
     const fdm_mask_kind kind = mask_kind(p);
     if (present(p.block_table)) return false;
@@ -163,7 +164,7 @@ struct ForwardChoice {
     return work;
   }
 
-  // The kernel of rows that are no decoding call's.
+  // The kernel for problems that are not decode.
   ForwardKernel kernel(const Alignment &lies, int64_t splits) const {
     if (!lies.inputs || !lies.out || !lies.row_places || has_rows(p.bias)) return ForwardKernel::general;
     const int head_dim = device.instantiation(p, false);
@@ -181,7 +182,7 @@ struct ForwardChoice {
   }
 };
 
-// Rows and columns of a tile of a kernel, and its thread blocks.
+// Sets the rows and columns of a tile and the number of thread blocks.
 void size_tiles(ForwardRoute *route, const ForwardChoice &choice) {
   const fdm_problem &p = choice.p;
   const int arch = choice.device.built->tile_arch, head_dim = route->head_dim;
@@ -289,7 +290,7 @@ ForwardRoute forward_route(const fdm_problem &p, const DeviceFacts &device, cons
       const bool is_rare =
           route.kernel == ForwardKernel::general || (device.has_wgmma() && route.kernel == ForwardKernel::usual);
       route.head_dim = device.instantiation(p, is_rare);
-      // Other kernels than those with wgmma, which tensors that are not aligned get, leave the counter alone.
+      // Only wgmma kernels use the counter. Unaligned tensors take other kernels.
       if (choice.gives_out_tiles() && lies.inputs && lies.out && lies.row_places)
         route.tickets = parts.take_bytes(sizeof(uint32_t));
     }

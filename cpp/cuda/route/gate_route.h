@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The route of forget gates: how the sums along their rows are divided.
+// The route of forget gates: the division of the sums along their rows.
 #pragma once
 
 #include "../../indexing.h"
@@ -12,8 +12,8 @@ constexpr int kGateThreads = 256, kThreadGates = 4, kGateChunk = kGateThreads * 
 
 struct GateRoute {
   int64_t chunks; // of a row
-  int64_t blocks; // of threads: one for each chunk
-  Part totals;    // float64 [row][chunk], of which a kernel of its own has as many blocks; one chunk needs none
+  int64_t blocks; // thread blocks: one for each chunk
+  Part totals;    // float64 [row][chunk], which a separate kernel with as many blocks computes; absent with one chunk
   int64_t workspace_bytes;
 };
 

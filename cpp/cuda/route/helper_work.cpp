@@ -27,7 +27,7 @@ int64_t StatisticsDivision::blocks(int64_t batches) const {
   return std::max(std::min(units(batches), wanted_blocks), units(batches) / most_units);
 }
 
-// The lanes of an aligned row read all of it at once, up to 128 elements.
+// The lanes of an aligned row read up to 128 elements at once.
 StatisticsDivision statistics_division(const fdm_problem &p, const RouteTable &table, const Alignment &lies) {
   const bool aligned = lies.out && lies.dout;
   const int32_t lanes = !aligned ? 8 : p.head_dim <= 32 ? 4 : p.head_dim <= 64 ? 8 : 16;
@@ -47,7 +47,7 @@ KeepParts keep_parts(const fdm_selection &s, int64_t all_rows, int64_t blocks) {
   parts.count = ceil_div(s.keys, parts.keys);
   const double rank = sampled_rank(s, s.keys);
   if (rank > kSampledKeys / 8.0) return parts;
-  // Half as many again as the sample tells, and some, since warps have not all the same number.
+  // 1.5 times the estimate of the sample plus 24, because warps do not have equal numbers.
   parts.listed = round_up(int64_t(1.5 * rank / kSampledKeys * double(parts.keys / kWarps)) + 24, 8);
   return parts;
 }

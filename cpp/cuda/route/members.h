@@ -1,21 +1,22 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A call whose query heads of a group keep keys, or have a bias, of their own, as calls of one query head for each KV
-// head: the member n of each group. Kernels that compute all gradients at once serve these, and list their keys.
+// A call in which the query heads of a GQA group have separate masks or biases is split into calls with one query
+// head per KV head: call n has member n of each group. The kernels that compute all gradients at once serve these
+// calls, with a key list for each member.
 #pragma once
 
 #include "facts.h"
 
 namespace fdm::cuda {
 
-// Whether the heads of a group differ in what is the same for every query. Intervals that a call selects have no data
-// when room for a workspace is asked for.
+// Whether the heads of a group have separate per-key masks, intervals or per-key biases. The intervals of a selection
+// have no data during the workspace query.
 inline bool has_members(const fdm_problem &p) {
   const auto has_heads = [&](const fdm_tensor &t) { return t.shape[1] == p.heads; };
   if (group_size(p) == 1 || has_rows(p.bias) || mask_kind(p) == FDM_MASK_ROWS) return false;
   return has_heads(p.bias) || has_heads(p.mask) || has_heads(p.start);
 }
 
-// The member's heads of a tensor, if it has one for each query head.
+// The heads of a member, if the tensor has one head for each query head.
 inline fdm_tensor of_member(const fdm_problem &p, const fdm_tensor &t, int axis, int64_t member) {
   if (t.shape[axis] != p.heads) return t;
   const int64_t bytes = dtype_size(t.dtype);
@@ -36,7 +37,7 @@ inline fdm_problem member_of(const fdm_problem &p, int64_t member) {
   return member_problem;
 }
 
-// Without dk and dv, of which each member has its own.
+// Without dk and dv: each member has its own.
 inline fdm_backward_args member_of(const fdm_problem &p, const fdm_backward_args &args, int64_t member) {
   fdm_backward_args member_args = args;
   for (fdm_tensor fdm_backward_args::*t :
@@ -49,7 +50,7 @@ inline fdm_backward_args member_of(const fdm_problem &p, const fdm_backward_args
   return member_args;
 }
 
-// Elements of a row of a member's dk or dv, which is read 16 bytes at a time.
+// Elements of a row of a member's dk or dv, which are read 16 bytes at a time.
 inline int64_t member_pitch(const fdm_problem &p) { return 8 * ceil_div(p.head_dim, 8); }
 inline int64_t member_elements(const fdm_problem &p) {
   return p.k.shape[0] * p.k.shape[1] * p.kv_heads * member_pitch(p);

@@ -1,28 +1,29 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The order in which kernels go through the row tiles of a batch.
+// The order of the row tiles of a batch.
 #pragma once
 
 #include "route.h"
 
 namespace fdm::cuda {
 
-// Bytes of K and V of a KV head that the tiles of one place read.
+// Bytes of K and V of a KV head that concurrent tiles of it read.
 inline int64_t key_bytes_of_place(const fdm_problem &p) {
   constexpr int64_t kElementBytes = 2 + 2;
   const int64_t keys = p.max_kept > 0 ? min64(p.keys, p.max_kept + kTileRows) : p.keys;
   return keys * p.head_dim * kElementBytes;
 }
 
-// A causal mask makes the first tiles short: sequence after sequence, the same few thread blocks could get the short
-// ones of all of them. So as many as L2 has room for go together, in groups of nearly equal size.
+// A causal mask makes the first tiles of a sequence short. In sequence order, the same few thread blocks could get
+// the short tiles of all sequences. Therefore as many sequences as fit L2 are interleaved, in groups of nearly equal
+// size.
 inline int32_t sequences_together(const fdm_problem &p, const RouteTable &table) {
   const int64_t fitting = max64(1, table.l2_bytes / max64(1, key_bytes_of_place(p) * p.kv_heads));
   const int64_t groups = max64(1, ceil_div(p.batch, fitting));
   return static_cast<int32_t>(max64(1, ceil_div(p.batch, groups)));
 }
 
-// L2 has no room for all heads of a long sequence. Then the query heads of a few KV heads go together: as many as
-// divide their number, and have several tiles for each SM.
+// L2 cannot hold all heads of a long sequence. Then the query heads of a few KV heads are processed together. Their
+// number divides the number of KV heads, and they have several tiles for each SM.
 inline int32_t query_heads_together(const fdm_problem &p, const RouteTable &table) {
   const int64_t tiles = ceil_div(total_rows(p), kTileRows), group = group_size(p);
   int64_t together = p.kv_heads;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Problems with a bias for each query: which of them the pair bias kernels serve, and how these divide the work.
+// Problems with a per-query bias: the choice of the pair bias kernels, and the division of their work.
 #include <algorithm>
 
 #include "../pair_bias/tile_sizes.cuh"
@@ -11,7 +11,7 @@ namespace {
 
 bool has_float32_bias(const fdm_problem &p) { return p.bias.dtype == FDM_FLOAT32; }
 
-// Whether all sources of an element of the bias have the same rows of mask, or the same intervals.
+// Whether all sources of a bias element share the per-query mask or the intervals.
 bool shares_mask(const fdm_problem &p, int64_t batches, int64_t heads) {
   const auto shared = [&](const fdm_tensor &t) {
     return (batches == 1 || t.shape[0] == 1) &&
@@ -21,16 +21,16 @@ bool shares_mask(const fdm_problem &p, int64_t batches, int64_t heads) {
   return !present(p.start) || shared(p.start);
 }
 
-// Sequences that share an element of the bias.
+// Sequences that share a bias element.
 int64_t batches_of(const fdm_problem &p) { return p.bias.shape[0] == 1 ? p.batch : 1; }
 
-// Sequences side by side read the same bias and mask.
+// Whether all sequences read the same bias and mask.
 bool shares_sequences(const fdm_problem &p) {
   return p.bias.shape[0] == 1 && (!has_rows(p.mask) || p.mask.shape[0] == 1) &&
          (!present(p.start) || p.start.shape[0] == 1);
 }
 
-// Whether the kernels for sm_90 serve problems of these sizes. They do not where most of their tiles would be empty.
+// Whether the sm_90 kernels serve problems of these sizes. They require that at least half of the tile area is used.
 bool has_sm90_sizes(const fdm_problem &p, const DeviceFacts &device) {
   if (!device.has_wgmma() || p.softcap > 0 || p.head_dim > device.built->pair_bias_sm90.most()) return false;
   return 2 * p.queries * p.keys >= round_up(p.queries, kPairBiasTileSm90) * round_up(p.keys, kPairBiasTileSm90);
@@ -60,8 +60,8 @@ struct PairBiasChoice {
 
   bool has_sm90_tiles() const { return facts.aligned && has_sm90_sizes(p, device); }
 
-  // Whether the kernels of few rows and keys (windows) serve a problem. They do not where most of their tiles, or most
-  // SMs, would be idle.
+  // Whether the windows kernels (few rows and keys) serve a problem. They require that at least half of a tile is
+  // used, and enough sources for the SMs.
   bool has_windows() const {
     if (!device.has_wgmma() || p.softcap > 0 || !facts.aligned) return false;
     if (p.head_dim > kWindowHeadDim || sm90_head_dim != kWindowHeadDim) return false;
@@ -77,17 +77,17 @@ struct PairBiasChoice {
 
   bool has_mask_room() const { return has_room_for_mask(sm90_head_dim, has_float32_bias(p)); }
 
-  // Whether the sources of a bias come in pairs of query heads that share K, V and the mask.
+  // Whether the sources of a bias form pairs of query heads that share K, V and the mask.
   bool has_head_pairs() const {
     const bool mask_of_heads = present(p.mask) && p.mask.shape[1] > p.kv_heads;
     return facts.heads % 2 == 0 && group_size(p) % 2 == 0 && facts.shares_mask && !mask_of_heads && has_mask_room();
   }
 
-  // Finding the live tiles of a mask takes a launch, so there must be many.
+  // The search for live tiles of a mask takes a launch, so it requires many tiles.
   bool finds_live_tiles() const {
     return has_rows(p.mask) && facts.mask_chunks && facts.shares_mask && p.keys > table.pair_bias_keys;
   }
-  // The forward pass may have little to save by them.
+  // The forward pass may save little with them.
   bool finds_live_tiles_forward() const {
     const int64_t tiles =
         ceil_div(p.queries, kPairBiasTileSm90) * ceil_div(p.keys, kPairBiasTileSm90) / (is_causal(p) ? 2 : 1);
@@ -99,8 +99,8 @@ struct PairBiasChoice {
     return align_256(planes_of(p) * ceil_div(p.queries, kPairBiasTileSm90) * row_words * int64_t(sizeof(uint32_t)));
   }
 
-  // Tiles with as many slots as keep the rows or keys of a tile busy and find room in shared memory, and no more than
-  // there are sources. `length` rows or keys are to be divided.
+  // Tiles that divide `length` rows or keys. The number of slots fills the rows of a tile, fits smem, and is at most
+  // `side_by_side`.
   template <class Sizes>
   PairBiasTiles divide(const Sizes &sizes, const PairBiasTileChoice &tile, int64_t length, int64_t side_by_side,
                        int64_t all) const {
@@ -123,9 +123,9 @@ struct PairBiasChoice {
                   shares_sequences(p) ? p.batch : 1, p.batch);
   }
 
-  // Few rows leave most of the chip idle, unless the keys are divided. Thread blocks that an SM holds beside each other
-  // take little longer than one, since they mostly wait. On one H200 a block of 64 keys took 3.6 us where a mask was
-  // folded, and 1024 rows of partial results took about as long to be merged; without a mask, a block takes less.
+  // With few rows most SMs are idle unless the keys are split. Several resident thread blocks on an SM take little
+  // longer than one, because they mostly wait. On an H200 a block of 64 keys took 3.6 us with a mask, and the merge
+  // of 1024 rows of partial results took about as long; without a mask a block takes less.
   int64_t splits_for(const PairBiasForwardWork &work, int64_t sms) const {
     const bool mask = has_rows(p.mask);
     const int bytes = row_sizes(1).shared_bytes(work.slots, has_float32_bias(p), mask);
@@ -150,8 +150,8 @@ struct PairBiasChoice {
     return work;
   }
 
-  // Parts on any device. Without a row mask, what is large enough for the kernel for sm_90 on all of them needs no room
-  // for partial results.
+  // The number of parts that the workspace needs on any device. Without a row mask, a problem that is large enough
+  // for the sm_90 kernel on all devices needs no room for partial results.
   int64_t room_for_splits() const {
     PairBiasForwardWork work = forward_work();
     const int64_t splits = splits_for(work, kSmLimit);
@@ -167,12 +167,12 @@ struct PairBiasChoice {
     work->blocks = int32_t(std::min<int64_t>(planes_of(p) * work->groups * work->tiles, sms));
   }
 
-  // Chooses how the forward kernel for sm_90 divides its work, by the time that it takes. Its unit is that of a step:
-  // of a tile of scores of 128 x 128, or of what a task takes beside those.
+  // Chooses the division of work of the sm_90 forward kernel, by its time. The unit of time is a step: one 128 x 128
+  // tile of scores, or the fixed cost of a task.
   //
-  // Whole row tiles are gone through forth and back, the longest first, so the first or the last thread block has most
-  // to do. Equal shares take no longer than they must, but then there are partial results, and a launch that merges
-  // them. Returns the time.
+  // Whole row tiles are visited forth and back, the longest first, so the first or the last thread block has the most
+  // work. Equal shares take the least time, but they need partial results and a launch that merges them. Returns the
+  // time.
   int64_t choose_shares(PairBiasForwardWork *work, int64_t sms) const {
     const int rows = sm90_rows(*work);
     int64_t steps = work->tiles;
@@ -187,14 +187,14 @@ struct PairBiasChoice {
       of_first += turn % 2 ? far : near;
       of_last += turn % 2 ? near : far;
     }
-    // A row tile has its parts in thread blocks that follow each other.
+    // The parts of a row tile are in consecutive thread blocks.
     const int64_t longest = steps_of(0) - 1;
     const int64_t least_steps = std::max(table.share_steps, ceil_div(longest, table.pair_bias_splits - 1));
     const int64_t shares = std::clamp<int64_t>(all / least_steps, 1, sms);
     const int64_t splits = 1 + ceil_div(longest - 1, all / shares);
     const int64_t bytes = (tasks + shares) * kPairBiasTileSm90 * p.head_dim * int64_t(sizeof(float));
     const int64_t shares_time = ceil_div(all, shares) + 1 + table.share_merge_steps + bytes / table.share_step_bytes;
-    // The kernel counts steps times blocks with 32 bits.
+    // The kernel computes steps times blocks in 32 bits.
     const int64_t whole_time = std::max(of_first, of_last);
     if (splits == 1 || shares_time >= whole_time || (all + 1) * (shares + 1) > INT32_MAX) return whole_time;
     work->splits = int32_t(splits);
@@ -203,8 +203,8 @@ struct PairBiasChoice {
     return shares_time;
   }
 
-  // Whether tasks of half as many rows, whose keys the consumer warpgroups divide, take less than `time` steps. All of
-  // them need SMs at the same time.
+  // Whether tasks with half the rows, whose keys the consumer warpgroups divide, take less than `time` steps. All of
+  // them must be resident at the same time.
   bool takes_halves(int64_t time, int64_t sms) const {
     const int64_t tiles = ceil_div(p.queries, kPairBiasTileSm90 / 2),
                   blocks = visible_key_tiles(p, tiles - 1, kPairBiasTileSm90 / 2);
@@ -220,10 +220,9 @@ struct PairBiasChoice {
     use_whole_tiles(work, sms);
   }
 
-  // The forward kernel for sm_90 copies the bias in chunks. Sources share the bias of a block as long as there are
-  // blocks for all SMs. Where they are pairs of heads, or there is a row mask, keys may be divided too. Room for
-  // partial results is asked for without `may_take_halves`: another device may have too few SMs for halves, and divide
-  // the keys.
+  // The sm_90 forward kernel copies the bias in 16-byte chunks. Sources share the bias of a block as long as there
+  // are blocks for all SMs. With pairs of heads or a row mask, keys may be split too. The workspace query passes
+  // may_take_halves = false: another device may have too few SMs for halves, and split the keys.
   bool divide_sm90(PairBiasForwardWork *work, int64_t sms, bool may_take_halves) const {
     if (!has_sm90_tiles() || !facts.bias_chunks || present(p.start)) return false;
     if (has_rows(p.mask) && (!facts.mask_chunks || !facts.shares_mask || !has_mask_room())) return false;
@@ -249,7 +248,7 @@ struct PairBiasChoice {
     return true;
   }
 
-  // Gives a tile of the gradient of a bias its slots and stages. False if it does not fit shared memory.
+  // Sets the slots and stages of a tile of the bias gradient. Returns false if it does not fit smem.
   bool fit_dbias_tile(DbiasDivision *work) const {
     const DbiasSizes sizes{arch, head_dim};
     work->slots = sizes.elements() / (work->tile_rows * work->tile_keys);
@@ -263,8 +262,8 @@ struct PairBiasChoice {
 
   DbiasDivision divide_dbias(int64_t sms) const {
     DbiasDivision work{};
-    // The largest tile has one slot. Where there are fewer rows and keys, and the sources have the tile of the bias in
-    // common, smaller tiles of several sources leave less of a block idle.
+    // The largest tile has one slot. With fewer rows and keys, if the sources share the bias tile, smaller tiles of
+    // several sources leave less of a block idle.
     const int elements = DbiasSizes{arch, head_dim}.elements();
     const int most_keys = elements >= 64 * 128 ? 128 : 64, most_rows = elements / most_keys;
     work.tile_keys = facts.shares_mask && p.keys <= 64 ? 64 : most_keys;
@@ -289,13 +288,13 @@ struct PairBiasChoice {
     return work;
   }
 
-  // Whether the fused kernel may compute all gradients, if all are wanted.
+  // Whether the fused kernel may compute all gradients, if all are requested.
   bool may_fuse() const {
     return p.batch > 0 && (has_sm90_tiles() || has_windows()) && !(p.flags & FDM_DETERMINISTIC) && facts.shares_mask;
   }
 
-  // Where dk is large, it holds the parts until it is written, so that they take no memory of their own. They have none
-  // either where the fused kernel would do all, if the tensors lie as it needs them.
+  // Whether the parts need no workspace: a large dk holds them until it is written. A problem that the fused kernel
+  // may serve gets none either. If alignment then excludes that kernel, dk holds the parts or tiles are not divided.
   bool lends_dk() const {
     return may_fuse() || p.batch * p.keys * p.kv_heads * p.head_dim * 2 >= divide_dbias(kSmLimit).parts_bytes();
   }
@@ -313,8 +312,7 @@ struct PairBiasChoice {
     return plan;
   }
 
-  // The plan with windows (FusedEpilogue): a task for each SM, with as many of the sources of a head of the bias as
-  // another.
+  // The plan with windows (FusedEpilogue): one task for each SM, with equal shares of the sources of a bias head.
   FusedPlan plan_windows(int64_t sms) const {
     FusedPlan plan = new_plan(sms);
     FusedDivision &work = plan.work;
@@ -328,9 +326,9 @@ struct PairBiasChoice {
     return plan;
   }
 
-  // The plan of clusters (FusedEpilogue::exchange), which have the deltas in dq until that is written. Only a bias that
-  // the batch shares is worth sums of dbias. How many clusters run at the same time is known where they are launched,
-  // which then chooses `splits`.
+  // The plan of clusters (FusedEpilogue::exchange), which keep the deltas in dq until it is written. Sums of dbias
+  // are used only if the batch shares the bias. The launch determines the number of resident clusters and then
+  // chooses `splits`.
   FusedPlan plan_clusters(int64_t sms) const {
     FusedPlan plan = new_plan(sms);
     FusedDivision &work = plan.work;
@@ -346,9 +344,9 @@ struct PairBiasChoice {
     return plan;
   }
 
-  // Returns the most sequences of a launch. What the workspace has for their deltas, and for the second halves of sums
-  // that find no gradient to come, takes less than half of the memory of lse, unless a quarter of the batch and one
-  // spare sequence take more.
+  // Returns the maximum sequences of a launch. The workspace holds their deltas, and the second halves of sums that
+  // fit no later gradient. It takes less than half of the memory of lse, unless a quarter of the batch and one spare
+  // sequence need more.
   int64_t plan_in_gradients(FusedPlan *plan, int64_t most) const {
     const int64_t sequence = plan->sequence_bytes(), deltas = plan->delta_bytes, batch = p.batch;
     const int64_t room = std::max(batch * deltas * 9 / 20, sequence + std::min(most, ceil_div(batch, 4)) * deltas);
@@ -364,9 +362,9 @@ struct PairBiasChoice {
     work.row_tiles = int32_t(ceil_div(p.queries, kPairBiasTileSm90));
     work.key_tiles = int32_t(ceil_div(p.keys, kPairBiasTileSm90));
     work.planes = int32_t(p.bias.shape[1]);
-    // Sums of a large dbias would take more memory than all else. Its tiles are so many that blocks need not share
-    // them; and all of the batch is in one launch where its sums take less than those of dbias. Else launches have as
-    // many sequences as take no more than dbias.
+    // The sums of a large dbias would take more memory than everything else. It has so many tiles that blocks need
+    // not share them, and one launch has the whole batch if its sums take less than those of dbias. Otherwise a
+    // launch has as many sequences as take no more memory than dbias.
     const int64_t dbias_bytes = work.dbias_bytes(), half_row = plan.dim * int64_t(sizeof(float)) / 2;
     plan.query_bytes = p.heads * work.row_tiles * kPairBiasTileSm90 * half_row;
     plan.key_bytes = p.kv_heads * work.key_tiles * kPairBiasTileSm90 * half_row;
@@ -387,7 +385,7 @@ struct PairBiasChoice {
       batches = plan_in_gradients(&plan, std::clamp<int64_t>(most, 1, ceil_div(p.batch, 2)));
     }
     plan.set_batches(&work, batches, plan.sums_dbias);
-    // One thread block for each tile writes it itself.
+    // With one thread block per tile, the block writes the tile itself.
     const bool adds_dbias = work.splits != 1 || (plan.shares && work.batches < p.batch);
     plan.dbias_bytes = adds_dbias ? work.dbias_bytes() : 0;
     return plan;
@@ -399,7 +397,7 @@ struct PairBiasChoice {
   }
 };
 
-// Returns FusedDivision::splits that take the least time.
+// Returns the value of FusedDivision::splits that takes the least time.
 int32_t choose_splits(const FusedDivision &work, const FusedPlan &plan, bool may_split) {
   const int64_t tiles = work.tiles(), sources = work.sources, sms = plan.sms;
   const auto time_of = [&](int64_t splits) {
@@ -408,8 +406,8 @@ int32_t choose_splits(const FusedDivision &work, const FusedPlan &plan, bool may
   int32_t best = 1;
   for (int32_t splits = 2; may_split && splits <= std::min(sources, sms); ++splits)
     if (time_of(splits) < time_of(best)) best = splits;
-  // A block's equal share begins and ends within a tile. With a causal mask, some of the shares would have tiles that
-  // no row sees. A block counts steps in 32 bits.
+  // The equal share of a block begins and ends within a tile. With a causal mask some shares would have only tiles
+  // that no row sees. A block counts steps in 32 bits.
   const int64_t steps = tiles * sources, share = ceil_div(steps, sms), parts = ceil_div(share, sources) + 1;
   return may_split && !plan.causal && steps < INT32_MAX && share + parts * plan.task_steps < time_of(best) ? 0 : best;
 }
@@ -471,9 +469,9 @@ bool is_pair_bias(const fdm_problem &p, const DeviceFacts &device) {
   const bool fuses = device.has_wgmma() && p.softcap <= 0 && p.head_dim <= device.built->pair_bias_sm90.most();
   if (!one_source && fuses && p.keys <= table.pair_bias_few_rows_keys && partial_rows(p) <= table.pair_bias_few_rows)
     return true;
-  // Where the kernels for sm_90 will not serve a problem, since its tensors do not lie as they need it, slower ones do:
-  // what is decided here must be the same for all calls of a plan, so it must not depend on how tensors lie. Without a
-  // row mask, they need many rows (divide_sm90).
+  // If alignment excludes the sm_90 kernels, slower pair bias kernels serve the problem. This decision must be the
+  // same for all calls of a plan, so it must not depend on alignment. Without a row mask, the sm_90 kernels need many
+  // rows (divide_sm90).
   const bool even = p.keys % 16 == 0 && p.head_dim % 8 == 0;
   if (!even || !has_sm90_sizes(p, device) || p.flags & FDM_DETERMINISTIC || present(p.start)) return false;
   if (!has_rows(p.mask)) return partial_rows(p) > table.pair_bias_few_rows;
@@ -543,8 +541,8 @@ void choose_pair_bias_backward(BackwardRoute *route, const fdm_problem &p, const
     pair_bias.plan.may_split = !wanted.dbias || pair_bias.plan.dbias_bytes > 0;
     if (pair_bias.fused && !wanted.dbias) pair_bias.plan.dbias_bytes = 0;
   }
-  // Deltas, `non_finite`, live tiles, and then parts or sums. Where the fused kernel does not keep its deltas, those
-  // for the others come last.
+  // The layout: deltas, `non_finite`, live tiles, then parts or sums. If the fused kernel does not keep its deltas,
+  // those of the fixed-order kernels come last.
   const bool keeps_deltas = !pair_bias.fused || pair_bias.plan.keeps_deltas();
   WorkspaceParts parts;
   if (keeps_deltas) pair_bias.deltas = parts.take_bytes(choice.deltas_bytes());
@@ -557,7 +555,7 @@ void choose_pair_bias_backward(BackwardRoute *route, const fdm_problem &p, const
   int64_t rest = pair_bias.fused ? pair_bias.plan.bytes() : 0;
   if (pair_bias.wants_dbias) {
     pair_bias.dbias = choice.divide_dbias(device.sms);
-    // What the fused kernel leaves is rare, and no launch is to be spent on its parts.
+    // The fixed-order kernels rarely run after the fused kernel, and their parts are not worth a launch.
     if (!pair_bias.fused && !choice.lends_dk()) {
       pair_bias.dbias_parts = DbiasParts::workspace;
       rest = pair_bias.dbias.parts_bytes();
@@ -601,7 +599,7 @@ int64_t pair_bias_backward_workspace(const fdm_problem &p, const DeviceFacts &de
     const bool none = choice.sources() == 1 || choice.lends_dk();
     return first + deltas + (none ? 0 : choice.divide_dbias(kSmLimit).parts_bytes());
   }
-  // The number of SMs decides whether thread blocks share a tile of dbias.
+  // The number of SMs determines whether thread blocks share a tile of dbias.
   FusedPlan plan = choice.plan(kSmLimit);
   if (choice.sources() > 1 && plan.sums_dbias) plan.dbias_bytes = plan.work.dbias_bytes();
   return first + (plan.keeps_deltas() ? deltas + plan.bytes() : std::max(deltas, plan.bytes()));

@@ -7,7 +7,7 @@ namespace fdm::cuda {
 
 // A part of the workspace.
 struct Part {
-  int64_t offset = -1; // below 0: it is not needed
+  int64_t offset = -1; // below 0: not needed
   int64_t bytes = 0;
 
   bool exists() const { return offset >= 0; }

@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// How keys are selected, and how masks become plans.
+// The routes of key selection and of plans.
 #include "route.h"
 #include "workspaces.h"
 
 namespace fdm::cuda {
 namespace {
 
-// The plan of the problem has columns for each tile of its own.
+// Whether the plan has columns for each tile.
 bool lists_tiles(const fdm_problem &p) { return mask_kind(p) != FDM_MASK_KEYS; }
 
-// One thread block makes a list, or several where there are few lists, of which each lists some of the tiles.
+// One thread block makes a list. With few lists, several blocks make one list, and each of them lists some of the
+// tiles.
 int32_t list_parts(const RouteTable &table, int64_t lists, int64_t tiles) {
   return int32_t(clamp64(table.list_blocks / max64(1, lists), 1, max64(1, tiles / table.list_part_tiles)));
 }
@@ -22,7 +23,7 @@ bool mask_rows_are_aligned(const fdm_tensor &mask) {
          multiple(mask.stride[2]) && reinterpret_cast<uintptr_t>(mask.data) % kMaskBytes == 0;
 }
 
-// The sizes of the rows of booleans, which follow from bias and mask: the result itself may not be there yet.
+// Derives the shape of the boolean rows from bias and mask: the result may not exist yet.
 fdm_selection with_kept_shape(fdm_selection s) {
   if (present(s.keep)) return s;
   for (int d = 0; d < 4; ++d) s.keep.shape[d] = max64(s.bias.shape[d], present(s.mask) ? s.mask.shape[d] : 1);
@@ -72,7 +73,7 @@ PlanRoute plan_route(const fdm_problem &p, const DeviceFacts &device) {
     route.workspace_bytes = parts.bytes;
   }
   if (needs_no_plan(p, device)) return route;
-  const int64_t tiles = lists_tiles(p) ? plan.lists * plan.tiles : 0; // that a launch lists
+  const int64_t tiles = lists_tiles(p) ? plan.lists * plan.tiles : 0; // tiles that the launch lists
   if (runs) {
     route.kernel = PlanKernel::runs;
     route.threads = kRunThreads;
@@ -95,7 +96,7 @@ PlanRoute plan_route(const fdm_problem &p, const DeviceFacts &device) {
     route.blocks = lists * route.parts;
     route.launches.add("short_lists");
   } else if (p.keys <= table.plan_keys) {
-    // Threads enough for the whole GPU, but no more: each has some work of its own beside its keys.
+    // Enough threads to fill the GPU, but no more: each thread has fixed work besides its keys.
     route.kernel = PlanKernel::tiles;
     route.threads = tiles <= table.plan_tiles_512 ? 512 : tiles <= table.plan_tiles_256 ? 256 : 128;
     route.parts = int32_t(max64(1, ceil_div(p.keys, kThreadKeys * route.threads)));
@@ -122,7 +123,7 @@ SelectionRoute selection_route(const fdm_selection &s, const fdm_problem *p, con
   } else if (s.keys == 0 && !p) {
     route.kernel = SelectionKernel::none;
   } else if (s.keys <= table.list_keys && s.queries <= table.list_rows && s.flags & FDM_CAUSAL) {
-    // With two keys a thread rather than four, calls of up to 2048 keys took 4 to 9 us less (seen on an H200).
+    // With two keys per thread rather than four, calls of up to 2048 keys took 4 to 9 us less (measured on an H200).
     const int64_t lists = s.start.shape[0] * s.start.shape[1] * (is_varlen(s) ? s.batch : 1);
     route.kernel = SelectionKernel::list;
     route.threads = s.keys <= 256 ? 128 : s.keys <= 512 ? 256 : s.keys <= 1024 ? 512 : 1024;

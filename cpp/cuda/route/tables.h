@@ -1,247 +1,261 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The tuned constants of the routes, one table for each architecture whose tiles a pack uses. `[name]` after a reason
-// is the table of measurements of that name in benchmarks/profiles/README.md.
+// The tuned constants of the routes: one table for each tile architecture of a pack. `[name]` after a reason refers
+// to the table of measurements of that name in benchmarks/profiles/README.md.
 //
-// tests/test_routes.py reads the fields and their reasons: for each field that a table uses, tests/routes has problems
-// whose routes change if it is less, and if it is more.
+// tests/test_routes.py reads the fields and their reasons. For each field that a table uses, tests/routes has
+// problems whose routes change if the value is smaller, and if it is larger.
 #pragma once
 
 #include <cstdint>
 
 namespace fdm::cuda {
 
-// A table of sm_80, which the others begin with. A field of 0 says that the architecture has nothing like it.
+// The table of sm_80; other tables start from it. A field of 0 means that the architecture has no such feature.
 struct RouteTable {
-  // What all passes go by.
+  // All passes.
 
-  // Bytes that the tiles under way at a time may read: an H100 has 50 MB of L2, and keeps what all SMs read in both
-  // halves [head-groups]
+  // Bytes of K and V that concurrent tiles may read. An H100 has 50 MB of L2, and each L2 half keeps a copy of data
+  // that all SMs read [head-groups]
   int64_t l2_bytes = 20 << 20;
   // SMs of an H100 or H200, for choices that must not depend on the device
   int64_t usual_sms = 0;
-  // Least tiles of a group of heads: several for each SM, so that short ones even out what long ones leave
-  // [head-groups]
+  // Minimum tiles of a group of heads: several tiles per SM let short tiles balance long ones [head-groups]
   int64_t group_least_tiles = 1024;
 
-  // Forward: how columns are divided, and among which kernels.
+  // Forward: division of columns, and choice of the kernel.
 
-  // Least blocks of columns of a split, to be worth a combine step [few-parts]
+  // Minimum column blocks of a split; fewer are not worth a combine step [few-parts]
   int64_t split_blocks = 4;
-  // Most splits: combine.cu has a lane for each
+  // Maximum splits: combine.cu has a lane for each
   int64_t most_splits = 32;
   // Splits whose results a thread of combine.cu loads at a time
   int64_t few_splits = 8;
-  // Thread blocks that fill rows of no packed sequence: two for each SM of an H100. Most batches have none, and a block
-  // reads two bounds
+  // Thread blocks that fill rows outside all packed sequences: two for each SM of an H100. Most batches have no such
+  // rows, and a block then reads only two bounds
   int64_t fill_blocks = 264;
-  // Least splits of a kernel with mma.sync
+  // Minimum splits of a kernel with mma.sync
   int64_t least_splits = 2;
-  // The same beside a kernel with wgmma, which has no splits: it computes a tile sooner than four parts [few-parts]
+  // The same where a wgmma kernel is the alternative. It has no splits, but computes a tile sooner than four parts
+  // take [few-parts]
   int64_t least_wgmma_splits = 0;
-  // Thread blocks that share an SM
+  // Thread blocks wanted per SM with splits: as many as share an SM
   int64_t blocks_of_sm = 2;
-  // The same with a bias for each query: twice as many parts end closer together
+  // The same with a per-query bias: twice as many parts finish closer together
   int64_t row_bias_blocks_of_sm = 4;
-  // Largest heads of those; an SM has room for one block with larger ones: 4096 queries took a fifth more
+  // Maximum head dimension for row_bias_blocks_of_sm: an SM has room for one block with larger heads, where 4096
+  // queries took a fifth longer
   int64_t row_bias_most_head_dim = 128;
-  // Decode: blocks that an SM has registers for, with heads of at most 64
+  // Decode: thread blocks that an SM has registers for, with head dimensions of at most 64
   int64_t decode_blocks_64 = 2;
-  // Decode: the same with larger heads
+  // Decode: the same with larger head dimensions
   int64_t decode_blocks_256 = 1;
-  // Most columns of small tiles, with heads of at most 64: 11 % less time with 639 [few-columns]
+  // Maximum columns for small tiles, with head dimensions of at most 64: 11 % less time with 639 [few-columns]
   int64_t few_columns_64 = 0;
-  // The same with heads of at most 128: 8 % more time with 639 [few-columns]
+  // The same with head dimensions of at most 128: 8 % more time with 639 [few-columns]
   int64_t few_columns_128 = 0;
-  // Most keys of small boxes: 10 to 13 % less time, with a bias 7 % less to 1 % more [small-boxes]
+  // Maximum keys for small boxes: 10 to 13 % less time, with a bias 7 % less to 1 % more [small-boxes]
   int64_t short_keys = 0;
-  // The same with many tiles and no bias: 4 to 7 % less [small-boxes]
+  // The same with many tiles and no bias: 4 to 7 % less time [small-boxes]
   int64_t short_keys_of_many = 0;
-  // Least tiles that are many: with 128 tiles of 1024 keys small boxes take 18 % more [small-boxes]
+  // Minimum number of tiles for short_keys_of_many: with 128 tiles of 1024 keys small boxes take 18 % more time
+  // [small-boxes]
   int64_t short_many_tiles = 0;
-  // Least columns of a tile for tickets: with a fixed order long tiles leave some thread blocks idle
+  // Minimum columns of a tile for a tile scheduler with tickets: a fixed order of long tiles leaves some thread
+  // blocks idle
   int64_t ticket_columns = 0;
-  // Least tiles of each thread block, for tickets to be worth the memset of their counter
+  // Minimum tiles per thread block for tickets: fewer are not worth the memset of the ticket counter
   int64_t ticket_tiles = 0;
 
-  // Decode: splits that are a cluster, and the kernel of one query that reads keys directly.
+  // Decode: splits in a cluster, and the direct decode kernel, in which one query reads the keys without a list.
 
-  // Splits that are a cluster: every GPU with clusters has those of 8 blocks
+  // Maximum splits in a cluster: every GPU with clusters supports a cluster of 8 blocks
   int64_t cluster_splits = 1;
-  // Least keys of such a split [decode-clusters]
+  // Minimum keys of such a split [decode-clusters]
   int64_t cluster_split_keys = 0;
-  // Most keys of such a call: beyond it more SMs than a cluster has are worth a combine kernel [decode-clusters]
+  // Maximum keys of such a call: beyond it more SMs than a cluster has are worth a combine kernel [decode-clusters]
   int64_t cluster_keys = 0;
-  // The same with a mask, which may keep few [decode-clusters]
+  // The same with a mask, which may keep few keys [decode-clusters]
   int64_t cluster_masked_keys = 0;
-  // Most blocks of a cluster that shares keys; the driver tells how many clusters run at a time
+  // Maximum thread blocks of a cluster that shares keys; the driver reports how many clusters run at a time
   int64_t direct_splits = 1;
-  // Warps of a block that takes all keys at once: the instructions of each count
+  // Warps of a block that processes all its keys in one turn: the instructions of each warp add time
   int64_t direct_few_warps = 4;
-  // Most turns of a warp with a mask: beyond it the other kernel is faster [decode-kernels]
+  // Maximum turns of a warp with a mask: beyond it the decode kernel with a key list is faster [decode-kernels]
   int64_t direct_turns = 6;
-  // The same without a mask: then the other kernel reads all keys, too [decode-kernels]
+  // The same without a mask, where the other decode kernel also reads all keys [decode-kernels]
   int64_t direct_turns_of_all = 8;
-  // Quarters of the SMs that blocks must fill: with so many this kernel is always the faster [decode-times]
+  // Quarters of the SMs that blocks must fill without a mask: beyond it the direct kernel is always faster
+  // [decode-times]
   int64_t direct_busy_quarters = 0;
-  // Least turns of a cluster that shares the keys of a block: merging takes a few [decode-shared-keys]
+  // Minimum turns of each cluster that shares the keys of a block: a merge takes the time of a few
+  // [decode-shared-keys]
   int64_t direct_part_turns = 0;
-  // Least turns of a block whose keys are shared so [decode-shared-keys]
+  // Minimum turns of a block whose keys several clusters share [decode-shared-keys]
   int64_t direct_shared_turns = 0;
-  // Most keys of a mask: with more the list of kept ones is faster [decode-shared-keys]
+  // Maximum keys of a mask for shared keys: with more keys the list of kept keys is faster [decode-shared-keys]
   int64_t direct_shared_masked_keys = 0;
 
   // Backward: the parts of key blocks.
 
-  // Parts of all key blocks: a few for each SM of the largest GPUs, which end together
+  // Target number of parts over all key blocks: a few for each SM of the largest GPUs, so that SMs finish together
   int64_t items = 352;
-  // Least steps of a part, to be worth its partial sums
+  // Minimum steps of a part; fewer are not worth its partial sums
   int64_t part_steps = 16;
-  // Most keys that the host divides: waiting for a schedule takes longer than unequal parts
+  // Maximum keys that the host divides: waiting for a schedule takes longer than unequal parts cost
   int64_t unscheduled_keys = 4096;
-  // Largest heads with a schedule: larger ones took 2 to 3 % less without, others 4 % more [backward-order]
+  // Maximum head dimension with a schedule: larger ones took 2 to 3 % less time without one, smaller ones 4 % more
+  // [backward-order]
   int64_t order_head_dim = 64;
-  // Thirds of `items` blocks, with which short blocks even out what long ones leave, and no schedule is needed
+  // Minimum number of blocks without a schedule, in thirds of `items`: short blocks then balance long ones
   // [backward-order]
   int64_t order_thirds = 2;
-  // Heads of at most so many columns, or of more than 128, go inside of row tiles [rows-together]
+  // Maximum head dimension for heads inside of row tiles (HeadsInside). Kernels with key blocks of fewer than 128
+  // keys, as for most head dimensions above 128, always use this order [rows-together]
   int64_t rows_inside_head_dim = 0;
 
-  // Backward: what is done before and behind the mainloops.
+  // Backward: kernels before and after the mainloops.
 
-  // Thread blocks that make the statistics of rows: a few for each SM
+  // Thread blocks that compute the row statistics: a few for each SM
   int64_t statistics_blocks = 768;
-  // Units of rows that each of them goes through before there are more blocks
+  // Units of rows per thread block; beyond it the number of blocks grows
   int64_t statistics_units = 8;
   // Sums of the bias gradient that a thread clears
   int64_t clear_sums = 4;
-  // Most columns of the grid that adds the parts of key blocks
+  // Maximum columns of the grid that adds the parts of key blocks
   int64_t sum_columns = 256;
-  // Least items that are many: few of them are divided
+  // Minimum number of items for sum_divisions: few of so many items are divided
   int64_t sum_many_items = 1024;
-  // Thread blocks that share each of many items
+  // Thread blocks per item with many items
   int64_t sum_divisions = 16;
-  // The same of few items, most of which are divided: with 8, 2 heads and 32,768 tokens took 0.27 ms in place of 0.23
-  // (seen on an H100)
+  // The same with few items, most of which are divided: with 8, 2 heads and 32,768 tokens took 0.27 ms in place of
+  // 0.23 (measured on an H100)
   int64_t sum_divisions_of_few = 32;
   // Thread blocks for each divided tile of a bias gradient
   int64_t dbias_sum_divisions = 8;
 
   // Backward: segments of rows.
 
-  // Least rows of a segment: with fewer, key blocks have too few steps for their prologue [segment-rows]
+  // Minimum rows of a segment: with fewer, key blocks have too few steps for their prologue [segment-rows]
   int64_t segment_least_rows = 256;
-  // Most rows of a segment: key_segments.cuh has classes for so many
+  // Maximum rows of a segment: the classes of key_segments.cuh cover this many
   int64_t segment_most_rows = 4096;
-  // Rows of a segment at most wanted: as many as a query keeps keys are best, up to this [segment-rows]
+  // Maximum wanted rows of a segment. Up to this bound, the number of keys that a query keeps is the best number of
+  // rows [segment-rows]
   int64_t segment_window = 1024;
-  // Steps of a key block of a segment that are wanted [segment-rows]
+  // Wanted steps of a key block of a segment [segment-rows]
   int64_t segment_steps = 32;
-  // Segments of a sequence: with more, their sums of keys take memory [long-segments]
+  // Wanted maximum of segments of a sequence: the key sums of more segments take much memory [long-segments]
   int64_t segments = 32;
-  // Most blocks of a segment: key_segments.cuh has threads for so many
+  // Maximum key blocks of a segment: key_segments.cuh has a thread for each
   int64_t segment_blocks = 512;
-  // Places for each packed row: sequences of few rows leave most of their segments empty [packed-sequences]
+  // Maximum key slots per packed row: sequences of few rows leave most of their segments empty [packed-sequences]
   int64_t segment_room = 4;
 
-  // Backward: members of groups.
+  // Backward: members of GQA groups.
 
-  // Least pairs of rows and keys for each SM, of all sequences and KV heads, for a call for each member: with fewer,
+  // Minimum (row, key) pairs per SM, over all sequences and KV heads, for one call per member: with fewer pairs,
   // kernels of so few heads take as long to start as to run [members]
   int64_t member_pairs = 1 << 20;
 
   // Backward: small key blocks.
 
-  // Most keys of small blocks: with more, blocks of 192 are faster, which add to dQ a third as often [small-blocks]
+  // Maximum keys for small blocks: with more keys, blocks of 192 keys are faster, which add to dQ a third as often
+  // [small-blocks]
   int64_t small_keys = 0;
-  // Most steps of a thread block: the other kernel takes less time with more [small-blocks]
+  // Maximum steps of a thread block: with more steps the other kernel takes less time [small-blocks]
   int64_t small_steps = 0;
-  // Thread blocks below which half of those steps are the most: the other kernel divides few better [small-blocks-few]
+  // Thread block count below which the step limit is half of small_steps: the other kernel divides few blocks better
+  // [small-blocks-few]
   int64_t small_many_blocks = 0;
-  // Tenths of the time that twice the shares may take at most [shared-steps]
+  // Maximum time with twice the shares, in tenths of the time without [shared-steps]
   int64_t small_share_gain = 0;
-  // Thread blocks that share the SMs of an H100 at a time
+  // Concurrent thread blocks on an H100
   int64_t small_slots = 0;
-  // Tenths of a microsecond that a step takes on an SM of its own [shared-steps]
+  // Time of a step of a thread block alone on its SM, in tenths of a microsecond [shared-steps]
   int64_t small_step_time = 0;
-  // The same beside two other blocks on the SM [shared-steps]
+  // The same with two other thread blocks on the SM [shared-steps]
   int64_t small_crowded_step_time = 0;
-  // Steps in whose time a thread block begins and ends [shared-steps]
+  // Time of the prologue and epilogue of a thread block, in steps [shared-steps]
   int64_t small_other_steps = 0;
-  // Most keys of a selection whose small blocks are not ordered: ordering would take as long as it spares
+  // Maximum keys for small blocks of consecutive keys under a selection: ordering the keys would take as long as it
+  // saves
   int64_t consecutive_keys = 0;
-  // Least share of keys that such a query keeps, as 1 / this: nearly every block then has one to the end
+  // Minimum share of keys that a query of such a selection keeps, as 1 / this: nearly every block then has a key that
+  // is kept to the end
   int64_t consecutive_share = 0;
-  // Most blocks of a head that sum dQ in a chain: with eight, SMs wait for more than is spared [shared-steps]
+  // Maximum key blocks of a head that sum dQ in a chain: with eight, the waits of SMs cost more than the chain saves
+  // [shared-steps]
   int64_t chain_blocks = 0;
-  // Heads must be larger for a chain, since small tiles of dQ take as long to hand on: 100 us in place of 87
+  // Head dimensions above this use a chain; for smaller ones handing on dQ tiles takes as long: 100 us in place of 87
   int64_t chain_head_dim = 0;
-  // Quarters of L2 that sums of dQ must take, to be worth a chain [shared-steps]
+  // Minimum size of the dQ sums for a chain, in quarters of l2_bytes [shared-steps]
   int64_t chain_quarters = 0;
 
-  // Pair bias kernels: a bias for each query.
+  // Pair bias kernels: a per-query bias.
 
-  // Most keys with one source or a row mask: with more, gathering columns is faster
+  // Maximum keys with one source or a per-query mask: with more, gathering columns is faster
   int64_t pair_bias_keys = 2048;
   // The same with several sources and few rows, where latency decides: other kernels took 1.1 ms
   int64_t pair_bias_few_rows_keys = 0;
-  // Rows that are few; the forward kernel of sm_90 needs more
+  // Maximum rows that count as few; the forward kernel of sm_90 needs more
   int64_t pair_bias_few_rows = 0;
-  // Most splits: combine.cu has a lane for each
+  // Maximum splits: combine.cu has a lane for each
   int64_t pair_bias_splits = 32;
-  // Key blocks in whose time parts are merged, and as many for each 1024 rows
+  // Time of a merge of parts, in key blocks; also the additional time per 1024 rows
   int64_t pair_bias_mask_merge = 1;
   // The same without a mask, where a key block takes less time
   int64_t pair_bias_merge = 2;
-  // Least sources of 64 rows and keys: with fewer most SMs would be idle [triangle-kernels]
+  // Minimum sources for the windows kernels (64 rows and keys): with fewer, most SMs would be idle [triangle-kernels]
   int64_t window_sources = 0;
-  // Least steps of a thread block that has an equal share of all steps
+  // Minimum steps of a thread block when blocks have equal shares of all steps
   int64_t share_steps = 0;
-  // Steps in whose time partial results are merged
+  // Time of a merge of partial results, in steps
   int64_t share_merge_steps = 0;
-  // Bytes of partial results that take the time of a step more
+  // Bytes of partial results that add the time of one step
   int64_t share_step_bytes = 0;
-  // Most steps of a tile of half as many rows: with more, kernels that divide keys are faster
+  // Maximum time of a task with half the rows, in steps: beyond it, kernels that divide keys are faster
   int64_t half_steps = 0;
-  // Tenths of a step that a task of half as many rows takes beside its key blocks
+  // Time of a task with half the rows besides its key blocks, in tenths of a step
   int64_t half_task_tenths = 0;
-  // Tenths of a step that such a key block takes, with heads of at most 64
+  // Time of a key block of such a task, in tenths of a step, with head dimensions of at most 64
   int64_t half_block_tenths_64 = 0;
-  // The same with heads of 128
+  // The same with a head dimension of 128
   int64_t half_block_tenths_128 = 0;
-  // Least tiles of scores in forward, to look for those that a mask leaves: that takes a launch
+  // Minimum score tiles in forward for a search of live tiles, which takes a launch
   int64_t live_tiles = 0;
-  // Bytes of sums of a launch: about what L2 holds [sums-tried]
+  // Bytes of the gradient sums of a launch: about the size of L2 [sums-tried]
   int64_t fused_bytes = 0;
-  // Steps in whose time a thread block begins and ends a task
+  // Time of the prologue and epilogue of a task, in steps
   int64_t fused_task_steps = 0;
 
   // Selections and plans.
 
-  // Most keys that one thread block selects: it has four in each thread's registers
+  // Maximum keys that one thread block selects: each thread holds four in registers
   int64_t list_keys = 4096;
-  // Most rows of such a list: with more, the warps of one block have too many tiles each [plans-tried]
+  // Maximum rows of such a list: with more, the warps of one block have too many tiles each [plans-tried]
   int64_t list_rows = 16384;
-  // Most keys of its plan: plans of more are made sooner by blocks for each tile [plans-tried]
+  // Maximum keys of a plan that such a block makes: with more keys, one block per tile is faster [plans-tried]
   int64_t list_plan_keys = 1024;
-  // Thread blocks wanted for all lists, each of which several may make
+  // Wanted thread blocks over all lists; several blocks may make one list
   int64_t list_blocks = 128;
-  // Least tiles of each of those blocks
+  // Minimum tiles of each of those blocks
   int64_t list_part_tiles = 4;
-  // Chunks of intervals: as many make enough blocks for a GPU even with few lists
+  // Chunks of an interval selection: enough thread blocks for a GPU even with few lists
   int64_t select_chunks = 64;
-  // Least keys of a chunk: with fewer, more time goes into finding windows than into their changes
+  // Minimum keys of a chunk: with fewer, finding windows takes more time than the changes within them
   int64_t select_chunk_keys = 256;
-  // Least keys of a row of booleans that several thread blocks select: with fewer, one has done before so many launches
+  // Minimum keys of a boolean row that several thread blocks select: with fewer, one block finishes before so many
+  // launches
   int64_t keep_keys = 16384;
-  // Most such rows: with more, one block for each is enough for a GPU, and their counts take much memory
+  // Maximum number of such rows: with more, one block per row fills a GPU, and the counts of parts take much memory
   int64_t keep_rows = 512;
-  // Thread blocks wanted for all of them: two turns of those that an H100 has room for
+  // Wanted thread blocks for all of them: two waves on an H100
   int64_t keep_blocks = 528;
-  // Most keys of a plan that one launch makes: it reads the keys before each part again [plans]
+  // Maximum keys of a plan that one launch makes: it reads the keys before each part again [plans]
   int64_t plan_keys = 16384;
-  // Most tiles that blocks of 512 threads list: enough for the GPU, but no more [plans]
+  // Maximum tiles for blocks of 512 threads: enough threads for the GPU, but no more [plans]
   int64_t plan_tiles_512 = 264;
-  // The same of blocks of 256 threads [plans]
+  // The same for blocks of 256 threads [plans]
   int64_t plan_tiles_256 = 1056;
 };
 
@@ -295,11 +309,11 @@ constexpr RouteTable table_of_sm90() {
   return t;
 }
 
-// The table of the architecture whose tiles a pack uses.
+// The table of the tile architecture of a pack.
 inline constexpr RouteTable kSm80Table{}, kSm90Table = table_of_sm90();
 constexpr const RouteTable &route_table(int tile_arch) { return tile_arch == 90 ? kSm90Table : kSm80Table; }
 #ifdef FDM_TILE_ARCH
-// For what kernels take from it.
+// For constants that kernels use.
 constexpr RouteTable kRouteTable = route_table(FDM_TILE_ARCH);
 #endif
 

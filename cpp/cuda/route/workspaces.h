@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// How routes lay out a workspace.
+// The layout of workspaces.
 #pragma once
 
 #include "route.h"
@@ -17,22 +17,22 @@ struct WorkspaceParts {
   template <class T> Part take(int64_t count) { return take_bytes(align_256(count * int64_t(sizeof(T)))); }
 };
 
-// Rows of partial results of a split: see forward/combine.h.
+// Rows of partial results of a split; see forward/combine.h.
 FDM_INLINE int64_t partial_rows(const fdm_problem &p) { return p.batch * p.heads * p.queries; }
 
-// One split writes its results where they belong.
+// One split writes its results to the output and needs no partials.
 inline int64_t partials_bytes(const fdm_problem &p, int64_t splits) {
   return splits == 1 ? 0 : splits * partial_rows(p) * (p.head_dim + 2) * int64_t(sizeof(float));
 }
 
-// A bias that takes RelativeParts.
+// Whether the bias needs RelativeParts.
 inline bool has_relative_bias(const fdm_problem &p) { return p.bias.dtype == FDM_FLOAT64; }
 
 constexpr int64_t kRelativeBiasBytes = 16;
-// Of each sequence and head.
+// The tiles of each sequence and head.
 FDM_INLINE int64_t relative_bias_tiles(const fdm_problem &p) { return ceil_div(p.queries, kTileRows); }
 
-// `backward` says that the gradient of lse has a place too.
+// `backward`: dlse has a part too.
 inline RelativeParts take_relative_parts(WorkspaceParts *parts, const fdm_problem &p, bool backward) {
   RelativeParts relative{};
   if (!has_relative_bias(p)) return relative;
@@ -45,7 +45,7 @@ inline RelativeParts take_relative_parts(WorkspaceParts *parts, const fdm_proble
   return relative;
 }
 
-// pair_bias_route.cpp: the same as the functions of route.h, for the pair bias kernels.
+// pair_bias_route.cpp: the functions of route.h for the pair bias kernels.
 void choose_pair_bias_forward(ForwardRoute *route, const fdm_problem &p, const DeviceFacts &device,
                               const Alignment &lies, int64_t splits);
 int64_t pair_bias_forward_workspace(const fdm_problem &p, const DeviceFacts &device, const Alignment &lies);
