@@ -76,7 +76,7 @@ fdm_tensor map_batch_scores(const TensorView &view, const char *name, const Exte
 
 fdm_tensor map_varlen_scores(const TensorView &view, const char *name, const Extents &e) {
   if (view.rank == 3 && fits_heads(view.shape[0], e)) {
-    // One row always means one that all queries share, so a lone query with a row of its own must span all keys.
+    // One row always means that all queries share it, so a per-query row of a single query must span all keys.
     const bool per_key = view.shape[1] == 1 && equals(view.shape[2], e.total_keys);
     const bool per_query = view.shape[1] != 1 && equals(view.shape[1], e.total_queries) && view.shape[2] == e.keys;
     if (per_key || per_query) return with_axes(view, {new_axis, 0, 1, 2});

@@ -1,23 +1,23 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// The forms in which masks, biases and intervals may be given, and their 4-D forms in pack.h.
+// The accepted shapes of masks, biases and intervals, and their 4-D forms in pack.h.
 #pragma once
 
 #include "checks.h"
 
 namespace fdm {
 
-// The sizes that all tensors of a problem agree on.
+// The sizes that all tensors of a problem share.
 struct Extents {
-  static constexpr int64_t unknown = -1; // on a GPU, sums of sequence lengths cannot be read without waiting for it
+  static constexpr int64_t unknown = -1; // on a GPU, reading sums of sequence lengths would synchronize
 
   int64_t batch, heads, kv_heads;
-  int64_t queries, keys;             // for varlen those of the longest sequence
-  int64_t total_queries, total_keys; // of the packed dimensions of varlen; else queries and keys
+  int64_t queries, keys;             // for varlen, of the longest sequence
+  int64_t total_queries, total_keys; // varlen: of the packed dimensions; else queries and keys
   bool varlen;
 };
 
-// A mask, a bias, or a tensor of their form that is written.
+// A mask, a bias, or an output tensor of their form.
 //   4-D (batch|1, heads|kv_heads|1, queries|1, keys|1); 3-D and 2-D without the queries, and without the heads
 //   varlen: 3-D (heads|kv_heads|1, 1, total_k) or (heads|kv_heads|1, total_q, max_seqlen_k)
 fdm_tensor map_scores(const TensorView &view, const char *name, const Extents &extents);
@@ -28,15 +28,15 @@ fdm_tensor map_intervals(const TensorView &view, const char *name, const Extents
 // (batch, heads, queries); varlen (heads, total_q)
 fdm_tensor map_lse(const TensorView &view, const char *name, const Extents &extents);
 
-// The size of a part of a buffer that other parts follow: each begins at a multiple of 256 bytes, like an allocation of
-// CUDA.
+// The size of a part of a buffer, padded so that the next part begins at a multiple of 256 bytes, as CUDA allocations
+// do.
 constexpr int64_t padded(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
-// An lse of this form in memory of its own, and the bytes that it needs.
+// An lse of this form in separate memory, and its bytes.
 int64_t lse_bytes(const Extents &extents, int32_t dtype);
 fdm_tensor contiguous_lse(void *data, const Extents &extents, int32_t dtype);
 
-// Whether a mask or bias has a row for each query. With a single query the forms mean the same.
+// Whether a mask or bias is per query. With a single query both forms are equivalent.
 inline bool is_per_query(const fdm_tensor &scores) { return scores.shape[2] > 1; }
 
 bool is_empty(const fdm_tensor &tensor);

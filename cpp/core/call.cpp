@@ -12,7 +12,7 @@ namespace fdm {
 
 namespace {
 
-// Visits the tensors of a record, in order, with their places and names.
+// Visits the tensors of a record in order, with their index and name.
 template <class Visit> void each_tensor(AttentionRecord &record, Visit &&visit) {
   size_t place = 0;
   record.each_field([&](const char *name, auto &field) {
@@ -20,13 +20,13 @@ template <class Visit> void each_tensor(AttentionRecord &record, Visit &&visit) 
   });
 }
 
-// Where tensors of a record stand among them.
+// The indices of tensors among those of a record.
 struct Places {
   size_t count = 0, given_plan = 0;
-  std::vector<size_t> gradients; // those of the fields of Gradients, in their order
+  std::vector<size_t> gradients; // of the fields of Gradients, in their order
 };
 
-// Found out once, for a comparison of all names is a part of a small call's time that shows.
+// Computed once, because comparing all names takes a measurable part of a small call.
 const Places &places() {
   static const Places found = [] {
     Places made;
@@ -75,7 +75,7 @@ bool read_usual_count(int64_t &count, nb::handle object) {
   return PyLong_CheckExact(object.ptr()) && nb::try_cast<int64_t>(object, count) && count >= 0;
 }
 
-// A selection that attention makes by itself: causal, of some of the keys, by a bias per key.
+// A selection within an attention call: causal, of a part of the keys, by a per-key bias.
 bool is_usual_selection(const AttentionRecord &record, const TensorView &query, const TensorView &key,
                         const TensorView &bias) {
   const int64_t batch = query.shape[0], queries = query.shape[1], keys = key.shape[1];
@@ -89,7 +89,7 @@ bool is_usual_tensor(const TensorField &field, const TensorView &query) {
   return is_absent(field) || (field.try_read() && same_device(query.device, field.view().device));
 }
 
-// Booleans of 4 dimensions, or intervals, and no window beside them.
+// A 4-D boolean mask, or intervals, and no window with them.
 bool is_usual_mask(const AttentionRecord &record, const TensorView &query, nb::handle window) {
   if (!is_usual_tensor(record.mask, query) || !is_usual_tensor(record.start, query) ||
       !is_usual_tensor(record.end, query))
@@ -101,9 +101,9 @@ bool is_usual_mask(const AttentionRecord &record, const TensorView &query, nb::h
   return is_absent(window) || (is_absent(record.mask) && is_absent(record.start));
 }
 
-// The call that arguments of flash_dmattn_func make, a dense one. None where it has to be looked at more closely, be it
-// wrong or only rare: a Problem checks what is not asked here. Reading them takes a tenth of the time that it takes in
-// Python, which for a small problem is longer than its kernels.
+// Builds the call of the arguments of flash_dmattn_func, for a call that is not packed. Returns None for rare or
+// invalid arguments, which need closer checks. Problem checks the rest. Reading the arguments here takes a tenth of
+// the time of Python code, which for a small problem exceeds the time of its kernels.
 nb::object usual_call(nb::handle query_object, nb::handle key_object, nb::handle value_object, nb::handle bias_object,
                       nb::handle sink_object, nb::handle mask, nb::handle start, nb::handle end, nb::handle max_kept,
                       bool keeps_runs, nb::handle scale, nb::handle causal, nb::handle softcap, nb::handle window,

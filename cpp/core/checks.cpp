@@ -103,7 +103,7 @@ bool Workspace::take(int64_t bytes, Device device, void *&stream, fdm_buffer &ta
 
 fdm_tensor with_axes(const TensorView &view, const int (&axes)[4]) {
   fdm_tensor tensor;
-  // Without elements there is nothing to point at, whatever the producer says.
+  // An empty tensor has no address, whatever the producer reports.
   tensor.data = view.empty() ? nullptr : view.data;
   tensor.dtype = view.dtype->pack_code;
   tensor.reserved = 0;

@@ -17,37 +17,35 @@ constexpr DtypeSet float_dtypes = only(FDM_FLOAT32) | only(FDM_FLOAT16) | only(F
 
 // Reads a tensor that must have one of the dtypes.
 const TensorView &read_argument(const TensorField &field, const char *name, DtypeSet allowed);
-// The same, on the device of the other arguments.
+// The same, and the tensor must be on `device`.
 const TensorView &read_argument(const TensorField &field, const char *name, DtypeSet allowed, Device device);
 
-// The device of the first argument, which the pack must serve.
+// The device of the first argument, which the pack must support.
 void require_pack_device(const TensorView &view, const char *name, const fdm_pack &pack);
 
-// What is allowed where no kernels set limits: as the table of a pack without entry points, which nothing may be run
-// on.
+// The rules without limits of kernels, as the table of a pack without entry points. Nothing may run on it.
 fdm_pack rules_without_pack(int32_t device_type);
 
-// `form` says what the dimensions are, such as "(batch, queries, heads, head_dim)".
+// `form` describes the dimensions, such as "(batch, queries, heads, head_dim)".
 void require_rank(const TensorView &view, const char *name, int rank, const char *form);
 
-// A tensor that is written must not have elements that share memory.
+// Requires that no two elements share memory, for an output tensor.
 void require_distinct_elements(const fdm_tensor &tensor, const char *name);
 
 void require_at_least(int64_t value, const char *name, int64_t least);
 void require_heads(int64_t heads, int64_t kv_heads);
 
-// A 1-D contiguous uint8 tensor of at least `needed` bytes, or None if none are.
+// A 1-D contiguous uint8 tensor of at least `needed` bytes, or None if `needed` is 0.
 fdm_buffer read_buffer(const TensorField &field, const char *name, int64_t needed, Device device);
 
-// Where a pack's work gets its memory, and on a GPU its stream: from the allocator of a tensor library, or of the
-// caller.
+// The source of a pack's workspace and, on a GPU, of its stream: the allocator of a tensor library, or the caller.
 class Workspace {
 public:
   explicit Workspace(const Exchange &exchange) : exchange_(&exchange) {}
-  // A buffer; the stream is then left as it is.
+  // A buffer of the caller; take() then leaves the stream unchanged.
   Workspace(const TensorField &given, const char *name) : given_(&given), name_(name) {}
 
-  // False where the library has no memory, or tells no stream.
+  // False if the library cannot allocate or reports no stream.
   bool take(int64_t bytes, Device device, void *&stream, fdm_buffer &taken);
 
 private:

@@ -43,7 +43,7 @@ struct Tensor {
   uint64_t byte_offset;
 };
 
-// A tensor that the one who asked for it owns, until it calls the deleter.
+// A tensor owned by its receiver until it calls the deleter.
 struct ManagedTensor {
   uint32_t major;
   uint32_t minor;
@@ -53,7 +53,7 @@ struct ManagedTensor {
   Tensor tensor;
 };
 
-// Only the header keeps its layout across major versions; older tables hang behind it.
+// Only the header keeps its layout across major versions; older tables are linked from it.
 struct ExchangeHeader {
   uint32_t major;
   uint32_t minor;
@@ -62,12 +62,12 @@ struct ExchangeHeader {
 
 struct ExchangeTable {
   ExchangeHeader header;
-  // may be null; 0, or -1 after a call of set_error
+  // may be null; returns 0, or -1 after a call of set_error
   int (*allocate)(Tensor *prototype, ManagedTensor **out, void *error_context,
                   void (*set_error)(void *error_context, const char *kind, const char *message));
   void *managed_from_object;
   void *managed_to_object;
-  int (*view_from_object)(void *object, Tensor *out); // may be null; 0, or -1 with a Python exception set
+  int (*view_from_object)(void *object, Tensor *out); // may be null; returns 0, or -1 with a Python exception set
   int (*current_stream)(int32_t device_type, int32_t device_index, void **out); // as view_from_object
 };
 

@@ -22,7 +22,7 @@ struct PackError : std::runtime_error {
 
 [[noreturn]] void raise(PyObject *type, const std::string &message);
 
-// Messages are put together out of line, so that valid arguments never pay for a string.
+// Messages are assembled out of line, so that valid arguments never build a string.
 template <typename... Parts> [[noreturn, gnu::noinline, gnu::cold]] void value_error(const Parts &...parts) {
   Text message;
   (message << ... << parts);
@@ -39,7 +39,7 @@ template <typename... Parts> [[noreturn, gnu::noinline, gnu::cold]] void type_er
 
 enum class Gil { hold, release };
 
-// Calls an entry point of a pack with room for its message, and turns a failure into an exception.
+// Calls an entry point of a pack with a message buffer, and raises an exception on failure.
 template <Gil gil, typename Call> void call_pack(const fdm_pack &pack, const char *entry, Call &&call) {
   char message[512];
   message[0] = '\0';

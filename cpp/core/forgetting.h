@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Validated forget gates, of which a pack makes the bias and the intervals of keys, or their gradient.
+// Validated forget gates. A pack computes from them a per-key bias and intervals, or their gradient.
 #pragma once
 
 #include "checks.h"
@@ -9,26 +9,26 @@
 
 namespace fdm {
 
-// Holds addresses into the tensors it was made from and no references: the caller keeps them alive.
+// Holds addresses into its source tensors but no references: the caller keeps them alive.
 class Forgetting {
 public:
-  // Gates (B, H, N) or packed (H, total), with cu_seqlens then; padding (B, N). Gates below `least` count as it.
+  // Gates (B, H, N), or packed (H, total) with cu_seqlens; padding (B, N). Gates below `least` count as `least`.
   Forgetting(const fdm_pack &pack, const TensorField &log_forget, const TensorField &padding,
              const TensorField &cu_seqlens, double least, const Execution &execution);
 
-  // The same for both.
+  // The workspace of either pass.
   int64_t workspace_bytes() const;
 
-  // These return false, with nothing done, where the workspace has no memory.
+  // The methods below return false without effect if the workspace allocation fails.
 
-  // bias (B, H, 1, N), packed (H, 1, total); start and end of the shape of the gates, or None and None.
+  // bias (B, H, 1, N), packed (H, 1, total); start and end have the shape of the gates, or both are None.
   bool forget(const TensorField &bias, const TensorField &start, const TensorField &end, double prune,
               Workspace &&workspace) const;
-  // dbias as bias, dlog_forget as the gates.
+  // dbias has the shape of bias, dlog_forget that of the gates.
   bool forget_backward(const TensorField &dbias, const TensorField &dlog_forget, Workspace &&workspace) const;
 
 private:
-  // A tensor with an element for each gate; a bias has a dimension of 1 before the last one.
+  // A tensor with one element per gate; a bias has a dimension of 1 before the last.
   fdm_tensor read_like(const TensorField &field, const char *name, DtypeSet allowed, bool is_bias) const;
   template <class Entry> bool run(Entry entry, const char *name, fdm_forgetting forgetting, Workspace &workspace) const;
 

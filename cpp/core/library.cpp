@@ -22,7 +22,7 @@ template <typename... Parts> [[noreturn]] void refuse(const std::string &path, c
 
 void check_table(const std::string &path, const fdm_pack *table) {
   if (table == nullptr) refuse(path, FDM_PACK_SYMBOL, "() returned no table");
-  // Nothing behind abi_version may be read before it is known to agree.
+  // Fields after abi_version must not be read before the version is checked.
   if (table->abi_version != FDM_PACK_ABI_VERSION)
     refuse(path, "the kernel pack has ABI version ", table->abi_version, ", but this flash_dmattn needs ABI version ",
            FDM_PACK_ABI_VERSION, "; install a pack of this flash_dmattn's version");
@@ -43,7 +43,7 @@ Pack::Pack(std::string path) : path_(std::move(path)), table_(nullptr) {
   std::string reason;
   void *library = open_library(path_, reason);
   if (library == nullptr) refuse(path_, reason);
-  // Never closed: a pack may have started threads, and work that it enqueued may outlive every Python object.
+  // Never closed: a pack may have started threads, and enqueued work may outlive every Python object.
   auto function = reinterpret_cast<fdm_pack_function>(find_symbol(library, FDM_PACK_SYMBOL));
   if (function == nullptr) refuse(path_, "the library is no kernel pack: it has no symbol ", FDM_PACK_SYMBOL);
   table_ = function();

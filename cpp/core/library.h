@@ -12,7 +12,7 @@ namespace fdm {
 
 class Pack {
 public:
-  // Throws PackError with the reason when the library cannot be opened, is no kernel pack, or has another ABI.
+  // Throws PackError with the reason if the library cannot be opened, is no kernel pack, or has another ABI version.
   explicit Pack(std::string path);
 
   const std::string &path() const { return path_; }
@@ -26,7 +26,7 @@ private:
 // The names are in the order of enum fdm_mask_kind.
 extern const char *const mask_kind_names[FDM_MASK_KIND_COUNT];
 
-// The formula beside fdm_plan_layout.
+// The formula of fdm_plan_layout.
 int64_t plan_bytes(const fdm_plan_layout &layout, int64_t lists, int64_t keys, int64_t row_keys, int64_t rows,
                    int64_t sequences, int64_t max_kept);
 

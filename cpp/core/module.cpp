@@ -187,7 +187,7 @@ void bind_forgetting(nb::module_ &module) {
           "dbias"_a, "dlog_forget"_a, "workspace"_a.none());
 }
 
-// The results are start and end, or keep.
+// `results` is (start, end) or (keep,).
 void bind_select(nb::module_ &module) {
   module.def(
       "select",
@@ -203,7 +203,7 @@ void bind_select(nb::module_ &module) {
       "pack"_a, "threads"_a, "results"_a, "inputs"_a);
 }
 
-// What `compute` does with forget gates, their padding and cu_seqlens, in memory of the gates' library.
+// Runs `compute` with forget gates, their padding and cu_seqlens, and memory of the gates' library.
 template <class Compute>
 bool with_gates(const Pack &pack, int32_t threads, nb::tuple gates, double least, const Compute &compute) {
   const Exchange exchange(gates[0]);
@@ -239,7 +239,7 @@ template <class Record> Record without_memory(Record record) {
   return record;
 }
 
-// A problem or a selection that is made and thrown away: the rules are those of its constructor.
+// Constructs a problem or a selection only for the checks of its constructor.
 void bind_checks(nb::module_ &module) {
   module.def(
       "check_attention",
@@ -261,7 +261,7 @@ void bind_checks(nb::module_ &module) {
 
 NB_MODULE(_core, module) {
   module.doc() = "Checks tensors, fills the structs of the C interface, and calls kernel packs.";
-  // The loader keeps packs for the life of the process, so some always exist when the interpreter ends.
+  // The loader keeps packs for the life of the process, so some exist when the interpreter ends.
   nb::set_leak_warnings(false);
   module.attr("PACK_ABI_VERSION") = FDM_PACK_ABI_VERSION;
   nb::exception<PackError>(module, "PackError", PyExc_RuntimeError);

@@ -214,7 +214,7 @@ void Problem::read_window(const AttentionRecord &record) {
                 ", but both must be 0 without window");
   if (record.window >= 0 && has_bias_ && problem_.bias.dtype == FDM_FLOAT64 && problem_.q.dtype != FDM_FLOAT64)
     type_error("attn_bias has dtype float64, but a selection by it needs dtype float32 or query's");
-  // Where there are no keys, or no sequences, nothing is selected.
+  // Without keys or sequences nothing is selected.
   selects_ = record.window >= 0 && extents_.batch > 0 && extents_.keys > 0 && !is_empty(problem_.bias);
   if (!selects_) return;
   if ((problem_.flags & FDM_CAUSAL) == 0 || !has_bias_ || is_per_query(problem_.bias) || mask_kind_ == FDM_MASK_ROWS ||
@@ -263,7 +263,7 @@ int64_t Problem::workspace_bytes(fdm_pass pass) const {
 
 std::string Problem::describe(nb::tuple gradients, const Selection *before) const {
   if (pack_.describe == nullptr) return "{}";
-  // Memory that results would have. Nothing is written there.
+  // The address of result tensors. Nothing is written there.
   alignas(256) static std::byte memory[256];
   const auto like = [](const fdm_tensor &t) { return contiguous_like(t, memory); };
   fdm_problem problem = problem_;
@@ -329,7 +329,7 @@ void Problem::list_keys(const TensorField &indices, const TensorField &index_bia
 fdm_tensor Problem::read_like(const TensorField &field, const char *name, const fdm_tensor &model,
                               const char *model_name) const {
   const TensorView &view = read_argument(field, name, only(model.dtype), device_);
-  // Only varlen tensors lack the batch dimension, and backward knows no pages, so all have the rank of query.
+  // Only varlen tensors lack the batch dimension, and backward supports no pages, so all have the rank of query.
   const int first = extents_.varlen ? 1 : 0, rank = 4 - first;
   bool equal = view.rank == rank;
   for (int i = 0; equal && i < rank; ++i) equal = view.shape[i] == model.shape[first + i];

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// A validated attention problem, and the calls of a pack that work on it.
+// A validated attention problem, and the pack calls for it.
 #pragma once
 
 #include "broadcast.h"
@@ -13,8 +13,8 @@ namespace fdm {
 
 class Selection;
 
-// The gradients of a call, None where one is not wanted, by the fields of AttentionRecord that they belong to, and that
-// of Problem::list_keys.
+// The requested gradients of a call, named by the fields of AttentionRecord, and that of Problem::list_keys. None:
+// not requested.
 struct Gradients {
   TensorField query, key, value, bias, sink;
   TensorField index_bias;
@@ -28,7 +28,7 @@ struct Gradients {
   }
 };
 
-// ValueError for a name that no gradient has.
+// Raises ValueError for a name without a gradient.
 Gradients read_gradients(nb::dict by_name);
 
 struct BackwardArguments {
@@ -36,67 +36,66 @@ struct BackwardArguments {
   Gradients gradients;
 };
 
-// What a forward pass leaves for the backward pass beside its output.
+// The data that a forward pass keeps for the backward pass besides its output.
 struct Kept {
-  fdm_tensor start, end; // of the mask, or of the selection that the call makes
-  fdm_buffer plan;       // the pack's
+  fdm_tensor start, end; // of the mask, or of the call's own selection
+  fdm_buffer plan;       // plan of the pack
   fdm_tensor lse;
-  fdm_tensor out_rest; // without data where the backward pass does not need it
+  fdm_tensor out_rest; // absent if the backward pass does not need it
 };
 
-// Holds addresses into the tensors it was made from and no references: the caller keeps them alive.
+// Holds addresses into its source tensors but no references: the caller keeps them alive.
 class Problem {
 public:
   Problem(const fdm_pack &pack, const AttentionRecord &record, const Execution &execution);
 
-  // Makes it a problem whose queries list their keys; index_bias may be None. The pack must have kernels for it.
+  // Sets per-query key lists; index_bias may be None. The pack must have kernels for them.
   void list_keys(const TensorField &indices, const TensorField &index_bias);
 
   int64_t plan_bytes() const { return plan_bytes_; }
-  // The same, or 0 where the pack needs no plan for this call. Traced calls know too little to ask.
+  // The same, or 0 if the pack needs no plan for this call. Traced calls lack the facts for this query.
   int64_t needed_plan_bytes() const;
   int64_t workspace_bytes(fdm_pass pass) const;
-  // How a call is computed, as the JSON text of fdm_pack.describe: with a backward pass for the gradients of these
-  // fields, if there are any. `before` selects the booleans that are the mask, or is null. Results are taken to be
-  // contiguous. Runs nothing.
+  // The JSON text of fdm_pack.describe for a call, with a backward pass for the gradients of the named fields, if
+  // any. `before` is the selection that makes the boolean mask, or null. Results are assumed contiguous. Runs
+  // nothing.
   std::string describe(nb::tuple gradients, const Selection *before) const;
 
   void plan(const TensorField &plan, const TensorField &workspace) const;
   void forward(const TensorField &out, const TensorField &lse, const TensorField &plan, const TensorField &workspace,
                int32_t splits) const;
 
-  // These return false, with nothing done, where the workspace has no memory.
+  // The methods below return false without effect if the workspace allocation fails.
 
-  // forward, which makes the plan and the lse itself where they are None. They are parts of its workspace, since
-  // allocations are a good part of a small call's time.
+  // Runs forward. If plan or lse is None, it is made in the workspace, because allocations take much of the time of a
+  // small call.
   int64_t attend_bytes(bool has_lse, bool has_plan) const { return attend_sizes(has_lse, has_plan).bytes(); }
   bool attend(const TensorField &out, const TensorField &lse, const TensorField &plan, Workspace &&workspace);
-  // As attend, for a call that has a backward pass. `kept` is what that needs beside the results, of kept_bytes(): the
-  // plan that is made where none is given, then out_rest if the pack wants it, then an lse that is None. Backward
-  // without `kept` makes do without out_rest.
+  // As attend, for a call with a backward pass. `kept`, of kept_bytes(), holds the data for that pass besides the
+  // results: the plan if none is given, then out_rest if the pack needs it, then the lse if that is None. Backward
+  // without `kept` runs without out_rest.
   int64_t kept_bytes(bool has_lse, bool has_plan) const { return kept_bytes(has_lse, has_plan, out_rest_bytes()); }
   bool keep(const TensorField &out, const TensorField &lse, const TensorField &given_plan, const TensorField &kept,
             Workspace &&workspace);
   bool backward(const BackwardArguments &arguments, const TensorField &given_plan, const TensorField &kept,
                 Workspace &&workspace);
 
-  // Writes the attention that each key received, by the plan and the lse of forward. The pack must have a kernel for
-  // it.
+  // Computes the key mass from the plan and the lse of forward. The pack must have a kernel for it.
   void key_mass(const TensorField &mass, const TensorField &lse, const TensorField &plan,
                 const TensorField &workspace) const;
 
   const Extents &extents() const { return extents_; }
-  // The dtype of lse and of its gradient.
+  // The dtype of lse and dlse.
   int32_t lse_dtype() const { return problem_.bias.dtype == FDM_FLOAT64 ? FDM_FLOAT64 : FDM_FLOAT32; }
   bool has_narrow_values() const { return problem_.v.shape[3] != problem_.head_dim; }
-  // Whether values are narrow, and kernels cannot read the rows of query, key and value as they lie.
+  // Whether values are narrow and kernels cannot read the rows of query, key and value without a copy.
   bool copies_rows() const;
-  // Whether they can read those of a tensor of 16-bit elements.
+  // Whether kernels can read the rows of this tensor of 16-bit elements without a copy.
   bool takes_rows(const TensorField &field) const;
   void use_threads(int32_t threads) { problem_.context.threads = threads; }
 
 private:
-  // The bytes that attend needs: for what others keep, and for its work.
+  // The bytes of the workspace of attend: for otherwise kept data, and for its work.
   struct AttendSizes {
     int64_t kept, work;
 
@@ -113,27 +112,27 @@ private:
   void read_window(const AttentionRecord &record);
   void measure_plan();
 
-  // A tensor of the shape and dtype of query, key or value.
+  // A tensor with the shape and dtype of query, key or value.
   fdm_tensor read_like(const TensorField &field, const char *name, const fdm_tensor &model,
                        const char *model_name) const;
   fdm_tensor read_lse(const TensorField &field, const char *name) const;
-  // A tensor with a row for each query and some heads, of `length` elements if that is above 0.
+  // A tensor with a row for each query, some heads, and `length` elements per row if that is above 0.
   fdm_tensor read_listed(const TensorField &field, const char *name, DtypeSet allowed, bool may_be_per_head,
                          int64_t length) const;
-  // The shape and dtype of out: query's, with the columns of value.
+  // The shape and dtype of out: those of query, with the columns of value.
   fdm_tensor out_model() const;
   fdm_tensor read_out(const TensorField &field) const;
   fdm_tensor read_mass(const TensorField &field) const;
   AttendSizes attend_sizes(bool has_lse, bool has_plan) const;
-  // Of out_rest, if the call keeps it.
+  // The bytes of out_rest; 0 if the call does not keep it.
   int64_t out_rest_bytes() const;
   int64_t kept_bytes(bool has_lse, bool has_plan, int64_t rest_bytes) const;
-  // The parts of a buffer of kept_bytes(), or of a larger one, whose plan then has more room.
+  // The parts of a buffer of kept_bytes(). In a larger buffer the plan has more room.
   Kept kept_in(fdm_buffer buffer, const TensorField &lse, const TensorField &given_plan, int64_t rest_bytes) const;
   Kept parts_of(fdm_buffer plan, const fdm_tensor &lse) const;
   fdm_backward_args read_gradients(const BackwardArguments &arguments, const Kept &kept) const;
 
-  // Who reads a plan: other calls too, or the forward pass alone.
+  // The readers of a plan: other calls too, or only the forward pass.
   enum class PlanUse { kept, forward_only };
   fdm_problem with(const Kept &kept, PlanUse use = PlanUse::kept) const;
   void run_plan(const Kept &kept, fdm_buffer workspace, PlanUse use = PlanUse::kept) const;
@@ -146,7 +145,9 @@ private:
   Device device_;
   bool paged_;
   bool has_bias_, has_sink_, has_index_bias_ = false;
-  bool selects_; // its keys, by its bias; start and end of problem_ then have no memory, which is a part of the plan's
+  // The call selects keys by its bias. start and end of problem_ then have no memory; a part of the plan buffer holds
+  // them.
+  bool selects_;
   fdm_selection selection_;
   fdm_mask_kind mask_kind_;
   int64_t plan_bytes_;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// The records of calls. Python declares them (AttentionInputs and SelectionInputs of record.py) and hands them
-// over whole; each_field lists the fields here, in the order of that declaration and by its names, and reading follows
-// from the list. A test compares the two lists.
+// The records of calls. Python declares them (AttentionInputs and SelectionInputs of record.py) and passes them
+// whole. each_field lists the fields in the order and with the names of that declaration, and the reader follows this
+// list. A test compares the two lists.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -15,12 +15,12 @@ namespace fdm {
 
 namespace nb = nanobind;
 
-// Where the sequences of a packed call begin: both, or None and None.
+// The sequence boundaries of a packed call: both, or None and None.
 struct CuSeqlens {
   TensorField q, k;
 };
 
-// The fields that a call leaves out by name have the values given here; tensors are None.
+// Fields that are passed by name have these defaults; tensors default to None.
 struct AttentionRecord {
   TensorField query, key, value, mask, start, end, bias;
   CuSeqlens cu_seqlens;
@@ -81,16 +81,17 @@ struct SelectionRecord {
   }
 };
 
-// The settings of a call that are not its own: threads of cpu packs, the stream of GPU packs.
+// The settings of a call from outside its record: threads of cpu packs, the stream of GPU packs.
 struct Execution {
   int32_t threads = 1;
   uintptr_t stream = 0;
 };
 
-// Reads a record from a tuple of all its fields. TypeError for another number of them, or a value of another type.
+// Reads a record from a tuple of all its fields. Raises TypeError for another number of fields, or a value of another
+// type.
 template <class Record> Record read_record(nb::handle tuple);
 
-// Reads a record from its first fields by position and any others by name.
+// Reads a record from its first fields by position and the others by name.
 template <class Record> Record read_record(const nb::args &positional, const nb::kwargs &named);
 
 // A tuple of the record's fields, in order.

@@ -37,7 +37,7 @@ void Selection::read_sizes(const SelectionRecord &record) {
   extents_.queries = extents_.total_queries = selection_.queries = record.queries;
   extents_.keys = extents_.total_keys = selection_.keys = record.keys;
   selection_.window = record.window;
-  selection_.keep_last = std::min(record.keep_last, record.keys); // all that there are
+  selection_.keep_last = std::min(record.keep_last, record.keys); // at most all keys
   selection_.keep_first = std::min(record.keep_first, record.keys);
 }
 
@@ -68,8 +68,8 @@ void Selection::read_scores(const SelectionRecord &record, const TensorView &bia
   const TensorView &mask = read_argument(record.mask, "attn_mask", only(FDM_BOOL), device_);
   selection_.mask = map_scores(mask, "attn_mask", extents_);
   const int64_t *shape = selection_.mask.shape;
-  // Where both have a row for each query, or neither, the shapes differ by sizes of 1 and by the two head counts only.
-  // A varlen row for each query runs along the longest sequence, one for all of them along the packed keys.
+  // If both are per query, or neither, their shapes differ only by sizes of 1 and by the two head counts. A varlen
+  // per-query row spans the longest sequence, a per-key row the packed keys.
   if (shape[0] != 1) result_shape_[0] = shape[0];
   if (result_shape_[1] == 1 || shape[1] == extents_.heads) result_shape_[1] = shape[1];
   if (result_shape_[2] == 1 && shape[2] != 1) {
@@ -93,7 +93,7 @@ void Selection::require_result_shape(const fdm_tensor &result, const char *name)
   require_distinct_elements(result, name);
 }
 
-// A result without elements has no address, by which a pack knows what is wanted.
+// An empty result has no address, and a pack infers the requested form from the addresses.
 bool Selection::has_elements() const { return std::count(result_shape_, result_shape_ + 4, 0) == 0; }
 
 bool Selection::select(fdm_selection selection, Workspace &workspace) const {

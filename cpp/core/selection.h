@@ -10,18 +10,18 @@
 
 namespace fdm {
 
-// Holds addresses into the tensors it was made from and no references: the caller keeps them alive.
+// Holds addresses into its source tensors but no references: the caller keeps them alive.
 class Selection {
 public:
   Selection(const fdm_pack &pack, const SelectionRecord &record, const Execution &execution);
 
-  // Of booleans, as packs describe it.
+  // The selection of booleans, in the form of pack.h.
   const fdm_selection &of_booleans() const { return selection_; }
 
-  // The same for intervals and for keep.
+  // The workspace of either method below.
   int64_t workspace_bytes() const { return workspace_bytes(selection_); }
 
-  // False, with nothing done, where the workspace has no memory.
+  // Both return false without effect if the workspace allocation fails.
   bool intervals(const TensorField &start, const TensorField &end, Workspace &&workspace) const;
   bool keep(const TensorField &keep, Workspace &&workspace) const;
 

@@ -30,8 +30,8 @@ std::string system_message(DWORD error) {
 } // namespace
 
 void *open_library(const std::string &path, std::string &reason) {
-  // With an absolute path Windows looks for what the library needs beside it and in the system's folders, but not in
-  // the current one nor along PATH.
+  // With an absolute path Windows searches for dependencies next to the library and in the system folders, but not in
+  // the current folder or along PATH.
   const std::filesystem::path file = std::filesystem::absolute(std::filesystem::u8path(path));
   HMODULE library =
       LoadLibraryExW(file.c_str(), nullptr, LOAD_LIBRARY_SEARCH_DLL_LOAD_DIR | LOAD_LIBRARY_SEARCH_DEFAULT_DIRS);

@@ -7,7 +7,7 @@
 
 namespace fdm {
 
-// Opens a file so that others do not see its symbols. Null, and the reason as the system tells it, if that fails.
+// Opens a file with its symbols hidden from other libraries. Null on failure, with the reason that the system gives.
 void *open_library(const std::string &path, std::string &reason);
 
 // Null if the library has no such symbol.

@@ -62,8 +62,8 @@ const dlpack::ExchangeTable *look_up_exchange(PyTypeObject *type) {
   return table != nullptr && table->view_from_object != nullptr ? table : nullptr;
 }
 
-// Remembers the tables of the first few types: torch.Tensor, Parameter and their like. Its references to the types keep
-// their addresses from being used again; a program with more tensor types than this pays a look-up for the rest.
+// Caches the tables of the first few types, such as torch.Tensor and Parameter. Its references keep the addresses of
+// the types from being reused. A program with more tensor types pays a look-up for the others.
 class ExchangeCache {
 public:
   const dlpack::ExchangeTable *find(PyTypeObject *type) {
@@ -114,7 +114,7 @@ void read_view(TensorView &view, const dlpack::Tensor &tensor) {
 void read_exchange(TensorView &view, const dlpack::ExchangeTable &table, nb::handle object, const char *name) {
   dlpack::Tensor tensor;
   if (table.view_from_object(object.ptr(), &tensor) != 0) {
-    nb::python_error cause; // takes the exception that the producer has set
+    nb::python_error cause; // takes over the exception of the producer
     const std::string reason = cause.what();
     value_error(name, " cannot be read through DLPack: ", reason.substr(0, reason.find('\n')));
   }
@@ -246,7 +246,7 @@ DeviceBytes::DeviceBytes(const Exchange &exchange, int64_t bytes, Device device)
   prototype.rank = 1;
   prototype.dtype = {dlpack::type_uint, 8, 1};
   prototype.shape = &bytes;
-  // Whoever asks for the memory then says what is missing in his own words.
+  // The caller reports the failed allocation in its own words.
   const auto set_no_error = [](void *, const char *, const char *) {};
   if (exchange.table_->allocate(&prototype, &memory_, nullptr, set_no_error) != 0) memory_ = nullptr;
 }

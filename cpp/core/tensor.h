@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Views of tensors that Python owns: nothing is copied.
+// Views of tensors that Python owns, without copies.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -20,7 +20,7 @@ struct Dtype {
   const char *name;
   uint8_t code; // DLPack's type code
   uint8_t bits;
-  int32_t pack_code; // enum fdm_dtype, or -1: recognized so that messages can name it
+  int32_t pack_code; // enum fdm_dtype, or -1 for a dtype that only messages name
 };
 
 struct Device {
@@ -31,7 +31,7 @@ struct Device {
 bool same_device(Device a, Device b);
 
 struct TensorView {
-  // Above the 4 dimensions of a pack's tensor, so that messages can show the shape of a tensor with too many.
+  // More than the 4 dimensions of a pack's tensor, so that messages can show the shape of a tensor with too many.
   static constexpr int max_rank = 8;
 
   void *data;
@@ -43,12 +43,13 @@ struct TensorView {
 
   bool empty() const;
   bool operator==(const TensorView &other) const;
-  // With the strides that a new tensor has, also in dimensions of a size of 0 or 1, where others would do.
+  // Whether the strides are exactly those of a new tensor, also in dimensions of size 0 or 1, where others would be
+  // valid.
   bool contiguous() const;
 };
 
-// A tensor that a call is given, or None: an object whose type has DLPack's C exchange API, or the tuple
-// (data_ptr, dtype, shape, strides_in_elements, device_type, device_index). It is read once.
+// A tensor argument or None. It is an object whose type has DLPack's C exchange API, or the tuple (data_ptr, dtype,
+// shape, strides_in_elements, device_type, device_index). It is read once.
 class TensorField {
 public:
   TensorField() : object_(nb::none()) {}
@@ -65,16 +66,16 @@ public:
 
   // `name` is the argument's name for messages.
   const TensorView &read(const char *name) const;
-  // The same for an object of a type with the API; false, without an exception, where it cannot be read.
+  // The same for an object of a type with the API; returns false, without an exception, if it cannot be read.
   bool try_read() const;
-  const TensorView &view() const { return view_; } // of what has been read
+  const TensorView &view() const { return view_; } // valid once the tensor has been read
 
-  // Sizes and strides are all that is asked of it: its address may be None.
+  // Only sizes and strides are needed: the address may be None.
   void allow_no_memory() { needs_memory_ = false; }
 
-  // Gives the object away, and still knows what was read.
+  // Releases the object but keeps the view.
   nb::object release() { return std::exchange(object_, nb::none()); }
-  // Whether another object is of the same type and reads the same, its address included; or both are None.
+  // Whether `other` has the same type and an equal view, including the address; or both are None.
   bool reads_as(nb::handle other) const;
 
 private:
@@ -85,20 +86,20 @@ private:
   }
 
   nb::object object_;
-  mutable PyTypeObject *type_ = nullptr; // of an object that has been read
+  mutable PyTypeObject *type_ = nullptr; // type of the object once it has been read
   mutable TensorView view_;
   bool needs_memory_ = true;
 };
 
-// What the library of a tensor's type knows of its device, through the same API.
+// The allocator and streams of the library of a tensor's type, through the same API.
 class Exchange {
 public:
-  // An exchange of a type without the API refuses everything.
+  // For a type without the API every request fails.
   explicit Exchange(nb::handle tensor);
 
   bool offers_memory() const { return table_ != nullptr && table_->allocate != nullptr; }
 
-  // Where the device has streams, the one that the library puts its work on.
+  // The stream on which the library enqueues work, if the device has streams.
   bool current_stream(Device device, void *&stream) const;
 
 private:
@@ -106,7 +107,7 @@ private:
   const dlpack::ExchangeTable *table_;
 };
 
-// Memory of a device from the library's own allocator, given back at the end of the scope.
+// Device memory from the library's allocator, freed at the end of the scope.
 class DeviceBytes {
 public:
   DeviceBytes(const Exchange &exchange, int64_t bytes, Device device);
@@ -114,7 +115,7 @@ public:
   DeviceBytes(const DeviceBytes &) = delete;
   DeviceBytes &operator=(const DeviceBytes &) = delete;
 
-  // Null if no bytes are needed, or if the allocator has no memory.
+  // Null if no bytes are needed, or if the allocation fails.
   void *data() const;
 
 private:
@@ -123,7 +124,7 @@ private:
 
 const char *dtype_name(int32_t pack_code);
 
-// Printed as Python prints a tuple.
+// Printed like a Python tuple.
 struct Sizes {
   const int64_t *sizes;
   int rank;

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Text put together from values. Not an std::ostream: where a toolchain links part of libstdc++ into the module, that
-// part's locale facets clash with those of the libstdc++ that torch has loaded, and the first number printed crashes.
+// Text assembled from values. It avoids std::ostream: if a toolchain links part of libstdc++ into the module, the
+// locale facets of that part clash with those of the libstdc++ that torch has loaded, and printing the first number
+// crashes.
 #pragma once
 
 #include <cstdio>

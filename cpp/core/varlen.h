@@ -8,9 +8,10 @@
 
 namespace fdm {
 
-// Cumulative sequence lengths, int32 (batch + 1,). Their values are checked on the CPU only: on a GPU that would wait.
+// Cumulative sequence lengths, int32 (batch + 1,). Their values are checked only on the CPU: on a GPU the check would
+// synchronize.
 struct SequenceLengths {
-  const char *name, *longest_name; // of the arguments that give the bounds and the longest length
+  const char *name, *longest_name; // of the arguments with the bounds and the longest length
   fdm_tensor tensor;
   int64_t batch;
   int64_t total; // the last value; Extents::unknown on a GPU
@@ -23,22 +24,23 @@ struct PackedLengths {
   int64_t batch() const { return queries.batch; }
 };
 
-// Reads bounds of sequences; `longest_name` is of the argument with their longest length.
+// Reads sequence bounds; `longest_name` is the argument with their longest length.
 SequenceLengths read_bounds(const TensorField &field, const char *name, const char *longest_name, Device device);
 
 // Both cu_seqlens or none.
 bool is_varlen(const CuSeqlens &cu_seqlens);
 
-// Reads both, and checks that they number the same sequences.
+// Reads both, and checks that they have the same number of sequences.
 PackedLengths read_cu_seqlens(const CuSeqlens &cu_seqlens, Device device);
 
 // The last value must be `total`, the size of the packed dimension of `tensor`.
 void require_total(const SequenceLengths &lengths, int64_t total, const char *tensor);
 
-// `longest` must not be below any length.
+// `longest` must be at least every length.
 void require_longest(const SequenceLengths &lengths, int64_t longest);
 
-// The pages of keys and values: int32 (batch, pages of a sequence). On the CPU its used entries must be existing pages.
+// The block table of keys and values: int32 (batch, pages of a sequence). On the CPU its used entries must be valid
+// pages.
 fdm_tensor read_block_table(const TensorField &field, const SequenceLengths &keys, int64_t pages, int64_t page_size,
                             Device device);
 

@@ -8,7 +8,7 @@ namespace fdm {
 
 namespace {
 
-// Batches or heads that repeat the same memory have the same selection, which one list serves.
+// Batch elements or heads that alias the same memory have the same selection; one list serves them.
 fdm_tensor without_expansion(fdm_tensor tensor) {
   for (int i = 0; i < 2; ++i)
     if (tensor.stride[i] == 0) tensor.shape[i] = 1;
@@ -33,7 +33,7 @@ fdm_selection selection_of(const fdm_problem &problem, const Extents &extents, c
   selection.queries = problem.queries;
   selection.keys = problem.keys;
   selection.window = record.window;
-  selection.keep_last = std::min(record.keep_last, problem.keys); // all that there are
+  selection.keep_last = std::min(record.keep_last, problem.keys); // at most all keys
   selection.keep_first = std::min(record.keep_first, problem.keys);
   selection.bias = without_expansion(problem.bias);
   selection.mask = without_expansion(problem.mask);
@@ -41,7 +41,7 @@ fdm_selection selection_of(const fdm_problem &problem, const Extents &extents, c
   selection.cu_seqlens_k = problem.cu_seqlens_k;
   selection.keep = absent_tensor();
   if (selection.bias.shape[3] == 1 && !extents.varlen) {
-    selection.bias.shape[3] = extents.keys; // equal biases, of which the first are kept
+    selection.bias.shape[3] = extents.keys; // equal biases: the selection keeps the first of them
     selection.bias.stride[3] = 0;
   }
   const int64_t batch = larger_of(selection.bias.shape[0], selection.mask.shape[0], problem.batch);

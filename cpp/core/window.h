@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// A selection that is a part of an attention call.
+// A selection within an attention call.
 #pragma once
 
 #include "broadcast.h"
@@ -8,14 +8,14 @@
 
 namespace fdm {
 
-// The selection of record.window keys by the bias of a causal problem, within its mask, and of those that are kept for
-// their places. Bias and mask must be the same for every query. start and end have no memory yet.
+// The selection of record.window keys by the bias of a causal problem, within its mask, and of the first and last
+// keys. Bias and mask must be the same for every query. start and end have no memory yet.
 fdm_selection selection_of(const fdm_problem &problem, const Extents &extents, const AttentionRecord &record);
 
-// The most keys that a query keeps, at least 1.
+// The maximum keys that a query keeps, at least 1.
 int64_t most_kept(const fdm_selection &selection);
 
-// The bytes of start or end in memory of their own, padded.
+// The padded bytes of start or end.
 int64_t bound_bytes(const fdm_selection &selection);
 
 } // namespace fdm
