@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // The backward pass.
 //
-// A unit is one KV head of one sequence, or, where those are too few to occupy the threads, an interleaved part of its
-// query tiles. A unit adds the gradients of its keys into rows of its own; then the parts of a head are summed in order
-// and written once. Nothing is added by two threads, so equal inputs and thread counts give equal bits.
+// A unit is one KV head of one sequence. If there are too few of those for the threads, a unit is an interleaved part
+// of its row tiles. A unit adds the gradients of its keys into separate rows. Then the parts of a head are summed in
+// order and written once. No two threads add to the same number, so equal inputs and thread counts give equal bits.
 //
-// Where several of them share the rows of a bias, those that do form a cluster, and a unit is a chunk of a cluster.
+// If several KV heads share the rows of a bias, they form a cluster, and a unit is a chunk of a cluster.
 #include <cstring>
 
 #include "kernels.h"
@@ -18,7 +18,7 @@
 namespace fdm::cpu {
 namespace {
 
-// There are five products in place of two.
+// Five matrix products in place of two.
 double backward_work(const fdm_problem &p, int64_t tile_rows) { return 2.5 * forward_work(p, tile_rows); }
 
 bool wants_key_bias(const fdm_problem &p) { return present(p.bias) && !per_query(p.bias); }
@@ -30,32 +30,32 @@ const fdm_tensor &row_bias_gradient(const fdm_problem &p, const fdm_backward_arg
   return wants_key_bias(p) ? absent : args.dbias;
 }
 
-// Elements of its row.
+// Elements of a row of that gradient.
 int64_t row_bias_width(const fdm_problem &p) { return most_columns(p); }
 
-// How the gradient of a bias per query is summed, or of one with an element for each listed key.
+// The summation of the gradient of a per-query bias, or of a bias with an element for each listed key.
 enum class RowBias {
   none,
-  per_head, // a KV head of a sequence has rows of its own, which are summed tile by tile with its other gradients
-  shared,   // a unit sums the rows of a chunk of a cluster in a matrix of its own
-  again     // a task owns a row tile, and computes the score gradients of all that share them once more
+  per_head, // a KV head of a sequence has separate rows, summed tile by tile with its other gradients
+  shared,   // a unit sums the rows of a chunk of a cluster in its own matrix
+  again     // a task owns a row tile, and recomputes the score gradients of all heads and batch elements that share it
 };
 
-// The chunks of all clusters together have at most this many floats of matrices, unless there is one for each cluster.
+// The maximum floats of the matrices of all chunks of all clusters, except that each cluster has at least one chunk.
 constexpr int64_t kMatrixFloats = int64_t(1) << 26;
 
 struct BackwardLayout {
   int64_t heads, parts, units; // sequences x KV heads; parts of each; their product
-  int64_t slots, slot_bytes;   // accumulators: one for each unit, or for each thread where a unit is a whole head
-  int64_t bias_heads;          // rows of a bias for all queries that a KV head has
-  int64_t row_heads;           // rows of row_bias() that a query has for a KV head
-  int64_t bias_sums;           // float64 sums of the bias gradient, before those over the batch and over heads
-  int64_t sink_sums;           // float64 sums of the gradients of sinks: for each unit those of its query heads
+  int64_t slots, slot_bytes;   // accumulators: one for each unit, or one for each thread if a unit is a whole head
+  int64_t bias_heads;          // per-key bias rows of a KV head
+  int64_t row_heads;           // rows of row_bias() of a query for a KV head
+  int64_t bias_sums;           // float64 sums of the bias gradient, before the sums over the batch and heads
+  int64_t sink_sums;           // float64 sums of the sink gradients: for each unit, those of its query heads
   RowBias row_bias;
-  int64_t clusters, sources, chunks; // sources of a cluster: how many KV heads of sequences share its rows
-  int64_t source_step;               // from one source to the next, among all KV heads of sequences
-  int64_t matrix;                    // floats of the rows of a cluster's bias
-  int64_t scratch;                   // bytes of each thread
+  int64_t clusters, sources, chunks; // sources of a cluster: the (sequence, KV head) pairs that share its rows
+  int64_t source_step;               // distance between sources, in KV heads over all sequences
+  int64_t matrix;                    // floats of the bias rows of a cluster
+  int64_t scratch;                   // bytes per thread
   bool copies_by_head;               // units copy the rows of K and V that they read
 
   explicit BackwardLayout(const fdm_problem &p) {
@@ -109,7 +109,7 @@ private:
     const int64_t threads = useful_threads(p.context.threads, backward_work(p, kMaxTileRows));
     const int64_t room = kMatrixFloats / max64(1, clusters * matrix);
     chunks = threads == 1 ? 1 : clamp64(min64(ceil_div(2 * threads, clusters), room), 1, sources);
-    // Without as many units as threads, row tiles are more.
+    // With fewer units than threads, row tiles give more tasks.
     const bool is_divided = clusters * chunks >= threads, has_keys = bias.shape[3] == row_bias_width(p);
     if (is_divided && has_keys && !is_varlen(p)) row_bias = RowBias::shared;
   }
@@ -149,13 +149,13 @@ private:
   template <class Body> void parallel(const Body &body, int64_t tasks) { parallel_for(threads_, tasks, body); }
 
   void *scratch(int worker) const { return scratch_ + worker * layout_.scratch; }
-  // Rows of row_bias_width() floats for a tile, behind the scratch of its kernels.
+  // Rows of row_bias_width() floats for a tile, after the scratch of its kernels.
   float *row_scratch(int worker) const {
     return reinterpret_cast<float *>(static_cast<char *>(scratch(worker)) + tile_scratch_bytes(p_, true));
   }
   int64_t tiles() const { return ceil_div(p_.queries, rows_); }
   const fdm_tensor &row_gradient() const { return row_bias_gradient(p_, args_); }
-  // The head of that gradient that query head g of a KV head adds to.
+  // The head of that gradient to which query head g of a KV head adds.
   int64_t bias_head(int64_t kv_head, int64_t g) const {
     return head_index(p_, row_gradient(), kv_head * group_size(p_) + g);
   }
@@ -173,7 +173,7 @@ private:
     if (g.dbias) std::memset(g.dbias, 0, size_t(layout_.bias_heads * p_.keys) * sizeof(double));
   }
 
-  // `matrix` gets the sums of a shared bias: for each of its heads a row for each query.
+  // `matrix` receives the sums of a shared bias: a row for each query, for each bias head.
   void run_unit(int64_t unit, int worker, float *matrix) {
     const int64_t part = unit % layout_.parts, head = unit / layout_.parts;
     const int64_t kv_head = head % p_.kv_heads;
@@ -215,8 +215,8 @@ private:
     if (layout_.parts == 1) write_keys(task.sequence, head, sums, 0, task.sequence.k_count);
   }
 
-  // The KV head, of all sequences, that is source n of a cluster: they follow each other unless only the batch shares
-  // rows.
+  // The KV head, counted over all sequences, that is source n of a cluster. Sources are consecutive unless only the
+  // batch shares rows.
   int64_t source(int64_t cluster, int64_t n) const {
     return layout_.source_step == 1 ? cluster * layout_.sources + n : cluster + n * layout_.source_step;
   }
@@ -230,7 +230,7 @@ private:
       run_unit(source(cluster, n), worker, matrix);
   }
 
-  // Adds up the chunks of a row tile, in order, and writes them.
+  // Sums the chunks of a row tile in order, and writes the rows.
   void write_matrix_rows(int64_t number) {
     const int64_t tile = number % tiles(), head = number / tiles() % layout_.row_heads;
     const int64_t cluster = number / tiles() / layout_.row_heads, width = row_bias_width(p_);
@@ -241,7 +241,7 @@ private:
     write_row_bias(sequence(p_, source / p_.kv_heads), bias_head(source % p_.kv_heads, head), first, rows, sums);
   }
 
-  // Adds up the parts of each head, a range of keys at a time, into its first part, and writes that.
+  // Sums the parts of each head in order into its first part, a range of keys at a time, and writes the result.
   void sum_parts() {
     constexpr int64_t kKeys = 256;
     const int64_t ranges = ceil_div(p_.keys, kKeys);
@@ -269,7 +269,7 @@ private:
       for (int64_t i = begin; i < end; ++i) sums[i] += more[i];
   }
 
-  // The sums of keys [begin, end) of a head to dk, dv and the bias sums.
+  // Writes the sums of keys [begin, end) of a head to dk, dv and the bias sums.
   void write_keys(const Sequence &s, int64_t head, const KeyGradients &sums, int64_t begin, int64_t end) {
     write_key_rows(args_.dk, s, head % p_.kv_heads, sums.dk, begin, end, p_.scale);
     write_key_rows(args_.dv, s, head % p_.kv_heads, sums.dv, begin, end, 1.0f);
@@ -295,7 +295,7 @@ private:
   void write_key_bias(int64_t row) {
     const fdm_tensor &t = args_.dbias;
     const int64_t batch = row / t.shape[1], head = row % t.shape[1], keys = total_keys(p_);
-    const int64_t sources = p_.kv_heads * layout_.bias_heads; // rows of bias sums of one element of the batch
+    const int64_t sources = p_.kv_heads * layout_.bias_heads; // rows of bias sums per batch element
     const int64_t batches = is_varlen(p_) ? 1 : p_.batch;
     const int64_t first_batch = t.shape[0] == 1 ? 0 : batch, past_batch = t.shape[0] == 1 ? batches : batch + 1;
     const int64_t first = t.shape[1] == 1 ? 0 : head, past = t.shape[1] == 1 ? sources : head + 1;
@@ -328,8 +328,8 @@ private:
     }
   }
 
-  // A gradient per query: each task owns a row tile of one (batch, head) of it, and recomputes the score gradients of
-  // all the heads and batches that share them.
+  // A per-query gradient: each task owns a row tile of one (batch, head) of it, and recomputes the score gradients of
+  // all heads and batch elements that share it.
   void run_row_bias() {
     const fdm_tensor &t = row_gradient();
     const int64_t sequences = is_varlen(p_) ? p_.batch : t.shape[0], tiles = ceil_div(p_.queries, rows_);
@@ -364,7 +364,7 @@ private:
     write_row_bias(sequence(p_, b), bias_head, task.first_row, task.rows, sums.row_bias);
   }
 
-  // Rows of the gradient of a head of row_bias(), from sums of row_bias_width() floats each.
+  // Writes rows of the gradient of a head of row_bias(), from sums of row_bias_width() floats each.
   void write_row_bias(const Sequence &s, int64_t head, int64_t first, int64_t rows, const float *sums) const {
     const fdm_tensor &t = row_gradient();
     for (int64_t i = 0; i < rows; ++i) {

@@ -8,7 +8,7 @@
 namespace fdm::cpu {
 namespace {
 
-// Three int32 arrays for the columns in order and three for the partial ones before they are appended.
+// Three int32 arrays for the ordered columns, and three for the partial columns before they are appended.
 struct Scratch {
   int32_t *index, *start, *end, *partial_index, *partial_start, *partial_end;
 };
@@ -30,7 +30,7 @@ void append_partial(const Scratch &a, int64_t partial, TileColumns *out) {
   out->words = nullptr;
 }
 
-// Without a mask the columns are consecutive keys, the last of which end at each row's causal limit.
+// Without a mask the columns are consecutive keys; the partial columns end at each row's causal limit.
 void range_columns(const fdm_problem &p, const Sequence &s, const Scratch &a, TileColumns *out) {
   const int64_t last_row = out->first_row + out->rows - 1;
   int64_t full = s.k_count, count = s.k_count;
@@ -79,7 +79,7 @@ void interval_columns(const IntervalList &list, const Sequence &s, const Scratch
   append_partial(a, partial, out);
 }
 
-// What a row lists, but for what is no key.
+// The list of a row without invalid keys.
 void listed_columns(const fdm_problem &p, const Sequence &s, int64_t h, const Scratch &a, TileColumns *out) {
   const fdm_tensor &t = p.indices;
   const int64_t row = out->first_row;
@@ -90,17 +90,18 @@ void listed_columns(const fdm_problem &p, const Sequence &s, int64_t h, const Sc
   out->start = nullptr;
   out->end = nullptr;
   out->words = nullptr;
-  uint32_t signs = t.stride[3] == 1 ? 0 : ~0u; // of a number that is no key, or of what is left to the last key
+  // sign bit set: an index is negative or beyond the last visible key
+  uint32_t signs = t.stride[3] == 1 ? 0 : ~0u;
   for (int64_t place = 0; place < t.shape[3] && t.stride[3] == 1; ++place)
     signs |= uint32_t(list[place]) | (uint32_t(limit) - 1 - uint32_t(list[place]));
-  if (int32_t(signs) >= 0) { // as usual: the list is that of the columns
+  if (int32_t(signs) >= 0) { // usual case: the list is the columns
     if (present(p.index_bias))
       for (int64_t place = 0; place < t.shape[3]; ++place) a.start[place] = int32_t(place);
     out->full = out->count = int32_t(t.shape[3]);
     out->index = list;
     return;
   }
-  // The arrays have room for as many columns as the list has places, so that all can be written.
+  // The arrays have room for every list position, so every index can be written.
   for (int64_t place = 0; place < t.shape[3]; ++place) {
     const int32_t key = list[place * t.stride[3]];
     a.index[count] = key;
@@ -135,7 +136,7 @@ void tile_columns(const fdm_problem &p, const void *plan, const Sequence &s, int
 
   const fdm_tensor &lists = list_tensor(p);
   const int64_t list = batch_index(lists, s) * lists.shape[1] + head_index(p, lists, h);
-  void *mutable_plan = const_cast<void *>(plan); // the accessors serve the builder too
+  void *mutable_plan = const_cast<void *>(plan); // the plan builder uses the same accessors
   if (kind != FDM_MASK_ROWS)
     return interval_columns(IntervalList::in_plan(mutable_plan, list, total_keys(p)), s, a, out);
 

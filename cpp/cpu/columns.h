@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The columns (keys) of one tile of query rows, and the plan that they are made from.
+// The columns (keys) of a tile of query rows, derived from the plan.
 #pragma once
 
 #include <cstdint>
@@ -8,31 +8,33 @@
 
 namespace fdm::cpu {
 
-// Rows of the largest tile: one 64-bit word holds a column of it. Larger tiles would gain little, because the gathered
-// keys are already shared by the heads of a group.
+// Rows of the largest tile: one 64-bit word holds a column of it. Larger tiles would gain little, because the heads
+// of a group already share the gathered keys.
 constexpr int64_t kMaxTileRows = 64;
 constexpr int64_t kMinTileRows = 8;
 
-// A row that lists its keys is a tile by itself. Some of them are one task.
+// A row with a key list is a tile by itself. A task has up to this many of them.
 constexpr int64_t kListRows = 16;
 
-// Rows of the largest tile that a problem has.
+// Rows of the largest tile of a problem.
 static inline int64_t most_tile_rows(const fdm_problem &p) { return lists_keys(p) ? 1 : kMaxTileRows; }
 
 // Columns of the longest row.
 static inline int64_t most_columns(const fdm_problem &p) { return lists_keys(p) ? p.indices.shape[3] : p.keys; }
 
-// The columns that any row of a tile keeps: first `full` columns that all rows keep, then the partial ones.
+// The columns that at least one row of a tile keeps: first `full` columns that all rows keep, then the partial
+// columns.
 struct TileColumns {
-  int64_t first_row, rows; // of the own sequence
+  int64_t first_row, rows; // within the sequence
   int32_t count, full;
   const int32_t *index; // key of each column
   const int32_t
-      *place; // of each column in the row's list, if there is a bias of what is listed; null where rows list no keys
-  // What masks the partial columns: the rows that keep column c are start[c] <= row < end[c] ...
+      // Position of each column in the row's list, used if there is an index_bias; null if rows list no keys.
+      *place;
+  // The mask of the partial columns: the rows with start[c] <= row < end[c] keep column c ...
   int32_t *start, *end;
-  // ... or, where words is not null, those whose bit is set in column_word().
-  const uint8_t *words; // of the partial columns
+  // ... or, if words is not null, the rows whose bit is set in column_word().
+  const uint8_t *words; // for the partial columns
   int64_t word_bytes;
 };
 
@@ -50,17 +52,17 @@ static inline uint64_t column_word(const TileColumns &t, int64_t c) {
   return (~uint64_t(0) >> (64 - (past - first))) << first;
 }
 
-// Bytes that a thread needs for the arrays of a TileColumns.
+// Bytes per thread for the arrays of a TileColumns.
 int64_t column_scratch_bytes(const fdm_problem &p);
 
-// Fills `out`, whose arrays lie in `scratch`, for rows [first_row, first_row + rows) of query head h.
+// Fills `out`, whose arrays are in `scratch`, for rows [first_row, first_row + rows) of query head h.
 void tile_columns(const fdm_problem &p, const void *plan, const Sequence &s, int64_t sequence_index, int64_t h,
                   int64_t first_row, int64_t rows, void *scratch, TileColumns *out);
 
-// Rows of the tiles that the plan was made for; of a task where rows list their keys.
+// Tile rows of the plan; with key lists, the rows of a task.
 int64_t tile_rows(const fdm_problem &p, const void *plan);
 
-// Whether each query head has a list of its own. Otherwise the heads of a group share one.
+// Whether each query head has a separate list. Otherwise the heads of a group share one.
 static inline bool lists_per_query_head(const fdm_problem &p) {
   return mask_kind(p) != FDM_MASK_NONE && list_tensor(p).shape[1] == p.heads && p.heads != p.kv_heads;
 }

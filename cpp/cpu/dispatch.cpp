@@ -10,8 +10,8 @@ namespace fdm::cpu {
 namespace {
 
 #if defined(__x86_64__)
-// The value without the spaces around it, as the loader reads it. What it may hold, and whether this processor has it,
-// is judged by the loader, which compares it with the name of what was chosen.
+// The value without surrounding spaces, as the loader reads it. The loader checks its validity and whether this
+// processor has that level: it compares the value with the name of the chosen level.
 std::string_view wanted_level() {
   const char *value = std::getenv("FLASH_DMATTN_CPU_SIMD");
   std::string_view text = value ? value : "";

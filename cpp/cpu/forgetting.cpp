@@ -10,9 +10,10 @@
 namespace fdm::cpu {
 namespace {
 
-// What a gate takes, in multiply-adds, as threads are counted by: a few loads, stores and additions.
+// The cost of a gate in multiply-adds, the unit of useful_threads(): a few loads, stores and additions.
 constexpr double kWorkOfGate = 200.0;
-// Sums of so many numbers are added to what is before them, so that a long row has fewer roundings.
+// Numbers that are summed separately before they are added to the running sum, so that a long row has fewer
+// roundings.
 constexpr int64_t kSummedTogether = 128;
 
 int64_t rows_of(const fdm_forgetting &f) { return f.log_forget.shape[0] * f.log_forget.shape[1]; }
@@ -26,7 +27,7 @@ double load_number(const fdm_tensor &t, int64_t offset) {
   return t.dtype == FDM_FLOAT64 ? static_cast<const double *>(t.data)[offset] : load_scalar(t.data, t.dtype, offset);
 }
 
-// The gates of one head of one element of the batch.
+// The gates of one head of one batch element.
 struct GateRow {
   const fdm_forgetting &f;
   int64_t batch, head;
@@ -74,7 +75,7 @@ template <class Work> void for_rows(const fdm_forgetting &f, const Work &work) {
 } // namespace
 
 int64_t forget_workspace_bytes(const fdm_forgetting &f) {
-  return f.log_forget.shape[3] * threads_of(f) * int64_t(sizeof(double)); // the sums of a row, of each worker
+  return f.log_forget.shape[3] * threads_of(f) * int64_t(sizeof(double)); // the sums of a row, for each worker
 }
 
 void forget_pass(const fdm_forgetting &f, void *workspace) {
@@ -89,7 +90,7 @@ void forget_pass(const fdm_forgetting &f, void *workspace) {
         row.write(f.bias, j, is_token ? -sums[j] : -INFINITY);
       }
       if (!present(f.end)) continue;
-      // Sums only fall, so a later key is never dropped earlier.
+      // Sums only decrease, so a later key is never dropped earlier.
       int64_t end = begin;
       for (int64_t j = begin; j < past; ++j) {
         end = max64(end, j + 1);

@@ -35,7 +35,7 @@ void forward_pass(const fdm_problem &given, const fdm_forward_args &args, const 
     task.head = group * heads;
     task.heads = heads;
     const fdm_problem p = by_head ? with_key_rows(given, task.sequence, group, copies, worker) : shared;
-    // The last tiles see the most keys under a causal mask, so they come first.
+    // Under a causal mask the last tiles see the most keys, so they come first.
     for (int64_t tile = tiles - 1 - number % parts; tile >= 0; tile -= parts) {
       task.first_row = tile * rows;
       task.rows = min64(rows, task.sequence.q_count - task.first_row);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // The pass that sums the probabilities of each key.
 //
-// A unit is one KV head of one sequence, or, where those are too few to occupy the threads, an interleaved part of its
-// query tiles, which has sums of its own. Those are added up in order: nothing is added by two threads.
+// A unit is one KV head of one sequence. If there are too few of those for the threads, a unit is an interleaved part
+// of its row tiles, with separate sums. The parts are added in order: no two threads add to the same number.
 #include <algorithm>
 #include <cstring>
 
@@ -20,7 +20,7 @@ int64_t part_count(const fdm_problem &p) {
   return max64(1, min64(ceil_div(p.queries, kMaxTileRows), ceil_div(2 * threads, heads)));
 }
 
-// Sums of all parts but the first, which the result has.
+// Sums of all parts but the first, which uses the result tensor.
 int64_t part_floats(const fdm_problem &p) { return (part_count(p) - 1) * p.batch * p.heads * p.keys; }
 
 } // namespace
@@ -32,7 +32,8 @@ int64_t key_mass_workspace_bytes(const fdm_problem &p) {
 void key_mass_pass(const fdm_problem &p, const fdm_key_mass_args &args, const void *plan, void *workspace) {
   const fdm_tensor &mass = args.mass;
   auto *const result = static_cast<float *>(mass.data);
-  std::fill_n(result, mass.shape[0] * mass.shape[1] * mass.shape[2], 0.0f); // memset wants an address for nothing, too
+  // memset requires an address even for 0 bytes
+  std::fill_n(result, mass.shape[0] * mass.shape[1] * mass.shape[2], 0.0f);
   if (p.batch == 0 || p.queries == 0 || p.keys == 0) return;
   const Kernels &kernels = best_kernels();
   const int64_t scratch = round_up(tile_scratch_bytes(p, false), 64), parts = part_count(p);
@@ -40,7 +41,7 @@ void key_mass_pass(const fdm_problem &p, const fdm_key_mass_args &args, const vo
   auto *const more = reinterpret_cast<float *>(base + p.context.threads * scratch);
   const int64_t rows = tile_rows(p, plan), heads = heads_per_task(p), group = group_size(p);
   const int threads = useful_threads(p.context.threads, forward_work(p, rows));
-  // Sums of a part of query head h of sequence b, and how far those of the next head are.
+  // The sums of a part of query head h of sequence b, and the distance to those of the next head.
   const auto sums_of = [&](int64_t part, int64_t b, const Sequence &s, int64_t h, int64_t *stride) {
     *stride = part == 0 ? mass.stride[1] : p.keys;
     if (part == 0) return result + s.batch * mass.stride[0] + h * mass.stride[1] + s.k_begin;

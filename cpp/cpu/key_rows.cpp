@@ -23,7 +23,7 @@ int64_t copied_bytes(const fdm_problem &p, const fdm_tensor &t, int64_t rows) {
 // Rows of K and V of all heads.
 int64_t all_rows(const fdm_problem &p) { return p.k.shape[0] * p.k.shape[1] * p.kv_heads; }
 
-// The tensor with rows that follow each other at `memory`, those of a head and batch after those of the one before.
+// The tensor with consecutive rows at `memory`, ordered by head, then batch.
 fdm_tensor copy_at(const fdm_problem &p, const fdm_tensor &t, void *memory) {
   fdm_tensor copy = t;
   copy.data = memory;
@@ -64,7 +64,7 @@ fdm_tensor head_copied(const fdm_problem &p, const fdm_tensor &t, const Sequence
 } // namespace
 
 bool copies_by_head(const fdm_problem &p) {
-  constexpr int64_t kHeadsOfThread = 4; // so that no thread waits long for another one
+  constexpr int64_t kHeadsOfThread = 4; // limits the time that a thread waits for another
   return lists_keys(p) && (p.context.threads == 1 || p.batch * p.kv_heads >= kHeadsOfThread * p.context.threads);
 }
 

@@ -43,7 +43,7 @@ struct CpuPack {
     return json + "}";
   }
 
-  // Memory that plan() has not written, zeros for one, would be divided by.
+  // A plan that plan() has not written, such as zeros, would be a divisor.
   static bool is_filled(const fdm_problem &p, const void *plan) {
     const int64_t rows = tile_rows(p, plan);
     return rows >= kMinTileRows && rows <= kMaxTileRows && (rows & (rows - 1)) == 0;

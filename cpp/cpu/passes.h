@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The passes: how their tiles are spread over threads.
+// The passes: the distribution of their tiles over threads.
 #pragma once
 
 #include <cstdint>

@@ -8,11 +8,11 @@
 namespace fdm::cpu {
 namespace {
 
-// What gathering one key costs a tile, in rows' worth of arithmetic: converting, copying and transposing its K and V
-// against two multiply-adds for each row. It weighs small tiles (few columns that only some rows keep) against large.
+// The cost of gathering one key for a tile, in rows of arithmetic: converting, copying and transposing its K and V,
+// relative to two multiply-adds per row. It weighs small tiles (few partial columns) against large ones.
 constexpr int64_t kGatherCostInRows = 16;
 
-// What a key of a list takes, in multiply-adds: about 5 ns.
+// The cost of a list key in multiply-adds: about 5 ns.
 constexpr double kWorkOfKey = 200.0;
 constexpr int64_t kTileRowChoices[] = {64, 32, 16, 8};
 constexpr int kBlocksTried = 4;
@@ -21,7 +21,7 @@ int64_t list_count(const fdm_problem &p) { return list_tensor(p).shape[0] * list
 
 int64_t heads_per_list(const fdm_problem &p) { return lists_per_query_head(p) ? 1 : group_size(p); }
 
-// The tile size for which sum over tiles of columns * (gather + rows) is least. columns[c]: for the c-th choice.
+// The tile size with the least sum over tiles of columns * (gather + rows). columns[c] is for the c-th choice.
 int cheapest(const fdm_problem &p, const int64_t *columns, const bool *allowed) {
   int best = kBlocksTried - 1; // 8 rows always fit
   double best_cost = 0;
@@ -41,7 +41,7 @@ struct Interval {
   int64_t start, end;
 };
 
-// The rows that keep key j of a sequence, the causal limit included.
+// The rows that keep key j of a sequence, including the causal limit.
 Interval kept_rows(const fdm_problem &p, const Sequence &s, int64_t list_head, int64_t list_batch, int64_t j) {
   Interval rows{0, s.q_count};
   if (present(p.start)) {
@@ -118,7 +118,7 @@ void make_interval_plan(const fdm_problem &p, void *plan, void *workspace) {
 
 // --- row plans --------------------------------------------------------------------------------------------------
 
-// Sets any[j] and all[j] if any or all rows [first, first + rows) of the mask keep key j, the causal limit included.
+// Sets any[j] and all[j] if any or all rows [first, first + rows) of the mask keep key j, including the causal limit.
 void reduce_rows(const fdm_problem &p, const Matrix &mask, const Sequence &s, int64_t first, int64_t rows, uint8_t *any,
                  uint8_t *all) {
   std::memset(any, 0, size_t(s.k_count));
@@ -175,10 +175,10 @@ Matrix list_matrix(const fdm_problem &p, int64_t list, const Sequence &s) {
   return {static_cast<const uint8_t *>(p.mask.data) + offset, p.mask.stride[2], col};
 }
 
-// Bytes for one flag of each key; not 0 without keys, since memset wants an address for nothing too.
+// Bytes for one flag per key; not 0 without keys, because memset requires an address even for 0 bytes.
 int64_t key_flag_bytes(const fdm_problem &p) { return round_up(max64(1, p.keys), 64); }
 
-// Counts columns on a few blocks of 64 rows spread over the problem, and picks the tile size by them.
+// Counts columns in a few blocks of 64 rows spread over the problem, and chooses the tile size from the counts.
 int64_t choose_row_tile(const fdm_problem &p, void *workspace) {
   bool allowed[kBlocksTried];
   for (int c = 0; c < kBlocksTried; ++c) {
@@ -207,7 +207,7 @@ int64_t choose_row_tile(const fdm_problem &p, void *workspace) {
 
 void make_row_plan(const fdm_problem &p, void *plan, void *workspace) {
   const int64_t lists = list_count(p), sequences = list_sequences(p);
-  const bool empty = p.batch == 0; // the mask may have rows even so
+  const bool empty = p.batch == 0; // the mask may have rows nevertheless
   const int64_t rows = lists && p.keys && !empty ? choose_row_tile(p, workspace) : kMinTileRows;
   static_cast<PlanHeader *>(plan)->tile_rows = rows;
   const int64_t tiles = ceil_div(p.queries, rows);
@@ -230,10 +230,10 @@ fdm_plan_layout plan_layout(fdm_mask_kind kind) {
   switch (kind) {
   case FDM_MASK_KEYS:
   case FDM_MASK_INTERVALS:
-    // 12 bytes and two summaries of 4 bytes for each 64 keys, rounded up to 64.
+    // 12 bytes per key and two summaries of 4 bytes per 64 keys, rounded up to 64.
     return {sizeof(PlanHeader), 128, 13, 0, 0, kMinTileRows, 0};
   case FDM_MASK_ROWS:
-    // Tiles of 8 rows: an index and a word of one byte for each key; counts, and rounding up to 64 bytes.
+    // Tiles of 8 rows: an index and a one-byte word per key; counts, and rounding up to 64 bytes.
     return {sizeof(PlanHeader), 0, 0, 128, 5, kMinTileRows, INT64_MAX};
   default:
     return {0, 0, 0, 0, 0, kMinTileRows, 0};

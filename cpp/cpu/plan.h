@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The plans of the cpu pack: their layout in memory, and how they are made.
+// The plans of the cpu pack: their memory layout and construction.
 //
-// Masks that are the same for every query, and intervals, become interval plans: of each list only the keys that some
-// query keeps, each with its first and past-the-last row (the causal limit included). A boolean mask per query becomes
-// a row plan: of each tile the kept columns, and of the partial ones a word with a bit for each row; the mask is read
-// once, for all heads that share it and for the backward pass.
+// Per-key masks and intervals become interval plans: each list holds only the keys that some query keeps, each with
+// its first and past-the-last row (including the causal limit). A per-query boolean mask becomes a row plan: for each
+// tile the kept columns, and for each partial column a word with a bit for each row. The mask is read once, for all
+// heads that share it and for the backward pass.
 #pragma once
 
 #include <climits>
@@ -19,11 +19,11 @@ struct PlanHeader {
   int64_t reserved[7];
 };
 
-// One summary for each kEntryBlock entries lets a tile skip keys that start after it or ended before it.
+// One summary for each kEntryBlock entries lets a tile skip keys whose rows start after it or end before it.
 constexpr int64_t kEntryBlock = 64;
 
-// One list of an interval plan. The entries of a sequence lie at positions k_begin ... of the arrays, in the order of
-// the keys; unused positions behind them have start INT_MAX and end 0, so that no tile meets them.
+// One list of an interval plan. The entries of a sequence are at positions k_begin ... of the arrays, in key order.
+// Unused positions after them have start INT_MAX and end 0, so that no tile keeps them.
 struct IntervalList {
   int32_t *index, *start, *end; // of K entries
   int32_t *block_min_start, *block_max_end;
@@ -40,12 +40,13 @@ struct IntervalList {
 
 // One tile of a row plan. The word of a column has rows / 8 bytes.
 struct RowTile {
-  int32_t *counts; // columns, full columns
+  int32_t *counts; // number of columns, and of full columns
   int32_t *index;  // K entries
-  uint8_t *words;  // K entries, of which the partial columns' are used
+  uint8_t *words;  // room for K entries; only those of partial columns are used
 
   static int64_t bytes(int64_t keys, int64_t rows) { return round_up(2 * 4 + 4 * keys + 8 + keys * rows / 8, 64); }
-  // Tiles of sequence s number from q_begin / rows + its index in the batch: never two of one number, without a scan.
+  // Tiles of sequence s are numbered from q_begin / rows + its index in the batch: the numbers are unique without a
+  // scan.
   static RowTile in_plan(void *plan, const fdm_problem &p, int64_t list, const Sequence &s, int64_t sequence_index,
                          int64_t tile, int64_t rows) {
     const int64_t tiles = total_rows(p) / rows + list_sequences(p);

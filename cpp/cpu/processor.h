@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Which instructions this processor has and the system lets programs use.
+// The instruction sets that this processor has and the system enables.
 #pragma once
 
 #if defined(__x86_64__)
@@ -7,7 +7,7 @@ namespace fdm::cpu {
 
 // AVX2, FMA and BMI2.
 bool has_avx2();
-// These and AVX-512 F, BW, VL and DQ.
+// The above and AVX-512 F, BW, VL and DQ.
 bool has_avx512();
 
 } // namespace fdm::cpu

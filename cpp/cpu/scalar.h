@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Single values of the dtypes a tensor may have, read and written as float32.
+// Single values of the tensor dtypes, read and written as float32.
 //
 // `static inline` for the reason given in ../indexing.h.
 #pragma once
@@ -41,8 +41,8 @@ struct BFloat16 {
 
 struct Float16 {
   using Storage = uint16_t;
-  // Moves exponent and mantissa into place and scales by 2^112, the difference of the exponent biases; that is exact
-  // for subnormal numbers too. Infinities and NaN need their exponent bits set apart.
+  // Moves exponent and mantissa into place and scales by 2^112, the difference of the exponent biases. This is exact
+  // for subnormal numbers too. Infinities and NaN need separate exponent bits.
   static inline float load(uint16_t x) {
     const uint32_t magnitude = uint32_t(x & 0x7fffu) << 13, sign = uint32_t(x & 0x8000u) << 16;
     const float scaled = bits_to_float(magnitude) * 0x1p112f;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What a thread needs to work on a tile, carved out of the caller's workspace.
+// The buffers of a thread for a tile, carved out of the caller's workspace.
 //
 // `static inline` for the reason given in ../indexing.h.
 #pragma once
@@ -8,19 +8,19 @@
 
 namespace fdm::cpu {
 
-// Whether each of the query heads that share a KV head has rows of a bias of its own.
+// Whether the tensor has a head for each query head although query heads share KV heads.
 static inline bool is_per_query_head(const fdm_problem &p, const fdm_tensor &t) {
   return present(t) && t.shape[1] == p.heads && p.heads != p.kv_heads;
 }
-// How many rows of bias a task holds: its own head's, or one that all heads share; one query's, or one for all.
+// Bias heads of a task: one for each head, or one that all heads share.
 static inline int64_t bias_heads(const fdm_problem &p, int64_t heads) {
   return is_per_query_head(p, p.bias) ? heads : 1;
 }
-// The same of what is added to scores: the bias and that of what is listed.
+// The same for the sum of bias and index_bias.
 static inline int64_t added_heads(const fdm_problem &p, int64_t heads) {
   return is_per_query_head(p, p.bias) || is_per_query_head(p, p.index_bias) ? heads : 1;
 }
-// A bias per query, or absent.
+// The per-query bias or index_bias, or absent.
 static inline const fdm_tensor &row_bias(const fdm_problem &p) {
   static const fdm_tensor absent{};
   if (lists_keys(p)) return p.index_bias;
@@ -34,15 +34,15 @@ static inline int64_t bias_rows(const fdm_problem &p, int64_t rows) {
 }
 static inline int64_t heads_per_task(const fdm_problem &p) { return lists_per_query_head(p) ? 1 : group_size(p); }
 
-// An upper bound of the multiply-adds of a forward pass with tiles of so many rows: it counts every key as kept.
-// Gathering and transposing a key counts as 20 multiply-adds for each of its elements.
+// An upper bound of the multiply-adds of a forward pass with tiles of `tile_rows` rows: it counts every key as kept.
+// Gathering and transposing a key counts as 20 multiply-adds per element.
 static inline double forward_work(const fdm_problem &p, int64_t tile_rows) {
   const double tiles = double(lists_keys(p) ? p.queries : ceil_div(p.queries, tile_rows));
   const double of_key = double(p.head_dim) * (2.0 * double(group_size(p) * p.queries) + 20.0 * tiles);
   return double(p.batch) * double(p.kv_heads) * double(most_columns(p)) * of_key;
 }
 
-// Floats of each matrix that the backward pass saves of its first look at a tile.
+// Floats of each matrix that the backward pass saves from its first pass over a tile.
 constexpr int64_t kSavedFloats = int64_t(1) << 20;
 
 struct TileBuffers {
@@ -53,14 +53,14 @@ struct TileBuffers {
   float *keys, *keys_t, *values, *values_t;
   float *dk, *dv;
   float *bias;
-  double *references; // for each head of the bias; see Tile
+  double *references; // one for each bias head; see Tile
   double *dbias;
   float *scores, *dscores, *tanh;
-  // There is one of these for each block of columns that is saved, and one for the others, of which one is current; see
-  // Block.
+  // One entry for each saved block of columns, and one that the unsaved blocks share; see Block.
   int32_t *index;
   uint8_t *dropped, *mixed;
-  // The backward pass has vectors of partial sums for each row, and heads x rows for each block that is saved.
+  // Backward: row_sums and row_moments hold vectors of partial sums for each row; the saved matrices have heads x
+  // rows for each saved block.
   float *row_sums, *row_moments;
   int64_t saved_blocks;
   float *saved_p, *saved_dp, *saved_tanh;

@@ -12,7 +12,7 @@
 namespace fdm::cpu {
 namespace {
 
-// What a key of a row takes, in multiply-adds: 12 ns, as seen for 8192 keys.
+// The cost of a key of a row in multiply-adds: 12 ns, measured for 8192 keys.
 constexpr double kWorkOfKey = 500.0;
 
 struct Candidate {
@@ -20,17 +20,17 @@ struct Candidate {
   int32_t key;
 };
 
-// The order of selection: larger bias first, and of equal ones the lower key.
+// The order of selection: larger bias first, then lower key.
 bool selected_before(const Candidate &a, const Candidate &b) {
   return a.bias > b.bias || (a.bias == b.bias && a.key < b.key);
 }
 
-// A sequence and a head of the attention problem: what the rows of a result read and see.
+// A sequence and a head of the attention problem for the rows of a result.
 struct Row : Sequence {
   int64_t head;
 };
 
-// Element (i, j) of a bias or mask, rows and keys counted from the sequence's first.
+// The offset of element (i, j) of a bias or mask; i and j count from the start of the sequence.
 int64_t element(const fdm_selection &s, const fdm_tensor &t, const Row &r, int64_t i, int64_t j) {
   const int64_t head = t.shape[1] == 1 ? 0 : (t.shape[1] == s.heads ? r.head : r.head / (s.heads / s.kv_heads));
   int64_t offset = (t.shape[0] == 1 ? 0 : r.batch) * t.stride[0] + head * t.stride[1];
@@ -44,7 +44,7 @@ bool mask_keeps(const fdm_selection &s, const Row &r, int64_t i, int64_t j) {
   return !present(s.mask) || static_cast<const uint8_t *>(s.mask.data)[element(s, s.mask, r, i, j)];
 }
 
-// The candidate of key j in row i, which the mask keeps; false where the bias excludes it.
+// The candidate of key j in row i, which the mask keeps; false if the bias excludes it.
 bool candidate(const fdm_selection &s, const Row &r, int64_t i, int64_t j, Candidate *out) {
   out->bias = load_scalar(s.bias.data, s.bias.dtype, element(s, s.bias, r, i, j));
   out->key = int32_t(j);
@@ -55,9 +55,9 @@ int64_t last_visible(const fdm_selection &s, const Row &r, int64_t i) {
   return (s.flags & FDM_CAUSAL) ? min64(r.k_count, i + r.causal_off + 1) : r.k_count;
 }
 
-// As query i grows, key i + K - Q becomes visible and the window drops its last member: so one pass over the keys with
-// a heap gives each key the one run of queries that select it, which ends keep_last seen keys later. `seen` has room
-// for the row's keys.
+// When query i advances, key i + K - Q becomes visible and the window drops its last member. So one pass over the
+// keys with a heap gives each key the one run of queries that select it. The run ends keep_last seen keys after the
+// key that drives it out of the heap, or after the key itself if it never enters. `seen` has room for the row's keys.
 void select_intervals(const fdm_selection &s, const Row &r, Candidate *heap, int32_t *seen, int32_t *start,
                       int32_t *end, int64_t start_stride, int64_t end_stride) {
   int64_t seen_count = 0;
@@ -69,7 +69,7 @@ void select_intervals(const fdm_selection &s, const Row &r, Candidate *heap, int
     start[key * start_stride] = selected ? int32_t(row_of(key)) : 0;
     end[key * end_stride] = selected ? int32_t(past_row) : 0;
   };
-  int64_t held = 0, before = 0; // keys in the heap, and seen keys before key j
+  int64_t held = 0, before = 0; // keys in the heap; seen keys before key j
   for (int64_t j = 0; j < r.k_count; ++j) {
     Candidate c;
     const bool is_seen = before < seen_count && seen[before] == j;
@@ -105,7 +105,7 @@ void select_row(const fdm_selection &s, const Row &r, int64_t i, Candidate *cand
   for (int64_t j = 0; j < columns; ++j) keep[j * stride] = 0;
   int64_t count = 0, number = 0;
   const int64_t visible = last_visible(s, r, i);
-  int64_t first_of_last = visible; // the last keys that are seen begin here
+  int64_t first_of_last = visible; // the last keep_last seen keys begin here
   for (int64_t last = s.keep_last; last > 0 && first_of_last > 0;) last -= mask_keeps(s, r, i, --first_of_last);
   for (int64_t j = 0; j < visible; ++j) {
     if (!mask_keeps(s, r, i, j)) continue;
@@ -123,7 +123,7 @@ void select_row(const fdm_selection &s, const Row &r, int64_t i, Candidate *cand
   for (int64_t n = 0; n < count; ++n) keep[candidates[n].key * stride] = 1;
 }
 
-// All keys can be candidates of a keep row, and be seen, so there is room for all.
+// All keys of a keep row can be candidates and be seen.
 int64_t candidate_bytes(const fdm_selection &s) { return round_up(max64(1, s.keys) * int64_t(sizeof(Candidate)), 64); }
 int64_t seen_bytes(const fdm_selection &s) { return round_up(max64(1, s.keys) * int64_t(sizeof(int32_t)), 64); }
 

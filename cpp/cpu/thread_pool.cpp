@@ -19,8 +19,8 @@ struct Job {
   int64_t tasks;
   std::atomic<int64_t> next{0};
   int wanted;      // helpers that may still join; guarded by the pool's mutex
-  int joined = 0;  // helpers that ever joined, which numbers them; guarded
-  int running = 0; // helpers inside; guarded
+  int joined = 0;  // number of helpers that have joined, for their numbering; guarded
+  int running = 0; // helpers at work; guarded
   Job *link = nullptr;
 
   Job(TaskFunction f, void *c, int64_t n, int helpers) : function(f), context(c), tasks(n), wanted(helpers) {}
@@ -96,14 +96,14 @@ private:
   int threads_ = 0;
 };
 
-// Never destroyed: detached threads may still wait on it when the process ends. After a fork the child has none of the
-// threads, and the mutex may be held by one of them, so it starts with a new pool.
+// Never destroyed: detached threads may still wait on it when the process ends. After a fork the child has none of
+// the threads, and one of them may hold the mutex, so the child starts with a new pool.
 std::atomic<Pool *> current{nullptr};
 
 Pool &pool() {
   Pool *found = current.load(std::memory_order_acquire);
   if (found) return *found;
-#if !defined(_WIN32) // which has no fork
+#if !defined(_WIN32) // Windows has no fork
   static const int registered = pthread_atfork(nullptr, nullptr, [] { current.store(nullptr); });
   (void)registered;
 #endif

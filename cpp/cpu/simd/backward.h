@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Backward pass of one tile: dq of its rows, and what it adds to dk, dv and dbias of its columns.
+// Backward pass of one tile: dQ of its rows, and its contributions to dK, dV and dbias of its columns.
 //
 // With dP = dO V', delta_i = sum_j P_ij dP_ij - dlse_i / sum_j P_ij and dS = P (dP - delta), dV = P' dO, dbias = dS,
 // and dQ = dS' K, dK = dS'' Q with dS' = scale dS (1 - tanh^2). The P of a row sum to 1 unless it has a sink.
@@ -10,7 +10,7 @@
 namespace fdm::cpu::FDM_SIMD_NAMESPACE {
 namespace {
 
-// Sums dS over the rows that share a bias: of a tile in float32, by four rows, of tiles in float64.
+// Sums dS over the rows that share a bias: in float32 within a tile, in four partial sums, and in float64 over tiles.
 void add_bias_gradients(const Tile &tile, int64_t head, int64_t heads) {
   constexpr int64_t kSums = 4;
   const int64_t rows = tile.task.rows;
@@ -26,7 +26,7 @@ void add_bias_gradients(const Tile &tile, int64_t head, int64_t heads) {
   }
 }
 
-// Adds dS to the gradient of a bias per query, or of what each query lists, for heads from `head` on.
+// Adds dS to the gradient of a per-query bias or of index_bias, for heads from `head` on.
 void add_row_bias(const Tile &tile, int64_t head, int64_t heads, const KeyGradients &sums) {
   const Block &block = tile.block;
   const int64_t rows = tile.task.rows;
@@ -45,7 +45,7 @@ void add_row_bias(const Tile &tile, int64_t head, int64_t heads, const KeyGradie
     }
 }
 
-// Turns gradients of biased scores into gradients of the products, but for the scale.
+// Converts gradients of biased scores to gradients of the products, without the scale.
 void undo_cap(const Tile &tile, int64_t heads, const float *tanh) {
   if (tile.p.softcap <= 0) return;
   for (int64_t r = 0; r < heads * tile.task.rows; ++r) {
@@ -75,8 +75,8 @@ void scatter_key_gradients(const Tile &tile, const KeyGradients &sums) {
       if (tile.block.index[c] >= 0) sums.dbias[g * tile.p.keys + tile.block.index[c]] += b.dbias[g * kBlockKeys + c];
 }
 
-// The products of weights with rows of q or dout, of heads from `head` on: added to the gradients of keys at once, or
-// to those of the block, which scatter_key_gradients adds to them.
+// Multiplies weights with rows of q or dout, for heads from `head` on. Adds the products directly to the gradients of
+// keys, or to those of the block, which scatter_key_gradients adds later.
 void add_key_products(const Tile &tile, int64_t head, int64_t heads, const float *weights, const float *x,
                       float *block_sums, float *sums) {
   const Block &block = tile.block;
@@ -122,7 +122,7 @@ void backward_rows(Tile &tile, const fdm_backward_args &args, const KeyGradients
                 p.head_dim, dq + (g * task.rows + i) * tile.dim);
 }
 
-// Calls body(sums) for each tile of a task, with its rows of the gradient of a bias.
+// Calls body(sums) for each tile of a task, with the tile's rows of the bias gradient.
 template <class Body>
 void for_each_with_sums(Tile &tile, const fdm_backward_args &args, KeyGradients sums, const Body &body) {
   tile.for_each({&tile.p.q, &args.out, &args.dout}, [&] {

@@ -7,13 +7,13 @@
 namespace fdm::cpu::FDM_SIMD_NAMESPACE {
 namespace {
 
-// Turns a row of scores into exp(score - maximum), and updates the row's running maximum and sum. Returns the factor by
-// which what was summed before must be scaled.
+// Replaces a row of scores by exp(score - maximum), and updates the row's running maximum and sum. Returns the factor
+// that rescales earlier sums.
 inline float softmax_row(float *scores, int64_t count, float &row_max, float &row_sum) {
   vfloat largest = splat(row_max);
   for (int64_t c = 0; c < count; c += kLanes) largest = maximum(load(scores + c), largest);
   const float new_max = horizontal_max(largest);
-  // A row that has kept nothing so far: subtracting 0 keeps exp(-inf) = 0.
+  // A row without kept keys so far: subtracting 0 keeps exp(-inf) = 0.
   const float shift = new_max == -kInfinity ? 0.0f : new_max;
   vfloat sum{};
   for (int64_t c = 0; c < count; c += kLanes) {
@@ -27,7 +27,7 @@ inline float softmax_row(float *scores, int64_t count, float &row_max, float &ro
   return factor;
 }
 
-// What the sink of head g of a tile adds to a sum of exponentials relative to `row_max`.
+// The term of the sink of head g of a tile in a sum of exponentials relative to `row_max`.
 inline float sink_weight(const Tile &tile, int64_t g, float row_max) {
   const fdm_tensor &sink = tile.p.sink;
   if (!present(sink)) return 0.0f;
@@ -63,7 +63,7 @@ void write_rows(const Tile &tile, const fdm_forward_args &args) {
       float *out = tile.buffers.out + r * tile.dim;
       const float sum = tile.buffers.row_sum[r];
       if (sum == 0.0f) {
-        zero(out, tile.dim); // a value that other rows keep and that is not finite has made NaN of zeros
+        zero(out, tile.dim); // a non-finite value that other rows keep turns the zero weights of this row into NaN
       } else {
         const float inverse = 1.0f / (sum + sink_weight(tile, g, tile.buffers.row_max[r]));
         for (int64_t d = 0; d < tile.dim; ++d) out[d] *= inverse;

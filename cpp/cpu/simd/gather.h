@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Rows of tensors brought into dense float32 buffers, and back.
+// Copies of tensor rows to contiguous float32 buffers and back.
 #pragma once
 
 #include <utility>
@@ -64,7 +64,7 @@ inline void load_padded_row(const fdm_tensor &t, int64_t offset, int64_t dim, in
   zero(out + dim, padded - dim);
 }
 
-// The offset of key j of a sequence in k or v, through the block table where there is one.
+// The offset of key j of a sequence in k or v, through the block table if present.
 inline int64_t key_offset(const fdm_problem &p, const fdm_tensor &t, const Sequence &s, int64_t sequence_index,
                           int64_t j, int64_t kv_head) {
   const fdm_tensor &table = p.block_table;
@@ -95,8 +95,8 @@ inline void load_rows(const fdm_tensor &t, int64_t offset, int64_t count, int64_
     load_elements(t.data, t.dtype, offset + i * t.stride[1], t.stride[3], dim, rows + i * dim);
 }
 
-// Lanes of a pair (a, b) of rows whose off-diagonal Half x Half blocks are swapped: the first row of the result takes
-// b's first halves for its second ones, the second row a's second halves for its first ones.
+// Swaps the off-diagonal Half x Half blocks of a pair (a, b) of rows: the second halves of a become the first halves
+// of b, and the first halves of b the second halves of a.
 template <int Half, int... Lane> inline void swap_halves(vfloat &a, vfloat &b, std::integer_sequence<int, Lane...>) {
   const vfloat first = __builtin_shufflevector(a, b, (Lane & Half ? kLanes + Lane - Half : Lane)...);
   b = __builtin_shufflevector(a, b, (Lane & Half ? kLanes + Lane : Lane + Half)...);

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The one matrix product of the pack: C (+)= A B, for operands that fit a cache.
+// The only matrix product of the pack: C (+)= A B, for operands that fit a cache.
 //
-// A is read element by element with any two strides, so that it also serves as its transpose; B and C have contiguous
-// rows, whose length N is a multiple of kLanes. All five products of attention's forward and backward pass have this
-// form once K and V of a block are at hand in both orders.
+// A is read element by element with arbitrary strides, so it may be a transpose. B and C have contiguous rows, whose
+// length N is a multiple of kLanes. All five products of the attention passes have this form, given K and V of a
+// block in both layouts.
 #pragma once
 
 #include "vec.h"
@@ -11,7 +11,7 @@
 namespace fdm::cpu::FDM_SIMD_NAMESPACE {
 namespace {
 
-// Rows and vectors of C held in registers: 24 of AVX-512's and NEON's 32 registers, 12 of the 16 that others have.
+// Rows and vectors of C in registers: 24 of the 32 registers of AVX-512 and NEON, 12 of the 16 registers of others.
 constexpr int kRegisterRows = 6;
 #if FDM_SIMD_BYTES == 64 || defined(__aarch64__)
 constexpr int kRegisterVectors = 4;
@@ -60,8 +60,8 @@ void product_rows(int64_t vectors, int64_t depth, const Operand &a, const float 
   for (; v < vectors; ++v) product_block<Rows, 1>(depth, a, b + v * kLanes, b_row, c + v * kLanes, c_row, add);
 }
 
-// The products of an element that are summed one after the other. The rounding of a running sum grows with its length;
-// sums of parts that are added up have about half the error at a head dimension of 256.
+// The number of products of an element that are summed sequentially. The rounding error of a running sum grows with
+// its length; sums of parts have about half the error at a head dimension of 256.
 constexpr int64_t kDepthBlock = 64;
 
 void product_part(int64_t rows, int64_t columns, int64_t depth, Operand a, const float *b, int64_t b_row, float *c,

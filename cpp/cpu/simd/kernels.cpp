@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Compiled once for each SIMD level: FDM_SIMD_NAMESPACE names it, FDM_SIMD_BYTES is its vector's size.
+// Compiled once for each SIMD level: FDM_SIMD_NAMESPACE is its namespace, FDM_SIMD_BYTES its vector size.
 #include "backward.h"
 #include "key_mass.h"
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The attention that the rows of a tile give to each key.
+// The probabilities that the rows of a tile give to each key.
 #pragma once
 
 #include "looks.h"
@@ -7,8 +7,8 @@
 namespace fdm::cpu::FDM_SIMD_NAMESPACE {
 namespace {
 
-// What a row's exponentials are multiplied with, in row_sum. Relative to lse they sum to 1, and so to the row's maximum
-// and sum where load_shifts has found these.
+// Sets row_sum to the factor of a row's exponentials. Relative to lse they sum to 1. If load_shifts has recomputed
+// the row's maximum and sum, those determine the factor.
 void load_factors(Tile &tile, const fdm_tensor &lse) {
   const TileBuffers &b = tile.buffers;
   for (int64_t r = 0; r < tile.row_count(); ++r) b.row_sum[r] = 1.0f;
@@ -16,19 +16,19 @@ void load_factors(Tile &tile, const fdm_tensor &lse) {
   for (int64_t g = 0; g < tile.task.heads; ++g)
     for (int64_t r = g * tile.task.rows; r < (g + 1) * tile.task.rows; ++r) {
       const bool empty = b.row_max[r] == kInfinity;
-      if (empty) zero(b.q + r * tile.dim, tile.dim); // whatever it holds
+      if (empty) zero(b.q + r * tile.dim, tile.dim); // whatever its contents
       b.row_sum[r] = empty ? 0.0f : 1.0f / (b.row_sum[r] + sink_weight(tile, g, b.row_max[r]));
     }
 }
 
-// Turns scores of a head into probabilities, and adds them to the sums of their keys.
+// Converts scores of a head to probabilities, and adds them to the sums of their keys.
 void add_probabilities(const Tile &tile, int64_t head, const float *scores, float *mass) {
-  constexpr int kVectors = 4, kStep = kVectors * kLanes; // that are under way together
+  constexpr int kVectors = 4, kStep = kVectors * kLanes; // that overlap
   static_assert(kBlockKeys % kStep == 0);
   const float *const shifts = tile.buffers.row_max + head * tile.task.rows;
   const float *const factors = tile.buffers.row_sum + head * tile.task.rows;
   const Block &block = tile.block;
-  float sums[kBlockKeys]; // those from block.padded on are of nothing
+  float sums[kBlockKeys]; // entries from block.padded on are unused
   for (int64_t c = 0; c < block.padded; c += kStep) {
     vfloat sum[kVectors] = {};
     for (int64_t i = 0; i < tile.task.rows; ++i) {

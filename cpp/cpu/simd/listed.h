@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Products of a few query heads with the keys that they list, each of which is read where it lies: those heads do not
-// make up for what it takes to transpose a key block.
+// Products of a few query heads with their listed keys. Each key row is read in place: few heads do not make up for
+// transposing a key block.
 #pragma once
 
 #include "gather.h"
@@ -8,16 +8,16 @@
 namespace fdm::cpu::FDM_SIMD_NAMESPACE {
 namespace {
 
-// From so many heads that share a list on, transposed keys are faster.
+// With at least this many heads per list, transposed keys are faster.
 constexpr int64_t kHeadsOfCopy = 6;
 
-// The longest row, of zeros: what is no key.
+// The longest row, of zeros, in place of an invalid key.
 alignas(64) constexpr float kZeroRow[256] = {};
 
-// A block of rows of K or V, each of padded_head_dim floats, with zeros behind the last one up to whole vectors.
+// A block of rows of K or V, each of padded_head_dim floats, followed by zero rows up to whole vectors.
 using RowPointers = const float *[kBlockKeys];
 
-// Rows are read in the tensor, or in `copies` where they would have to be converted or padded.
+// Points to rows in the tensor, or in `copies` if they need conversion or padding.
 inline void find_rows(const fdm_problem &p, const fdm_tensor &t, const TileTask &task, const int32_t *index,
                       int64_t count, float *copies, RowPointers &rows) {
   const int64_t dim = padded_head_dim(p), kv_head = task.head / group_size(p);
@@ -36,7 +36,7 @@ inline void find_rows(const fdm_problem &p, const fdm_tensor &t, const TileTask 
   for (int64_t c = count; c < round_up(count, kLanes); ++c) rows[c] = kZeroRow;
 }
 
-// Leaves in rows[0] the sum of each row's lanes, as transpose_blocks finds its way.
+// Leaves the sum of each row's lanes in rows[0], with the exchange pattern of transpose_blocks.
 template <int Half> inline void sum_lanes(vfloat (&rows)[kLanes]) {
   if constexpr (Half > 0) {
 #pragma GCC unroll 8
@@ -48,10 +48,10 @@ template <int Half> inline void sum_lanes(vfloat (&rows)[kLanes]) {
   }
 }
 
-// out[c] = x . row c, up to whole vectors. By itself it has enough registers for pointers.
+// out[c] = x . row c, up to whole vectors. Not inlined, so that it has enough registers for pointers.
 __attribute__((noinline)) void dot_rows(int64_t count, int64_t dim, const float *x, const RowPointers &rows,
                                         float *out) {
-  constexpr int kRowsAtOnce = kLanes < 8 ? kLanes : 8; // row pointers that registers hold
+  constexpr int kRowsAtOnce = kLanes < 8 ? kLanes : 8; // row pointers that fit registers
   for (int64_t first = 0; first < count; first += kLanes) {
     vfloat sums[kLanes];
 #pragma GCC unroll 4
@@ -110,7 +110,7 @@ inline void add_vectors_to_keys(int64_t count, int64_t dim, const float *weights
   }
 }
 
-// sums[index[c]] += sum_h weights[h][c] x[h], for each column c that is a key
+// sums[index[c]] += sum_h weights[h][c] x[h], for each valid key of column c
 inline void add_to_keys(int64_t heads, int64_t count, int64_t dim, const float *weights, const float *x,
                         const int32_t *index, float *sums) {
   for (int64_t h = 0; h < heads; ++h, weights += kBlockKeys, x += dim) {

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The two looks of the backward pass at the P and dP of a tile.
+// The two passes of the backward kernel over P and dP of a tile.
 //
-// A row of dS sums to dlse_i. Where one key has nearly all of the row's weight its dS is what is left of a difference
-// of nearly equal numbers, and where dS is summed over keys, as for a parameter that shifts all biases, so is the sum.
-// So the tile is looked at twice: first for the sums of P and of P dP over the row, then with a delta that is of the
-// very same P and dP, whose rounding then cancels as it does for the formula. The P of lse and the delta of O, which
-// other kernels take, have rounding of their own. P and dP are saved in between, as far as there is room.
+// A row of dS sums to dlse_i. If one key has nearly all weight of a row, its dS is a difference of nearly equal
+// numbers. Sums of dS over keys, as for a parameter that shifts all biases, have the same problem. Therefore the
+// kernel visits the tile twice. The first pass computes the sums of P and of P dP over each row. The second pass uses
+// a delta from the very same P and dP, so that their rounding errors cancel as in exact arithmetic. P from lse and
+// delta from O, which other kernels use, have separate rounding errors. P and dP are saved between the passes as far
+// as there is room.
 #pragma once
 
 #include "forward.h"
@@ -13,11 +14,11 @@
 namespace fdm::cpu::FDM_SIMD_NAMESPACE {
 namespace {
 
-// The first look takes exponentials relative to lse, whose rounding drops out, unless it is so large that they might
-// overflow: biases that stand for "masked" bring whole rows to -1e9 and beyond. There it takes the maximum.
+// The first pass computes exponentials relative to lse, whose rounding cancels. If lse is so large that they might
+// overflow, it uses the maximum: biases that stand for "masked" bring whole rows to -1e9 and beyond.
 constexpr float kCoarseLse = 256.0f;
 
-// row_max such that P = exp(score - row_max) / sum; +inf for empty rows, whose P is exp(-inf) = 0.
+// Sets row_max such that P = exp(score - row_max) / sum; +inf for empty rows, whose P is exp(-inf) = 0.
 void load_shifts(Tile &tile, const fdm_tensor &row_lse) {
   const TileTask &task = tile.task;
   const TileBuffers &b = tile.buffers;
@@ -44,8 +45,8 @@ void load_shifts(Tile &tile, const fdm_tensor &row_lse) {
     if (b.row_sum[r] == 0.0f) b.row_max[r] = kInfinity;
 }
 
-// Q and dO, and in row_delta about what the first look will find: dO . O. `out` serves as the buffer of O; it becomes
-// dq later. Empty rows have no gradient, whatever they hold and whatever comes in.
+// Loads Q and dO, and sets row_delta to dO . O, an estimate of the result of the first pass. `out` holds O; it
+// becomes dQ later. Empty rows have no gradient, whatever their contents and dO.
 void prepare(Tile &tile, const fdm_backward_args &args) {
   const TileBuffers &b = tile.buffers;
   tile.load_rows(tile.p.q, b.q);
@@ -73,12 +74,12 @@ void load_value_block(Tile &tile) {
   if (!tile.reads_rows) transpose(b.values, tile.block.padded, tile.dim, b.values_t, kBlockKeys);
 }
 
-// Matrices of one block for the rows of some heads.
+// The matrices of one block for the rows of some heads.
 struct ScoreBlock {
   float *p, *dp, *tanh;
 };
 
-// The place where the first look leaves a block: saved, or in the buffers that the next one overwrites.
+// The location of the first pass's results for a block: saved, or in the buffers that the next block overwrites.
 ScoreBlock score_block(const Tile &tile, int64_t number, int64_t head) {
   const TileBuffers &b = tile.buffers;
   if (number >= b.saved_blocks) return {b.scores, b.dscores, b.tanh};
@@ -86,11 +87,11 @@ ScoreBlock score_block(const Tile &tile, int64_t number, int64_t head) {
   return {b.saved_p + offset, b.saved_dp + offset, tile.p.softcap > 0 ? b.saved_tanh + offset : nullptr};
 }
 
-// P (dP - delta), but 0 where P is 0: a row that drops a key must not see its contents, such as NaN.
+// P (dP - delta), but 0 where P is 0: a row that drops a key must not see its values, such as NaN.
 inline vfloat score_gradient(vfloat p, vfloat dp, float delta) { return p == 0.0f ? p : p * (dp - delta); }
 
-// exp(score - row_max), and dP if it is needed. Adds them to the sums of their rows, of P and of P (dP - row_delta):
-// vectors of partial sums.
+// Computes exp(score - row_max), and dP if needed. Adds them to the partial-sum vectors of their rows, for P and for
+// P (dP - row_delta).
 void look_at_block(const Tile &tile, int64_t head, int64_t heads, const ScoreBlock &result, bool need_dp) {
   const TileBuffers &b = tile.buffers;
   const int64_t first = head * tile.task.rows, rows = heads * tile.task.rows;
@@ -113,21 +114,21 @@ void look_at_block(const Tile &tile, int64_t head, int64_t heads, const ScoreBlo
 }
 
 double exact_sum(const float *lanes) {
-  double sums[4] = {}; // that are under way together
+  double sums[4] = {}; // independent sums that overlap
   for (int i = 0; i < kLanes; ++i) sums[i % 4] += lanes[i];
   return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
-// The sink's part of a row's sum. Beyond kSinkWeightLimit times the rest of the sum it no longer counts exactly: P is
-// then nearly 0, but must not be, since P times the gradient of lse, which is without the sink, is divided by it again.
+// The part of the sink in a row's sum, capped at kSinkWeightLimit times the rest of the sum. Beyond that P is nearly
+// 0, but it must not be 0: P times dlse, which excludes the sink, is divided by it again.
 double row_sink_weight(const Tile &tile, int64_t g, double sum, float row_max) {
   constexpr double kSinkWeightLimit = 0x1p64;
   const double weight = sink_weight(tile, g, row_max), most = kSinkWeightLimit * sum;
   return weight > most ? most : weight;
 }
 
-// Looks at all blocks of a tile, then puts the sums of P in row_sum and delta in row_delta. Where dsink is not null,
-// adds the gradients of the sinks of the task's heads: a sink has P too, and a dP of 0.
+// Runs the first pass over all blocks of a tile, then sets row_sum to the sums of P and row_delta to delta. If dsink
+// is not null, adds the sink gradients of the task's heads: a sink has a P too, and its dP is 0.
 void first_look(Tile &tile, const fdm_backward_args &args, bool need_dp, double *dsink) {
   const TileTask &task = tile.task;
   const TileBuffers &b = tile.buffers;
@@ -157,9 +158,9 @@ void first_look(Tile &tile, const fdm_backward_args &args, bool need_dp, double 
     }
 }
 
-// Loads for the second look: K of a block, and V if what the first one found is not saved.
+// Loads for the second pass: K of a block, and V if the results of the first pass are not saved.
 void load_again(Tile &tile, int64_t number, bool need_dp) {
-  if (tile.block_count() == 1) return; // nothing was loaded since
+  if (tile.block_count() == 1) return; // the only block is still loaded
   if (number < tile.buffers.saved_blocks) {
     tile.open_block(number);
     tile.load_keys();
@@ -169,7 +170,7 @@ void load_again(Tile &tile, int64_t number, bool need_dp) {
   if (need_dp) load_value_block(tile);
 }
 
-// P in scores, dS in dscores; returns the tanh that belong to them.
+// Writes P to scores and dS to dscores; returns the tanh of the block.
 const float *look_again(const Tile &tile, int64_t number, int64_t head, int64_t heads, bool need_dp) {
   const TileBuffers &b = tile.buffers;
   const int64_t first = head * tile.task.rows;

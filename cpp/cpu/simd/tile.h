@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A tile of query rows and the scores of one block of its columns: what forward and backward have in common.
+// A tile of query rows and the scores of one block of its columns: the common part of forward and backward.
 #pragma once
 
 #include "../scratch.h"
@@ -12,16 +12,16 @@ namespace {
 
 constexpr float kInfinity = __builtin_inff();
 
-// At most kBlockKeys columns of a tile, brought together.
+// A gathered block of at most kBlockKeys columns of a tile.
 struct Block {
   int64_t count, padded;    // padded to whole vectors
   bool masked;              // true if a row drops one of the columns
   int32_t low[kBlockKeys];  // bit r: row r keeps the column, for rows 0 ... 31
   int32_t high[kBlockKeys]; // for rows 32 ... 63
-  int32_t *index;           // key, or -1 where the bias drops it from all rows of all heads: such keys are not read
-  const int32_t *place;     // of each column in the row's list, where rows list their keys
-  uint8_t *dropped;         // for each head of the biases: true if it drops the column from all rows
-  uint8_t *mixed;           // true if a head drops a column that another one keeps
+  int32_t *index;           // key, or -1 if the bias drops it from all rows of all heads: such keys are not read
+  const int32_t *place;     // list position of each column, if rows list their keys
+  uint8_t *dropped;         // for each bias head: true if it drops the column from all rows
+  uint8_t *mixed;           // true if a head drops a column that another head keeps
 };
 
 struct Tile {
@@ -31,7 +31,7 @@ struct Tile {
   TileBuffers buffers;
   TileColumns columns;
   int64_t dim;     // padded
-  bool reads_rows; // K and V of a block are key_rows and value_rows, not buffers
+  bool reads_rows; // K and V of a block are in key_rows and value_rows, not in buffers
   Block block;
   RowPointers key_rows, value_rows;
 
@@ -42,8 +42,9 @@ struct Tile {
     buffers = carve_tile_buffers(p, backward, scratch, &bytes);
   }
 
-  // Calls body() for the tiles of the task: itself, or each of its rows where they list their keys. Those have other
-  // columns each, and the rows of `next`, q for one, lie too far apart for a processor to guess which it will read.
+  // Calls body() for each tile of the task: the task itself, or each of its rows with key lists. Those rows have
+  // different columns. The next row of the tensors in `next`, such as q, is too far away for the hardware prefetcher,
+  // so it is prefetched here.
   template <int kTensors, class Body> void for_each(const fdm_tensor *const (&next)[kTensors], const Body &body) {
     const int64_t past = task.first_row + task.rows;
     if (lists_keys(p)) task.rows = 1;
@@ -57,15 +58,15 @@ struct Tile {
     }
   }
 
-  // What is subtracted in float64 from a float64 bias: its largest number among the tile's columns, so that what is
-  // left of the biases that count is small. Scores, and what is made of them, are relative to it. 0 for another bias.
+  // The value that is subtracted in float64 from a float64 bias: the largest finite bias of the tile's columns, so
+  // that the differences that matter are small. Scores and derived values are relative to it. 0 for other biases.
   double reference(int64_t g) const { return buffers.references[bias_heads(p, task.heads) > 1 ? g : 0]; }
 
   int64_t row_count() const { return task.heads * task.rows; }
-  // Heads whose rows' scores are held at a time.
+  // Heads whose scores are held at a time.
   int64_t heads_at_once() const { return max64(1, kBlockRows / task.rows); }
 
-  // Rows of q, out or dout, heads first, into a dense buffer.
+  // Loads rows of q, out or dout, heads first, into a contiguous buffer.
   void load_rows(const fdm_tensor &t, float *out) const {
     for (int64_t g = 0; g < task.heads; ++g)
       for (int64_t i = 0; i < task.rows; ++i, out += dim)
@@ -79,7 +80,7 @@ struct Tile {
 
   int64_t block_count() const { return ceil_div(columns.count, kBlockKeys); }
 
-  // Makes a block the current one. What its columns are lasts until another block of the same slot is loaded.
+  // Makes a block the current one. Its column data lasts until another block of the same slot is loaded.
   void open_block(int64_t number) {
     const int64_t slot = min64(number, buffers.saved_blocks), heads = added_heads(p, task.heads);
     block.count = min64(kBlockKeys, columns.count - number * kBlockKeys);
@@ -90,7 +91,7 @@ struct Tile {
     block.mixed = buffers.mixed + slot;
   }
 
-  // Fetches bias, masks and K of a block. V is left to the passes, which need it in other orders.
+  // Loads bias, masks and K of a block. The passes load V, which they need in other layouts.
   void load_block(int64_t number) {
     open_block(number);
     const int64_t first = number * kBlockKeys;
@@ -111,7 +112,7 @@ struct Tile {
   void load_keys() { load_key_rows(p.k, buffers.keys, key_rows); }
   void load_values() { load_key_rows(p.v, buffers.values, value_rows); }
 
-  // out += weights K, or V, of heads from `head` on. `spare` has room for a copy of the block.
+  // out += weights K, or weights V, for heads from `head` on. `spare` has room for a copy of the block.
   void add_weighted(int64_t head, int64_t heads, const float *weights, const float *rows, float *spare,
                     const RowPointers &row_pointers, float *out) const {
     if (reads_rows) {
@@ -133,7 +134,7 @@ struct Tile {
     });
   }
 
-  // out (heads x columns) = x K', or V', where `transposed` is that of the block.
+  // out (heads x columns) = x K' or x V'; `transposed` is the transpose of the block.
   void multiply(int64_t head, int64_t heads, const float *x, const float *transposed, const RowPointers &row_pointers,
                 float *out) const {
     const float *const first = x + head * task.rows * dim;
@@ -143,9 +144,9 @@ struct Tile {
     for (int64_t h = 0; h < heads; ++h) dot_rows(block.count, dim, first + h * dim, row_pointers, out + h * kBlockKeys);
   }
 
-  // Calls body(head, heads, rows) for `heads` heads from `head` on, of which each reads the block's rows of K or V as
-  // if those that it drops were zeros. Another head keeps them, so they are there, and 0 times what they hold, NaN for
-  // one, need not be 0. `spare` has room for such a copy.
+  // Calls body(head, heads, rows) for `heads` heads from `head` on. Each head sees zeros for the rows of K or V that
+  // it drops. Another head keeps those rows, so they are loaded, and 0 times a non-finite value is not 0. `spare` has
+  // room for such a copy.
   template <class Body>
   void with_kept_rows(int64_t head, int64_t heads, const float *rows, float *spare, const Body &body) const {
     if (!*block.mixed) return body(head, heads, rows);
@@ -161,8 +162,8 @@ struct Tile {
     }
   }
 
-  // Scores of `heads` heads from `head` on: scaled, capped, biased, -inf where not kept. Where tanh is not null it gets
-  // the hyperbolic tangents of the cap, which the backward pass needs.
+  // Computes the scores of `heads` heads from `head` on: scaled, capped, biased, -inf where dropped. If tanh is not
+  // null, it receives the hyperbolic tangents of the softcap, which the backward pass needs.
   void make_scores(int64_t head, int64_t heads, float *scores, float *tanh) const {
     multiply(head, heads, buffers.q, buffers.keys_t, key_rows, scores);
     for (int64_t g = 0; g < heads; ++g)
@@ -176,7 +177,7 @@ struct Tile {
   }
 
 private:
-  // Always inline: GCC takes a function that only prefetches for one without effect, and drops its calls.
+  // Always inline: GCC treats a function that only prefetches as free of effects and drops its calls.
   __attribute__((always_inline)) void prefetch_row(const fdm_tensor &t, int64_t row) const {
     constexpr int64_t kLine = 64;
     const int64_t element = dtype_size(t.dtype), bytes = p.head_dim * element;
@@ -210,7 +211,7 @@ private:
     }
   }
 
-  // Elements of a float64 bias, relative to its reference; what is a number stays one.
+  // Loads a float64 bias relative to its reference. A finite bias stays finite.
   void load_relative(const Matrix &m, double reference, float *out) const {
     constexpr float kLargest = __FLT_MAX__;
     for (int64_t c = 0; c < block.count; ++c) {
@@ -262,7 +263,7 @@ private:
     }
   }
 
-  // Columns that the bias leaves to no row that the mask leaves them to, head by head.
+  // Finds the columns that each head drops: no row keeps the column under both bias and mask.
   void find_dropped() {
     *block.mixed = 0;
     if (!present(p.bias) && !present(p.index_bias)) return;
@@ -302,7 +303,7 @@ private:
         s = t * p.softcap;
       }
       const vfloat b = load(bias + c);
-      s = b == -kInfinity ? b : s + b; // whatever the score was, NaN too
+      s = b == -kInfinity ? b : s + b; // regardless of the score, which may be NaN
       if (block.masked) s = (load(words + c) & bit) != 0 ? s : splat(-kInfinity);
       store(scores + c, s);
     }

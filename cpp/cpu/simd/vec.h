@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Vectors of FDM_SIMD_BYTES bytes, by the compilers' generic vector extension: one source for every instruction set.
+// Vectors of FDM_SIMD_BYTES bytes, with the compilers' generic vector extension: one source for every instruction
+// set.
 //
-// This header and its siblings are compiled several times with different instruction sets. All of it lies in a
-// namespace of its own (FDM_SIMD_NAMESPACE), and none of it may use the standard library's templates, whose instances
-// are shared.
+// This header and its siblings are compiled once for each instruction set. All of it is in a separate namespace
+// (FDM_SIMD_NAMESPACE). None of it may use templates of the standard library, whose instances the linker shares.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ constexpr int kLanes = FDM_SIMD_BYTES / 4;
 
 typedef float vfloat __attribute__((vector_size(FDM_SIMD_BYTES)));
 typedef int32_t vint __attribute__((vector_size(FDM_SIMD_BYTES)));
-typedef uint32_t vuint __attribute__((vector_size(FDM_SIMD_BYTES))); // which may overflow
+typedef uint32_t vuint __attribute__((vector_size(FDM_SIMD_BYTES))); // unsigned: overflow is defined
 typedef float vfloat_unaligned __attribute__((vector_size(FDM_SIMD_BYTES), aligned(4), may_alias));
 typedef int32_t vint_unaligned __attribute__((vector_size(FDM_SIMD_BYTES), aligned(4), may_alias));
 
@@ -25,13 +25,13 @@ inline vint load(const int32_t *p) { return *reinterpret_cast<const vint_unalign
 inline void store(float *p, vfloat x) { *reinterpret_cast<vfloat_unaligned *>(p) = x; }
 inline vfloat splat(float x) { return vfloat{} + x; }
 
-// The bits of one type as the other.
+// Reinterprets the bits as the other type.
 inline vint as_int(vfloat x) { return reinterpret_cast<vint>(x); }
 inline vfloat as_float(vint x) { return reinterpret_cast<vfloat>(x); }
 
 inline vfloat maximum(vfloat a, vfloat b) { return a > b ? a : b; }
 
-// The lanes of x folded to one number, by halves: all lanes hold it in the end.
+// Folds the lanes of x to one number, by halves; in the end all lanes hold it.
 template <int Half, class Combine, int... Lane>
 inline float fold(vfloat x, const Combine &combine, std::integer_sequence<int, Lane...> lanes) {
   if constexpr (Half > 0)
@@ -50,7 +50,7 @@ inline float horizontal_sum(vfloat x) {
 }
 
 // exp(x) to about 2 units in the last place, for x <= 88; 0 below the smallest normal number. x = n log 2 + r with
-// |r| <= log 2 / 2; the polynomial and the two-part constant are those of the Cephes library's expf.
+// |r| <= log 2 / 2; the polynomial and the two-part constant are those of expf in the Cephes library.
 inline vfloat exponential(vfloat x) {
   const vfloat magic = splat(0x1.8p23f); // adding it rounds to an integer in the low bits
   const vfloat shifted = x * 1.44269504088896341f + magic;
@@ -62,12 +62,12 @@ inline vfloat exponential(vfloat x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  // Of what is far below, this is of no meaning.
+  // For values far below the range the result is meaningless; the next line replaces it with 0.
   const vuint exponent = (reinterpret_cast<vuint>(shifted) - reinterpret_cast<vuint>(magic) + 127) << 23;
   return x < -87.3f ? splat(0.0f) : p * reinterpret_cast<vfloat>(exponent);
 }
 
-// tanh(x): the Cephes library's polynomial near 0, elsewhere (1 - e) / (1 + e) with e = exp(-2 |x|).
+// tanh(x): the polynomial of the Cephes library near 0, elsewhere (1 - e) / (1 + e) with e = exp(-2 |x|).
 inline vfloat hyperbolic_tangent(vfloat x) {
   const vfloat magnitude = as_float(as_int(x) & 0x7fffffff);
   const vfloat z = x * x;
