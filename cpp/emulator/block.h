@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What machine.cpp is made of: fibers, their warps and barriers, and the blocks of a cluster.
+// The parts of machine.cpp: fibers, warps, barriers, and the blocks of a cluster.
 #pragma once
 
 #include <sys/mman.h>
@@ -27,7 +27,7 @@ constexpr size_t kStackBytes = 256 << 10;
 // A barrier in shared memory.
 struct Barrier {
   uint16_t pending, arrivals;
-  int32_t bytes_and_phase; // twice the bytes that are still to come, plus the parity of the phase under way
+  int32_t bytes_and_phase; // twice the missing bytes, plus the parity of the current phase
 
   static Barrier load(const uint64_t &word) {
     Barrier barrier;
@@ -39,7 +39,7 @@ struct Barrier {
 };
 static_assert(sizeof(Barrier) == sizeof(uint64_t));
 
-// Groups of work, in order; the last is open.
+// Groups of work in order; the last one is open.
 struct Groups {
   std::deque<std::vector<Work>> committed;
   std::vector<Work> open;
@@ -51,7 +51,7 @@ struct Groups {
   }
 };
 
-// Stacks stay where they are from block to block.
+// A stack keeps its address from block to block.
 class Stack {
 public:
   Stack() {
@@ -75,9 +75,9 @@ struct Fiber {
   jmp_buf at;
   bool started = false;
   Groups copies, bulk;
-  uint64_t *awaited = nullptr; // a barrier in shared memory, and the parity of the phase
+  uint64_t *awaited = nullptr; // an mbarrier in shared memory, and the parity of its phase
   uint32_t parity = 0;
-  int result = 0; // of a reduction over the block
+  int result = 0; // result of a reduction over the block
 };
 
 struct Meeting {
@@ -93,24 +93,24 @@ struct Warp {
 };
 
 struct NamedBarrier {
-  Place place; // of the threads that have arrived
+  Place place; // call site of the threads that have arrived
   int arrived = 0, any = 0, all = 1;
   std::vector<int> waiting;
 };
 
-// Blocks that run at the same time, each on a thread of the system.
+// Blocks that run concurrently, each on an OS thread.
 struct Cluster {
   explicit Cluster(uint32_t blocks) : barrier(blocks), shared(blocks) {}
 
   std::barrier<> barrier;
   std::vector<const char *> shared; // the shared memory of each block
-  std::atomic<bool> failed{false};  // one of them has
+  std::atomic<bool> failed{false};  // one of them has failed
 };
 
-// Runs thread blocks, one after the other, on a thread of the system.
+// Runs thread blocks one after the other on an OS thread.
 class Machine {
 public:
-  // Runs one block. Returns false if it failed; `error` tells why.
+  // Runs one block. Returns false on failure; `error` gives the reason.
   bool run(const Launch &launch, Index3 index);
   std::string error;
 
@@ -121,7 +121,7 @@ public:
   const Launch &launch() const { return *launch_; }
   Warp &warp() { return warps_[current_number / kWarp]; }
   uint32_t lane() const { return 1u << current_number % kWarp; }
-  // Leaves the fiber until someone has made it ready again.
+  // Leaves the fiber until another one makes it ready again.
   void leave();
   int sync(int barrier, int threads, int value, const Place &place = {});
   void arrive(int barrier, int threads);

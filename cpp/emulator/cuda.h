@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What the packs use of the CUDA driver: descriptions of tensors for copies of boxes.
+// The part of the CUDA driver API that the packs use: tensor maps for TMA box copies.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ enum CUtensorMapSwizzle { CU_TENSOR_MAP_SWIZZLE_128B = 3 };
 enum CUtensorMapL2promotion { CU_TENSOR_MAP_L2_PROMOTION_L2_256B = 3 };
 enum CUtensorMapFloatOOBfill { CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE };
 
-// Sizes, strides in bytes of all dimensions but the first, and the box, the innermost dimension first.
+// Sizes, strides in bytes of all dimensions but the first, and the box, with the innermost dimension first.
 struct alignas(64) CUtensorMap {
   const char *data;
   uint64_t sizes[4], strides[3];

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What the packs use of the CUDA runtime. There is one device, whose streams do their work at once.
+// The part of the CUDA runtime API that the packs use. There is one device, whose streams execute work immediately.
 #pragma once
 
 #include <algorithm>
@@ -25,7 +25,7 @@ inline const char *cudaGetErrorString(cudaError_t error) {
 }
 
 namespace fdm::emulator {
-// Whether the calling thread has a context. Its first call that needs one, or that chooses the device, makes it.
+// Whether the calling thread has a context. Its first call that needs one, or that sets the device, creates it.
 inline thread_local bool has_context = false;
 } // namespace fdm::emulator
 
@@ -46,7 +46,7 @@ inline cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr, int) {
 
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 
-// The names of functions of a library are not known to it.
+// The emulator does not know the names of functions.
 inline cudaError_t cudaFuncGetName(const char **, const void *) { return cudaErrorNotSupported; }
 
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize, cudaFuncAttributeNonPortableClusterSizeAllowed };

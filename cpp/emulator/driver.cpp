@@ -3,7 +3,7 @@
 
 #include <cstring>
 
-// The conditions are those of the CUDA driver API's description of the function.
+// The conditions of the function's description in the CUDA driver API.
 CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType, cuuint32_t rank, void *data,
                                 const cuuint64_t *sizes, const cuuint64_t *strides, const cuuint32_t *box,
                                 const cuuint32_t *steps, CUtensorMapInterleave, CUtensorMapSwizzle,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Numbers of 16 bits as CUDA's types have them. Their formats are those of ../cpu/scalar.h.
+// CUDA's 16-bit float types. Their formats are those of ../cpu/scalar.h.
 #pragma once
 
 #include "../cpu/scalar.h"

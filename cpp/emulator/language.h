@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The words and functions of CUDA C++ that the kernels use, for a C++ compiler (CUDA C++ programming guide).
+// The CUDA C++ keywords and functions that the kernels use, for a C++ compiler (CUDA C++ programming guide).
 #pragma once
 
 #include <algorithm>
@@ -18,12 +18,12 @@
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define __align__(bytes) __attribute__((aligned(bytes)))
-// A thread block runs on one thread of the system.
+// A thread block runs on one OS thread.
 #define __shared__ thread_local
 
 namespace fdm::emulator {
 
-// A variable of CUDA whose name is also that of a member elsewhere.
+// A CUDA built-in variable whose name is also a member name elsewhere.
 template <const Index3 &(*kGet)(), uint32_t Index3::*kMember> struct Coordinate {
   operator uint32_t() const { return kGet().*kMember; }
 };
@@ -35,7 +35,7 @@ template <const Index3 &(*kGet)()> struct Coordinates {
 
 } // namespace fdm::emulator
 
-// Their coordinates are of CUDA's type, which makes `condition ? -1 : blockIdx.x` a large number.
+// Their coordinates have CUDA's unsigned type, which makes `condition ? -1 : blockIdx.x` a large number.
 #define threadIdx (fdm::emulator::thread_index())
 #define blockIdx (fdm::emulator::block_index())
 inline constexpr fdm::emulator::Coordinates<fdm::emulator::block_size> blockDim;
@@ -122,9 +122,9 @@ inline int __syncthreads_and(int value, const char *file = __builtin_FILE(), int
 
 namespace fdm::emulator {
 
-// What the lanes of a mask do together. Each gives a value and an argument, and gets
+// A collective of the lanes of a mask. Each lane passes a value and an argument, and receives
 //   Combine{}(mask, lane, argument, value_of)
-// for its own lane, where value_of(n) is the value of lane n of the mask, or the own value for another n.
+// for its own lane. value_of(n) is the value of lane n of the mask, or the lane's own value for other n.
 template <class T, class Combine> auto combine(uint32_t mask, T value, int argument, Combine) {
   struct Own;
   using Result = decltype(Combine{}(0u, 0, 0, [](int) { return T{}; }));
@@ -147,7 +147,7 @@ template <class T, class Combine> auto combine(uint32_t mask, T value, int argum
   return own.result;
 }
 
-// value_of(lane) of all lanes of the mask, one after the other.
+// Folds value_of(lane) over all lanes of the mask in order.
 template <class T, class ValueOf, class Fold>
 T fold(uint32_t mask, T first, const ValueOf &value_of, const Fold &fold) {
   for (int lane = 0; lane < 32; ++lane)
@@ -186,7 +186,7 @@ inline int __any_sync(uint32_t mask, int predicate) { return __ballot_sync(mask,
 inline int __all_sync(uint32_t mask, int predicate) { return __ballot_sync(mask, predicate) == mask; }
 inline void __syncwarp(uint32_t mask = 0xffffffffu) { __ballot_sync(mask, 0); }
 
-// Loads and stores of memory are done when the next statement begins.
+// A statement completes its loads and stores before the next one begins.
 inline void __threadfence_block() {}
 inline uint32_t __match_any_sync(uint32_t mask, uint32_t value) {
   return fdm::emulator::combine(mask, value, 0, [](uint32_t all, int own, int, const auto &value_of) {

@@ -12,7 +12,7 @@
 
 namespace fdm::cuda {
 
-// What the kernels declare as extern.
+// The array that kernels declare as extern.
 thread_local __attribute__((aligned(1024))) char dynamic_shared[emulator::kSharedBytes];
 
 } // namespace fdm::cuda
@@ -22,8 +22,9 @@ namespace {
 
 using cuda::dynamic_shared;
 
-// What uninitialised shared memory holds: NaN in every float format, or finite numbers. Kernels that look closer at NaN
-// get only results of the latter wrong.
+// The byte patterns of uninitialised shared memory: NaN in every float format, or finite numbers. A kernel with
+// special treatment of NaN gives wrong results only with the latter. kBeyond fills the memory beyond the block's
+// allocation.
 constexpr int kUninitialised[] = {0xff, 0x4b}, kBeyond = 0xa5;
 
 uint64_t number_from_environment(const char *name, uint64_t otherwise) {
@@ -50,10 +51,10 @@ void Machine::enter() {
   Machine &own = machine;
   --own.alive_;
   Fiber &fiber = *own.current;
-  // What was started but not waited for is done by the hardware all the same.
+  // The hardware completes started work even if no thread waits for it.
   while (!fiber.copies.committed.empty()) fiber.copies.complete_first();
   while (!fiber.bulk.committed.empty()) fiber.bulk.complete_first();
-  // Threads that have ended are not waited for.
+  // Barriers do not wait for threads that have ended.
   if (NamedBarrier &barrier = own.barriers_[0]; barrier.arrived > 0 && barrier.arrived == own.alive_)
     own.finish(barrier);
   std::longjmp(own.scheduler_, 1);
@@ -63,7 +64,7 @@ void Machine::leave() {
   if (!_setjmp(current->at)) std::longjmp(scheduler_, 1);
 }
 
-// The function's variables may be lost when a fiber jumps back, so there are none.
+// No local variables: they may be lost when a fiber jumps back.
 __attribute__((noinline)) void Machine::resume(int number) {
   current_number = number;
   current = fibers_[number].get();
@@ -94,7 +95,7 @@ bool Machine::release_waiting() {
   return released;
 }
 
-// Does something that was put off: something at random, or the oldest.
+// Runs one piece of deferred work, chosen at random.
 bool Machine::do_later() {
   if (later_.empty()) return false;
   const size_t chosen = random_() % later_.size();
@@ -157,7 +158,7 @@ int Machine::sync(int number, int threads, int value, const Place &place) {
   barrier.all &= value != 0;
   barrier.waiting.push_back(current_number);
   if (++barrier.arrived == (threads == kAll ? alive_ : threads)) finish(barrier);
-  // Also the last to come may be kept waiting.
+  // The last thread to arrive may be delayed, too.
   leave();
   return current->result;
 }
@@ -245,7 +246,7 @@ void meet(uint32_t mask, void *own, Execute execute) {
   Warp &warp = machine.warp();
   const uint32_t lane = machine.lane();
   if (!(mask & lane)) machine.fail("a thread calls a function of its warp with a mask that lacks it");
-  // Lanes of the mask may still be on their way through other meetings.
+  // Lanes of the mask may still be in other meetings.
   const auto is_same = [&](const Meeting &m) { return m.mask == mask && m.execute == execute; };
   auto meeting = std::find_if(warp.meetings.begin(), warp.meetings.end(), is_same);
   if (meeting == warp.meetings.end()) meeting = warp.meetings.insert(meeting, Meeting{mask, 0, execute, {}});
@@ -261,7 +262,7 @@ void init_barrier(uint64_t &barrier, int arrivals) {
   Barrier{uint16_t(arrivals), uint16_t(arrivals), 0}.store(barrier);
 }
 
-// Stores a barrier, whose phase ends if nothing is missing.
+// Stores a barrier. Its phase ends if no arrival or byte is missing.
 static void store_arrival(Barrier state, uint64_t &barrier) {
   if (state.pending == 0 && state.bytes_and_phase >> 1 == 0) {
     state.pending = state.arrivals;
@@ -299,7 +300,7 @@ void wait(uint64_t &barrier, uint32_t parity) {
   machine.leave();
 }
 
-// Blocks of a cluster are threads of the system, so a barrier that they share changes at once.
+// Blocks of a cluster are OS threads, so changes of a shared barrier are atomic.
 template <class Change> static void change_at_once(void *barrier, const Change &change) {
   const std::atomic_ref<uint64_t> shared(*static_cast<uint64_t *>(barrier));
   uint64_t before = shared.load(std::memory_order_relaxed), after;
@@ -364,12 +365,12 @@ void commit(Queue queue) {
   Groups &own = groups(queue);
   own.committed.push_back(std::move(own.open));
   own.open.clear();
-  // Copies may also be there at once, while other threads still read what was there before.
+  // Copies may also complete at once, while other threads still read the old data.
   if (queue == Queue::copies && machine.hurries()) complete(queue, 0);
 }
 
 std::vector<Work> share(Queue queue) {
-  // Work that a group of the queue and a barrier wait for: whoever comes first does it.
+  // Work that both a queue group and a barrier wait for: the first to need it runs it.
   struct Shared {
     std::shared_ptr<Work> work;
     void operator()() const {
@@ -424,7 +425,7 @@ bool launch(Launch launch) {
         cluster.barrier.arrive_and_wait();
         run_block(uint64_t(rank) * launch.grid.x + column);
         if (!succeeded) cluster.failed = true;
-        cluster.barrier.arrive_and_drop(); // who has ended is not waited for
+        cluster.barrier.arrive_and_drop(); // a block that has ended is not waited for
       });
     for (std::thread &rank : ranks) rank.join();
   }

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The table of the emulated pack: that of the CUDA pack, for tensors of the CPU.
+// The table of the emulated pack: the CUDA pack's table, for CPU tensors.
 #include <string>
 
 #include "../pack.h"
 
-// The build gives the function of the CUDA pack another name, in these sources too.
+// The build renames the function of the CUDA pack, in these sources too.
 #undef flash_dmattn_pack
 
 extern "C" const fdm_pack *flash_dmattn_cuda_pack(void);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// cuda/ptx/barrier.cuh. Fences of proxies and numbers of registers do nothing.
+// cuda/ptx/barrier.cuh. Proxy fences and register counts have no effect.
 #pragma once
 
 #include <cstdint>

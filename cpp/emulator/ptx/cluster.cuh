@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// cuda/ptx/cluster.cuh. The blocks of a cluster run on as many threads of the system.
+// cuda/ptx/cluster.cuh. Each block of a cluster runs on an OS thread.
 #pragma once
 
 #include <cstdint>

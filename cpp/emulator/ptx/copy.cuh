@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// cuda/ptx/copy.cuh. What cp.async copies comes when somebody waits for it, or by chance.
+// cuda/ptx/copy.cuh. A cp.async copy completes when a thread waits for it, or at random.
 #pragma once
 
 #include <cstdint>

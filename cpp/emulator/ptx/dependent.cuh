@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A kernel starts when the one ahead has ended.
+// cuda/ptx/dependent.cuh. A kernel starts when the one ahead of it has ended.
 #pragma once
 
 namespace fdm::cuda::ptx {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// cuda/ptx/matrix.cuh: the lanes of a warp meet, and the last to come does the work of all.
+// cuda/ptx/matrix.cuh. The lanes of a warp meet, and the last one does the work of all.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -17,7 +17,7 @@ template <class Element> uint32_t pack(float low, float high) {
   using Format = typename Element::Format;
   return Format::store(low) | uint32_t(Format::store(high)) << 16;
 }
-// Takes a pair apart that lies as pack() makes it.
+// Unpacks a pair that pack() made.
 template <class Element> void unpack(uint32_t pair, float &low, float &high) {
   using Format = typename Element::Format;
   low = Format::load(uint16_t(pair));
@@ -28,8 +28,8 @@ namespace emulated {
 
 constexpr uint32_t kAllLanes = 0xffffffffu;
 
-// Lane t gives the address of row t % 8 of matrix t / 8, and holds of each matrix two neighbours of row t / 4; if the
-// matrices are transposed, of column t / 4.
+// Lane t passes the address of row t % 8 of matrix t / 8. It receives two neighbours of row t / 4 of each matrix, or
+// of column t / 4 if the matrices are transposed.
 template <bool kTransposed> void load_matrices(uint32_t (&m)[4], uint32_t address) {
   struct Own {
     uint32_t address, *words;
@@ -50,7 +50,7 @@ template <bool kTransposed> void load_matrices(uint32_t (&m)[4], uint32_t addres
   });
 }
 
-// sums = c + a b, where the lanes' own values are those of mma.sync.m16n8k16.
+// sum = c + a b, with the register layout of mma.sync.m16n8k16.
 template <class Element>
 void multiply(float (&sum)[4], const float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   struct Own {
@@ -94,7 +94,7 @@ template <class Element> void mma(float (&c)[4], const uint32_t (&a)[4], uint32_
   emulated::multiply<Element>(c, c, a, b0, b1);
 }
 
-// Lane t holds columns 2 (t % 4) and the next of row t / 4, before and after.
+// Lane t holds columns 2 (t % 4) and the next of row t / 4, before and after the transposition.
 inline uint32_t transpose(uint32_t pair) {
   struct Own {
     uint32_t pair, transposed;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The functions of cuda/ptx/registers.cuh that matter without a GPU.
+// The functions of cuda/ptx/registers.cuh that have an effect without a GPU.
 #pragma once
 
 #include <cstdint>

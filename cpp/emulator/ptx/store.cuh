@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// cuda/ptx/store.cuh. Bulk additions read shared memory when somebody waits for that, or at the end.
+// cuda/ptx/store.cuh. Bulk additions read shared memory when a thread waits for that, or at the end.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// cuda/ptx/tensor.cuh. A box comes by chance, or when all threads wait.
+// cuda/ptx/tensor.cuh. A box arrives at random, or when all threads wait.
 #pragma once
 
 #include <cuda.h>
@@ -12,7 +12,7 @@ namespace fdm::cuda::ptx {
 
 namespace emulated {
 
-// The swizzle of 128 bytes: bits 4 to 6 of an address are combined with bits 7 to 9.
+// The 128-byte swizzle: bits 4 to 6 of an address are XORed with bits 7 to 9.
 inline uint32_t swizzle(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
 
 } // namespace emulated

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// cuda/ptx/wgmma.cuh. Each warp multiplies its own 16 rows, when it waits for the products: until then the sums are
-// what they were, and the operands in shared memory must stay.
+// cuda/ptx/wgmma.cuh. Each warp multiplies its own 16 rows when it waits for the products. Until then the sums are
+// unchanged, and the operands in shared memory must stay.
 #pragma once
 
 #include <array>
@@ -21,7 +21,7 @@ inline uint64_t plain_matrix_descriptor(uint32_t address, uint32_t leading, uint
 
 namespace emulated {
 
-// An operand in shared memory (PTX ISA, "matrix descriptor"): what is summed over has index k, the other index is n.
+// An operand in shared memory (PTX ISA, "matrix descriptor"): k is the index of summation, n the other index.
 struct Operand {
   uint32_t address, leading, stride;
   bool swizzled, transposed;
@@ -38,7 +38,7 @@ struct Operand {
   }
 };
 
-// The rows of a warp. left(row, k) is an element of A.
+// Multiplies the rows of a warp. left(row, k) is an element of A.
 template <class Element, int kTiles, class Left>
 void multiply_rows(float *const (&sums)[32], const Left &left, const Operand &right, bool accumulate) {
   using Format = typename Element::Format;
@@ -66,10 +66,10 @@ template <int kTiles> struct Product {
   std::array<uint32_t, 4> a;
   uint64_t left, right;
   bool accumulate;
-  uint32_t first_row = threadIdx.x / 32 % 4 * 16; // of the warp, in its warpgroup
+  uint32_t first_row = threadIdx.x / 32 % 4 * 16; // of the warp, within its warpgroup
 };
 
-// The lanes give their sums and operands, and the product is put off.
+// The lanes pass their sums and operands, and the product is deferred.
 template <int kTiles, class Run> void start(Product<kTiles> own, Run) {
   emulator::meet(kAllLanes, &own, [](void *const *lanes) {
     std::array<Product<kTiles>, 32> all;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// cuda/ptx/zero_row.cuh. Inline functions of all translation units are linked to one here, and so is what they compare
-// with: there must be one row for all.
+// cuda/ptx/zero_row.cuh. The linker merges inline functions of all translation units into one, and so the row to
+// which they compare pointers: it must be one row for all.
 #pragma once
 
 #include <cstdint>
