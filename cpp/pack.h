@@ -187,7 +187,7 @@ typedef struct fdm_backward_args {
   fdm_tensor dout;        /* the shape and dtype of out, any strides */
   fdm_tensor dlse;        /* as lse, or absent */
   fdm_tensor dq, dk, dv;  /* the shapes and dtypes of q, k, v */
-  fdm_tensor dbias;       /* the shape and dtype of bias; summed in float32 over its broadcast dimensions */
+  fdm_tensor dbias;       /* the shape and dtype of bias; summed in float32 or float64 over broadcast dimensions */
   fdm_tensor dsink;       /* the shape and dtype of sink */
   fdm_tensor out_rest;    /* output of forward, any strides; or absent */
   fdm_tensor dindex_bias; /* the shape and dtype of index_bias */
@@ -241,7 +241,7 @@ typedef struct fdm_forgetting {
   fdm_tensor padding;     /* bool (B, 1, 1, N), true for a token; or absent */
   fdm_tensor cu_seqlens;  /* int32 (sequences + 1, 1, 1, 1); or absent */
   fdm_tensor bias;        /* float32 or float64, the shape of log_forget: written by `forget` */
-  fdm_tensor start, end;  /* int32, the shape of log_forget: written by `forget`; or both absent: nothing is dropped */
+  fdm_tensor start, end;  /* int32, the shape of log_forget: written by `forget`; both absent: no key is dropped */
   fdm_tensor dbias;       /* float32 or float64, the shape of log_forget: read by `forget_backward` */
   fdm_tensor dlog_forget; /* the shape and dtype of log_forget: written by `forget_backward` */
 } fdm_forgetting;

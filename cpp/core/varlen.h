@@ -27,7 +27,7 @@ struct PackedLengths {
 // Reads sequence bounds; `longest_name` is the argument with their longest length.
 SequenceLengths read_bounds(const TensorField &field, const char *name, const char *longest_name, Device device);
 
-// Both cu_seqlens or none.
+// Whether both cu_seqlens are given. Raises an exception if only one is.
 bool is_varlen(const CuSeqlens &cu_seqlens);
 
 // Reads both, and checks that they have the same number of sequences.

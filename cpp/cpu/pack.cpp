@@ -43,7 +43,7 @@ struct CpuPack {
     return json + "}";
   }
 
-  // A plan that plan() has not written, such as zeros, would be a divisor.
+  // An unwritten plan may hold 0 tile rows, by which the passes would divide.
   static bool is_filled(const fdm_problem &p, const void *plan) {
     const int64_t rows = tile_rows(p, plan);
     return rows >= kMinTileRows && rows <= kMaxTileRows && (rows & (rows - 1)) == 0;

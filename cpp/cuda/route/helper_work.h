@@ -29,7 +29,7 @@ constexpr int kRelativeThreads = 256;
 
 // combine.cu: a thread has four neighbours of a row.
 struct CombineWork {
-  int32_t lanes;  // threads of a row
+  int32_t lanes;  // threads per row
   int32_t splits; // capacity of the instantiation
   int64_t blocks;
   bool aligned; // rows of `out` can be written 16 bytes at a time
@@ -39,7 +39,7 @@ CombineWork combine_work(const fdm_problem &p, const RouteTable &table, const Al
 
 // make_statistics.cuh: thread blocks go through units, which are rows of all heads.
 struct StatisticsDivision {
-  int32_t lanes;               // threads of a row
+  int32_t lanes;               // threads per row
   bool aligned;                // rows of O and dO are read 16 bytes at a time
   int64_t batches, batch_rows; // batch elements, and the rows of each
   int64_t wanted_blocks, most_units;

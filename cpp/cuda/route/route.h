@@ -206,10 +206,8 @@ struct BackwardRoute {
   KeyKernel keys;
   KeyLaunches key_launches;
   int64_t row_bias_blocks; // thread blocks of row_bias.cuh, which computes the bias gradient; 0: not launched
-  bool wants_bias_sums,
-      // wants_bias_sums: the bias is the same for every query. reduces_bias: its gradient is summed over broadcast
-      // dimensions
-      reduces_bias;
+  // The gradient of a bias that is the same for every query; and its sum over broadcast dimensions.
+  bool wants_bias_sums, reduces_bias;
   bool clears_dq, clears_dbias; // rows outside all sequences; pairs that no kernel visits
   bool clears_keys;             // the kernels that compute dK and dV leave some rows unwritten
   bool wants_dkdv;              // dK or dV

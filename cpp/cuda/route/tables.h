@@ -186,7 +186,7 @@ struct RouteTable {
   // Maximum key blocks of a head that sum dQ in a chain: with eight, the waits of SMs cost more than the chain saves
   // [shared-steps]
   int64_t chain_blocks = 0;
-  // Head dimensions above this use a chain; for smaller ones handing on dQ tiles takes as long: 100 us in place of 87
+  // Chains need head dimensions above this: smaller dQ tiles take as long to hand on, 100 us in place of 87
   int64_t chain_head_dim = 0;
   // Minimum size of the dQ sums for a chain, in quarters of l2_bytes [shared-steps]
   int64_t chain_quarters = 0;
