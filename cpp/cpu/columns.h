@@ -28,9 +28,8 @@ struct TileColumns {
   int64_t first_row, rows; // within the sequence
   int32_t count, full;
   const int32_t *index; // key of each column
-  const int32_t
-      // Position of each column in the row's list, used if there is an index_bias; null if rows list no keys.
-      *place;
+  // Position of each column in the row's list, used if there is an index_bias; null if rows list no keys.
+  const int32_t *place;
   // The mask of the partial columns: the rows with start[c] <= row < end[c] keep column c ...
   int32_t *start, *end;
   // ... or, if words is not null, the rows whose bit is set in column_word().

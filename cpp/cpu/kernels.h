@@ -44,7 +44,7 @@ struct Kernels {
                        void *scratch);
   void (*backward_tile)(const fdm_problem &, const fdm_backward_args &, const void *plan, const TileTask &,
                         const KeyGradients &, void *scratch);
-  // Adds only to the per-query bias gradient, for a task of one head.
+  // Adds only to the gradient of a per-query bias or of index_bias, for a task of one head.
   void (*bias_gradient_tile)(const fdm_problem &, const fdm_backward_args &, const void *plan, const TileTask &,
                              const KeyGradients &, void *scratch);
   // Adds the probabilities of the tile's rows to the sums of their keys. Each head of the task has a row of sums; the

@@ -79,9 +79,8 @@ struct Alignment {
   bool narrow;      // all strides of a forward pass of one query fit 32 bits
   // Rows of a per-query bias or mask can be copied 16 bytes at a time.
   bool bias_chunks, mask_chunks;
-  bool
-      // The requested gradients may hold float32 sums until they are written: their sequences are contiguous.
-      hold_sums;
+  // The requested gradients may hold float32 sums until they are written: their sequences are contiguous.
+  bool hold_sums;
   int64_t dk_room; // bytes of dK, which may serve as scratch memory until it is written; 0 if it is not contiguous
 };
 

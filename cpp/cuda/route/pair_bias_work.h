@@ -13,7 +13,7 @@ namespace fdm::cuda {
 
 // Rows and keys of a tile of the sm_90 kernels.
 constexpr int kPairBiasTileSm90 = 128;
-// A problem is served by the windows kernels if it has at most this many rows and keys, and head dimensions.
+// Limits of the windows kernels: rows and keys, and head dimension.
 constexpr int kWindow = 64, kWindowHeadDim = 32;
 
 constexpr int64_t kNonFiniteBytes = 256; // size of PairBiasBackward::non_finite
