@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The gradient of a bias with several sources, with mma.sync: a tile of it stays in registers while its sources go by,
-// `slots` of them side by side.
+// The gradient of a bias with several sources, with mma.sync. A tile of it stays in registers while the block loops
+// over the sources, `slots` of them side by side.
 //
-// Q, dO, K, V and the statistics of the next step are copied meanwhile; the tile of the bias stays in shared memory. A
-// thread block has a range of the steps of all tiles. What it sums of a tile that it has not alone goes to a part,
-// which dbias_sum.cu adds to the others.
+// Copies of Q, dO, K, V and the statistics of the next step overlap with the products; the bias tile stays in shared
+// memory. A thread block has a range of the steps of all tiles. If it shares a tile with other blocks, its sums go to
+// a part, and dbias_sum.cu adds the parts.
 #pragma once
 
 #include "dbias_tiles.cuh"
@@ -44,14 +44,14 @@ template <class Config> struct DbiasBlock {
   using Element = typename Config::Element;
   using Tile = typename Config::Tile;
   static constexpr int kHeadDim = Config::kHeadDim, kRowTiles = kDbiasWarpRows / 16, kKeyTiles = kDbiasWarpKeys / 8;
-  static constexpr int kTileRoom = 128; // and keys of a tile
+  static constexpr int kTileRoom = 128; // of rows or keys of a tile
 
   const PairBiasBackward &work;
   const DbiasWork &division;
   DbiasShared<Config> &shared;
   const PairBiasFactors factors;
   char *const memory;
-  const int slot, warp_row, warp_key; // of the warp's part of its slot's tile
+  const int slot, warp_row, warp_key; // the first row and key of the warp in its slot's tile
   const int stage_bytes;
   const bool float32_bias, causal;
   float sums[kRowTiles][kKeyTiles][4];
@@ -74,7 +74,7 @@ template <class Config> struct DbiasBlock {
   __device__ uint32_t keys_at(int step, int which) const {
     return rows_at(step, 2) + which * Tile::bytes(division.slots * division.tile_keys);
   }
-  // The shifts, -lse to base 2, of the rows of all slots, and then their deltas.
+  // The shifts, -lse to base 2, of the rows of all slots, then their deltas.
   __device__ float *statistics_at(int step) const {
     return reinterpret_cast<float *>(memory + stage(step) + stage_bytes -
                                      division.slots * division.tile_rows * 2 * int(sizeof(float)));
@@ -99,7 +99,7 @@ template <class Config> struct DbiasBlock {
     table.set(3, slot_of_thread, p.v, kv_head_of(p, source.head));
   }
 
-  // Starts the copies of a step. Returns whether a row of it needs care (`large`).
+  // Starts the copies of a step. Returns whether a row that this thread loads has a large lse.
   __device__ bool load(const DbiasTile &tile, int step) const {
     const fdm_problem &p = problem();
     const SlotTable<Config::kWarps, 4> &table = shared.slots[step & 1];
@@ -151,7 +151,7 @@ template <class Config> struct DbiasBlock {
                                            tile.key_tile * division.tile_keys, shared.slots[step & 1]);
   }
 
-  // A step of one slot.
+  // Adds a step of the warp's slot.
   __device__ void add(const DbiasTile &tile, int step, bool exact) {
     const float *statistics = statistics_at(step) + slot * division.tile_rows + warp_row;
     const int count = division.slots * division.tile_rows;
@@ -197,19 +197,19 @@ template <class Config> struct DbiasBlock {
     }
   }
 
-  // The steps [begin, end) of a tile.
+  // Adds the steps [begin, end) of a tile.
   __device__ void run(const DbiasTile &tile, int begin, int end, bool exact) {
     clear(sums);
-    // The bias of a mask that the sources do not share differs from step to step.
+    // If the sources do not share the mask, the bias with the mask folded in differs from step to step.
     const bool stays = work.call.shares_mask;
     bool large = false;
-    // The first turn does nothing but start the copies of the first step.
+    // The first iteration only starts the copies of the first step.
 #pragma unroll 1
     for (int step = begin - 1; step < end; ++step) {
       const bool another = step + 1 < end;
       ptx::cp_async_wait<0>();
       if (another) set_sources(tile, step + 1);
-      const bool step_large = __syncthreads_or(large); // this step is there; no thread reads the one before any more
+      const bool step_large = __syncthreads_or(large); // this step has arrived; no thread still reads the one before
       if (step < begin || !stays) {
         if (step < begin || step > begin) load_bias(tile, max(step, begin));
         ptx::cp_async_fence();
@@ -238,7 +238,7 @@ template <class Config> struct DbiasBlock {
     sum_slots();
   }
 
-  // Adds the sums of the other slots to those of the first, in their order.
+  // Adds the sums of the other slots to those of the first, in slot order.
   __device__ void sum_slots() {
     if (division.slots == 1) return;
     const int threads = warps_of_slot() * 32, thread = int(threadIdx.x) % threads;
@@ -270,7 +270,7 @@ template <class Config> struct DbiasBlock {
     return has_nan(sums, [](int, int) { return true; });
   }
 
-  // Writes the tile, or a part of it.
+  // Writes the tile to dbias, or its sums to `part` if that is not null.
   __device__ void write(const DbiasTile &tile, float *part) const {
     auto *pairs = reinterpret_cast<float2 *>(part ? part : reinterpret_cast<float *>(memory));
     const int threads = dbias_threads(division);
@@ -285,7 +285,7 @@ template <class Config> struct DbiasBlock {
     store_dbias<Element>(work, tile, int(threadIdx.x), Config::kThreads, [&](int i) { return pairs[i]; });
   }
 
-  // Writes zeros to the tiles behind the last of a row that has a visible key.
+  // Zeroes the tiles after the last one of a row of tiles that has a visible key.
   __device__ void clear_behind(DbiasTile tile) const {
     for (++tile.key_tile; tile.key_tile < division.key_tiles; ++tile.key_tile)
       store_dbias<Element>(work, tile, int(threadIdx.x), Config::kThreads, [](int) { return float2{}; });

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Adds the parts of tiles of the bias gradient that several thread blocks have worked on, in the order of the blocks.
+// Adds the parts of dbias tiles that several thread blocks share, in the order of the blocks.
 #include "../tile/sum_parts.cuh"
 #include "dbias_tiles.cuh"
 
 namespace fdm::cuda {
 namespace {
 
-// An item is the boundary before a block, if it is the first one inside of a tile: pairs of neighbours of the tile.
+// An item is the boundary before a block, if it is the first inside a tile. Its values are pairs of adjacent
+// elements.
 struct DividedTiles {
   using Params = PairBiasBackward;
   using Value = float2;
@@ -14,7 +15,7 @@ struct DividedTiles {
   const PairBiasBackward &work;
   int64_t count, offset;
   PartSums parts;
-  int64_t rows, keys; // those that exist, from the tile's first ones on
+  int64_t rows, keys; // existing ones, counted from the tile's first
 
   __device__ explicit DividedTiles(const PairBiasBackward &work_)
       : work(work_), count(is_superseded(work) ? 0 : work.dbias.blocks - 1) {}
@@ -24,8 +25,8 @@ struct DividedTiles {
     const int64_t boundary = item + 1, inside = first_step(division, boundary);
     const int64_t number = inside / division.groups, first = number * division.groups;
     if (inside == first || inside >= division.steps || first_step(division, boundary - 1) > first) return false;
-    // The block before the boundary has the tile's beginning.
-    const bool only = first_step(division, boundary - 1) == first; // the tile is also the first of its block
+    // The block before the boundary begins the tile.
+    const bool only = first_step(division, boundary - 1) == first; // the tile is the first of that block
     const int64_t size = int64_t(division.tile_rows) * division.tile_keys;
     parts = {division.parts + (2 * (boundary - 1) + (only ? 0 : 1)) * size, division.parts + 2 * boundary * size,
              2 * size, 1};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The tiles of the gradient of a bias: how they are numbered, and where a thread's sums of one belong.
+// The tiles of dbias: their numbers, and the place of a thread's sums in memory.
 #pragma once
 
 #include "statistics.cuh"
@@ -24,14 +24,14 @@ struct DbiasTile {
   }
 };
 
-// Block b has the steps from first_step(b) to first_step(b + 1). The products exceed 64 bits only where no GPU could do
-// the work.
+// Block b has the steps from first_step(b) to first_step(b + 1). The products exceed 64 bits only for work that no
+// GPU can do.
 FDM_INLINE int64_t first_step(const DbiasWork &work, int64_t block) {
   if (work.whole) return work.steps / work.groups * block / work.blocks * work.groups;
   return work.steps * block / work.blocks;
 }
 
-// The part of a tile that a warp of a slot has.
+// The part of a slot's tile that a warp has.
 struct DbiasPlace {
   int row, key; // the first
 };
@@ -40,13 +40,13 @@ FDM_INLINE DbiasPlace dbias_place(const DbiasWork &work, int warp) {
   return {warp % row_warps * kDbiasWarpRows, warp / row_warps * kDbiasWarpKeys};
 }
 
-// Threads of a slot.
+// Threads per slot.
 FDM_INLINE int dbias_threads(const DbiasWork &work) {
   return work.tile_rows * work.tile_keys / (kDbiasWarpRows * kDbiasWarpKeys) * 32;
 }
 
-// Sums of a tile in memory are pairs of neighbours in a row. Those of a thread are as far apart as there are threads:
-// number (m * 8 + n) * 2 + half has its accumulators of row tile m, key tile n. This is where a pair lies.
+// In memory, the sums of a tile are pairs of adjacent elements of a row. The pairs of a thread are dbias_threads()
+// apart: pair (m * 8 + n) * 2 + half has its accumulators of row tile m and key tile n. Returns the index of a pair.
 FDM_INLINE int pair_index(const DbiasWork &work, int row, int key) {
   const int warp = row / kDbiasWarpRows + key / kDbiasWarpKeys * (work.tile_rows / kDbiasWarpRows);
   const int number = (row % kDbiasWarpRows / 16 * (kDbiasWarpKeys / 8) + key % kDbiasWarpKeys / 8) * 2 + row % 16 / 8;
@@ -61,8 +61,8 @@ __device__ __forceinline__ int64_t dbias_offset(const PairBiasBackward &work, co
          int64_t(tile.key_tile) * work.dbias.tile_keys * t.stride[3];
 }
 
-// Stores a tile, or those of its pairs that are numbered `first`, first + step and so on along its rows. sum(index)
-// gives the pair that pair_index() numbers.
+// Stores the pairs `first`, first + step and so on of a tile, counted along its rows. sum(index) gives the pair with
+// that pair_index().
 template <class Element, class Sum>
 __device__ __forceinline__ void store_dbias(const PairBiasBackward &work, const DbiasTile &tile, int first, int step,
                                             const Sum &sum) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Computes delta = dO . O - dlse of each row, and finds rows that the fused kernel cannot deal with (pair_bias.h).
+// Computes delta = dO . O - dlse of each row, and finds rows that the fused kernel cannot compute (pair_bias.h).
 #include "../backward/make_statistics.cuh"
 #include "statistics.cuh"
 
@@ -32,7 +32,7 @@ struct Deltas {
     const bool is_large = usable ? fabsf(result.lse) * kLog2E > kLargeLse : !(result.lse < 0.0f);
     if (work.non_finite && (is_large || !(fabsf(delta) < INFINITY))) *work.non_finite = 1;
     float *const to = &delta_of(work, row.batch, row.head, row.i);
-    // Where it lies in a row of dq, a whole sector of 32 bytes is written, of which the others are not needed.
+    // In a row of dq, a whole 32-byte sector is written. Only the first number is used.
     if (work.delta_row > 1 && work.call.p.head_dim >= 16) {
       const float4 x{delta, delta, delta, delta};
       reinterpret_cast<float4 *>(to)[0] = reinterpret_cast<float4 *>(to)[1] = x;

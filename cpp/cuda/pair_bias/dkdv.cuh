@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The gradients of keys and values with a pair bias, with mma.sync: a thread block has a key tile of one KV head, of
-// `slots` sequences side by side, and walks the query heads of the group and their rows, kStepRows at a time.
+// dK and dV with a pair bias, with mma.sync. A thread block has a key tile of one KV head, of `slots` sequences side
+// by side. It loops over the query heads of the group and their rows, kStepRows at a time.
 //
-// Products are transposed, with a key to a row of accumulators: S' = K Q', P' = exp(S' - lse), dV += P' dO, dP' = V
-// dO', dS' = P' (dP' - delta), dK += scale dS' Q, so P' and dS' are left operands where they are computed. Q, dO, their
-// statistics and the bias of the next step are copied meanwhile. Each warp has keys of one sequence.
+// Products are transposed: an accumulator row is a key. S' = K Q', P' = exp(S' - lse), dV += P' dO, dP' = V dO', dS'
+// = P' (dP' - delta), dK += scale dS' Q. So P' and dS' are left operands in the registers that hold them. Copies of
+// Q, dO, the statistics and the bias of the next step overlap with the products. Each warp has keys of one sequence.
 #pragma once
 
 #include "launch.cuh"
@@ -60,12 +60,11 @@ template <class Config> struct PairBiasDkdvBlock {
   const int slots, keys, slot, warp_key;           // warp_key: the warp's first key in its sequence's tile
   const int first_key, kv_head, first_tile, tiles; // tiles of kStepRows rows of a query head
   const int group, stage_bytes, stages, panel_bytes;
-  // Query heads of the group have masks of their own. Otherwise what is summed for keys that are not kept is left out
-  // in the end.
+  // Query heads of the group have masks of their own. Otherwise write() zeroes the sums of dropped keys.
   const bool drops_keys;
   const bool float32_bias, causal;
   LeftOperand<Element, kHeadDim, kKeyTiles, Config::kHoldsKeys> key_operand, value_operand;
-  uint32_t kept = 0; // bit 2 m + half: this thread's key of that accumulator row
+  uint32_t kept = 0; // bit 2 m + half: this thread's key of that accumulator row is kept
   float dk[kKeyTiles][kHeadDim / 8][4], dv[kKeyTiles][kHeadDim / 8][4];
 
   __device__ PairBiasDkdvBlock(const PairBiasBackward &own_work, PairBiasDkdvShared<Config> &small, char *tile_memory,
@@ -99,7 +98,7 @@ template <class Config> struct PairBiasDkdvBlock {
   }
   __device__ int query_head(const Step &step) const { return kv_head * group + step.head; }
 
-  // Shared memory begins with K and V. The stages follow, each with Q, dO, the bias and the statistics.
+  // Shared memory holds K and V, then the stages, each with Q, dO, the bias and the statistics.
   __device__ uint32_t keys_at(int which) const { return ptx::shared_address(memory) + which * Config::key_bytes(); }
   __device__ int stage(int number) const {
     return 2 * Config::key_bytes() + (stages == 1 ? 0 : (number & 1) * stage_bytes);
@@ -111,7 +110,7 @@ template <class Config> struct PairBiasDkdvBlock {
     const int bias = stage(number) + 2 * Tile::bytes(slots * kStepRows) + panel * panel_bytes;
     return {work.call, memory, bias, bias + Config::Bias::bytes(kStepRows, float32_bias), float32_bias};
   }
-  // The statistics are, for each slot, the shifts of the rows, -lse to base 2, and then their deltas.
+  // The statistics of each slot are the shifts of its rows, -lse to base 2, then their deltas.
   __device__ float *statistics_at(int number) const {
     return reinterpret_cast<float *>(memory + stage(number) + stage_bytes - Config::statistics_bytes(slots));
   }
@@ -129,7 +128,7 @@ template <class Config> struct PairBiasDkdvBlock {
     copy(1, problem().v);
   }
 
-  // Starts the copies of a step. Returns whether a row of it needs care (`large`).
+  // Starts the copies of a step. Returns whether a row that this thread loads has a large lse.
   __device__ bool load(int number) const {
     const fdm_problem &p = problem();
     const Step step = step_of(number);
@@ -182,7 +181,7 @@ template <class Config> struct PairBiasDkdvBlock {
       }
   }
 
-  // A part of a step: kSubRows rows from `row` of its tile on.
+  // Adds a part of a step: kSubRows rows of its tile from `row` on.
   __device__ void add(int number, const Step &step, int row, bool exact) {
     const int behind = int(problem().keys - problem().queries) + step.first_row + row; // the last key its row 0 sees
     const int own_first = first_key + warp_key;
@@ -241,7 +240,7 @@ template <class Config> struct PairBiasDkdvBlock {
       gemm_rs<Element, kHeadDim>(dk, gradients, columns);
   }
 
-  // Makes -inf of the scores of keys that are not kept.
+  // Sets the scores of dropped keys to -inf.
   __device__ void drop_keys_of_head(Scores &scores) const {
 #pragma unroll
     for (int m = 0; m < kKeyTiles; ++m)
@@ -253,7 +252,7 @@ template <class Config> struct PairBiasDkdvBlock {
 #pragma unroll
             for (int i = 0; i < 2; ++i) scores[m][n][2 * half + i] = -INFINITY;
   }
-  // The same for keys behind the causal limit: row r sees the warp's keys up to `limit` + r.
+  // The same for keys beyond the causal limit: row r sees the warp's keys up to `limit` + r.
   __device__ void drop_unseen(Scores &scores, int limit) const {
 #pragma unroll
     for (int m = 0; m < kKeyTiles; ++m)
@@ -295,11 +294,11 @@ template <class Config> struct PairBiasDkdvBlock {
     key_operand.left = Tile::left(keys_at(0), first);
     value_operand.left = Tile::left(keys_at(1), first);
     bool large = false;
-    // The first turn does nothing but start the copies of the first step.
+    // The first iteration only starts the copies of K, V and the first step.
 #pragma unroll 1
     for (int number = -1; number < steps; ++number) {
       ptx::cp_async_wait<0>();
-      const bool step_large = __syncthreads_or(large); // this step is there; no thread reads the one before any more
+      const bool step_large = __syncthreads_or(large); // this step has arrived; no thread still reads the one before
       const bool another = number + 1 < steps;
       if (number < 0) load_keys();
       if (stages > 1 && another) large = load(number + 1);
@@ -319,7 +318,7 @@ template <class Config> struct PairBiasDkdvBlock {
     return has_nan(dk, row_matters) || has_nan(dv, row_matters);
   }
 
-  // Whether the sums of a key are a result.
+  // Whether the sums of a key are results. write() zeroes the others.
   __device__ bool matters(int m, int half) const {
     return exists(m, half) && (drops_keys || (kept >> (2 * m + half) & 1));
   }
@@ -355,7 +354,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   extern __shared__ __align__(1024) char dynamic_shared[];
   __shared__ PairBiasDkdvShared<Config> shared;
   const fdm_problem &p = work.call.p;
-  // The key tiles go fastest: they share Q and dO. A causal mask makes the first the longest.
+  // Key tiles vary fastest, because they share Q and dO. A causal mask makes the first the longest.
   int number = int(blockIdx.x);
   const int tile = number % work.tiles;
   number /= work.tiles;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The gradient of the queries with a pair bias, with mma.sync. row_block.cuh has the mainloop. Where an element of the
-// bias has one source, its gradient is dS, which is written here.
+// dQ with a pair bias, with mma.sync. row_block.cuh has the mainloop. If an element of the bias has one source, its
+// gradient is dS, which this kernel writes.
 #pragma once
 
 #include "launch.cuh"
@@ -74,7 +74,7 @@ template <class Config> struct PairBiasDqBlock : RowBlock<Config> {
       gemm_rs<Element, kHeadDim>(dq, gradients, columns);
   }
 
-  // Writes dS of half a key block, or zeros.
+  // Writes dS of half a key block, or zeros, to dbias.
   __device__ void write_dbias(const Scores &gradients, int first_key) const {
     const fdm_tensor &t = work.a.dbias;
     const Source &source = this->source();
@@ -103,7 +103,7 @@ template <class Config> struct PairBiasDqBlock : RowBlock<Config> {
         task.begin, task.end, [&] { start(); }, [] {}, [&](int block, const Half &half) { add(block, half, exact); },
         skip);
   }
-  // The keys from a block on, which no row of the tile sees.
+  // Zeroes dbias for the keys from a block on, which no row of the tile sees.
   __device__ void clear_dbias_from(int block) const {
     if (!work.writes_dbias) return;
 #pragma unroll 1

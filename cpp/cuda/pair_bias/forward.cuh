@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Forward pass with a pair bias, with mma.sync. row_block.cuh has the mainloop; the keys may be divided over several
-// thread blocks (splits).
+// Forward pass with a pair bias, with mma.sync. row_block.cuh has the mainloop. Splits divide the keys over several
+// thread blocks.
 #pragma once
 
 #include "launch.cuh"
@@ -56,14 +56,14 @@ template <class Config> struct PairBiasForwardBlock : RowBlock<Config> {
     softmax.finish();
   }
 
-  // Whether a result shows that an exact run is needed.
+  // Whether a result needs an exact run.
   __device__ bool needs_exact() const {
     const auto there = [&](int m, int half) { return exists(m, half); };
     return has_nan(out, there) || softmax.needs_exact(there);
   }
 
-  // The epilogue writes normalized rows and their lse; or, of a split, rows that are not normalized, with their maximum
-  // and sum to base 2.
+  // The epilogue writes normalized rows and their lse. A split writes unnormalized rows, with their maximum and sum
+  // to base 2.
   __device__ void write(int split) const {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)

@@ -7,7 +7,7 @@
 namespace fdm::cuda {
 namespace {
 
-// The sums of a gradient in the first launch, half of which lie in the memory of the gradient itself.
+// The sums of a gradient in the first launch. Their first halves lie in the memory of the gradient itself.
 GradientSums sums_in_gradient(const fdm_tensor &t, char *workspace) {
   GradientSums sums{};
   sums.first = static_cast<char *>(t.data);
@@ -48,7 +48,7 @@ cudaError_t run_fused(PairBiasBackward &work, const PairBiasBackwardRoute &route
   place(division.dk, a.dk, plan.key_bytes);
   place(division.dv, a.dv, plan.key_bytes);
   division.dbias = present(a.dbias) && plan.dbias_bytes > 0 ? reinterpret_cast<float *>(memory) : nullptr;
-  // Sums in the workspace have been cleared together with `non_finite`.
+  // The caller has cleared sums in the workspace together with `non_finite`.
   if (plan.in_gradients)
     for (const GradientSums *sums : sums_of_all)
       if (sums->first)

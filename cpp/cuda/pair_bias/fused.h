@@ -9,13 +9,13 @@ namespace fdm::cuda {
 
 template <class Function> cudaError_t with_sm90_types(const fdm_problem &p, const Function &function) {
   if constexpr (FDM_TILE_ARCH != 90)
-    return cudaErrorInvalidConfiguration; // routes of other architectures have none
+    return cudaErrorInvalidConfiguration; // other architectures have no such route
   else
     return with_types<kMaxPairBiasSm90HeadDim>(p, p.head_dim, PairBiasSm90HeadDims{}, function);
 }
 
-// All gradients, unless non-finite values are found. `memory` is cleared: for a launch's deltas, if these are not kept,
-// and for what the workspace has of the sums.
+// Computes all gradients, unless non-finite values are found. `memory` is cleared. It holds the deltas of a launch,
+// if these are not kept, and the workspace's part of the sums.
 cudaError_t run_fused(PairBiasBackward &work, const PairBiasBackwardRoute &route, char *memory, cudaStream_t stream);
 
 } // namespace fdm::cuda

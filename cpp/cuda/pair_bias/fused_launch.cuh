@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The launch of the fused kernel of pair biases.
+// Launches the fused kernel of pair biases.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 namespace fdm::cuda {
 
 #if FDM_TILE_ARCH == 90
-// Only the driver knows how many clusters of a kernel run at the same time.
+// Only the driver knows how many clusters of a kernel run concurrently.
 template <class Config> cudaError_t launch_clusters(const PairBiasBackward &work, cudaStream_t stream) {
   using Shared = PairBiasFusedShared<Config>;
   const int64_t blocks = int64_t(work.fused.row_tiles) * work.fused.key_tiles;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Rounds the float32 sums of the fused kernel to dq, dk and dv, and to dbias; and clears what the next launch adds to.
+// Rounds the float32 sums of the fused kernel to dq, dk, dv and dbias, and clears the sums of the next launch.
 #include "../tile/round_sums.cuh"
 #include "fused.h"
 #include "fused_tiles.cuh"
@@ -9,23 +9,23 @@ namespace fdm::cuda {
 namespace {
 
 FDM_INLINE int64_t bands_of(const GradientSums &sums) { return ceil_div(sums.rows, kBandRows); }
-// Bands of a tile of dbias that have so many tiles of 8 columns.
+// Bands per tile of dbias. A band has this many tiles of 8 columns.
 constexpr int dbias_bands(int column_tiles) { return kTileQuadsSm90 / (column_tiles * 32); }
 
-// A row of the grid has a gradient: dq, dk, dv, and dbias where its sums are complete. Tells of sums that are not
-// finite (pair_bias.h).
+// Each row of the grid has one gradient: dq, dk, dv, and dbias if its sums are complete. Sets `non_finite` if a sum
+// of dq, dk or dv is non-finite (pair_bias.h).
 template <int kHeadDim> struct FusedBands {
   using Params = PairBiasBackward;
   using Band = SumBand<kHeadDim>;
-  static constexpr int kTilesAtOnce = Band::kTiles; // rows are written where their sums lie
+  static constexpr int kTilesAtOnce = Band::kTiles; // all: rows are written over their own sums
   static constexpr int kBlocks = kTilesAtOnce <= 8 ? 3 : 2;
 
   const PairBiasBackward &work;
   BandRows rows;
   Band band;
-  int64_t later; // a band that a later launch adds to, in bytes from the first one's; 0: there is none
+  int64_t later; // byte offset from the first half of a band that a later launch adds to; 0: none
   FusedDbiasTile tile;
-  int first_quad; // of this thread in a tile of dbias
+  int first_quad; // this thread's first in a tile of dbias
   bool exists = false;
 
   __device__ static bool of_dbias() { return blockIdx.y == 3; }
@@ -67,7 +67,7 @@ template <int kHeadDim> struct FusedBands {
       if (first + row >= t.shape[1]) return -1;
       return (division.first_batch + batch) * t.stride[0] + (first + row) * t.stride[1] + head * t.stride[2];
     });
-    // No thread reads the sums of the sequences that many places later.
+    // No thread reads the sums of sequences 2 * batches later.
     const int64_t later_batch = 2 * int64_t(division.batches) + batch;
     later = later_batch < division.past_cleared ? later_batch * all.batch + head * all.head + first * all.row : 0;
   }

@@ -10,14 +10,14 @@ struct FusedDbiasTile {
   int plane, row_tile, key_tile;
 };
 
-// Among the tiles of a launch.
+// The index of a tile among those of a launch.
 __device__ __forceinline__ int64_t tile_number(const FusedWork &division, const FusedDbiasTile &tile) {
   return (int64_t(tile.plane - division.first_plane) * division.row_tiles + tile.row_tile) * division.key_tiles +
          tile.key_tile;
 }
 
-// Stores the accumulators of a thread in 16 rows and 8 keys. `index` counts such quads of numbers in a tile: 16 bands
-// of rows hold 16 key tiles, and these 32 lanes.
+// Stores a thread's quad: its accumulators in 16 rows and 8 keys. `index` counts the quads of a tile: bands of 16
+// rows have 16 key tiles each, and a key tile has a quad for each of 32 lanes.
 template <class Element, class Pack = Packing<Element>>
 __device__ __forceinline__ void store_quad(const PairBiasBackward &work, const FusedDbiasTile &tile, int index,
                                            const float4 &x, const Pack &pack = {}) {

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// How the float32 sums of dq, dk and dv lie, to which thread blocks add in no fixed order.
+// The layout of the float32 sums of dq, dk and dv, to which thread blocks add in no fixed order.
 //
-// They take twice the memory of the gradients. So half of them lies in the memory of the gradient itself, and the other
-// half in that of a later sequence's gradient, or in the workspace. A warp has a band of 16 rows in its accumulators
-// (ptx/matrix.cuh), as tiles of 8 columns; a half has half of the tiles. Four numbers of a thread lie together, 32 such
-// quads one after the other, in as many rows as they need. A band of fewer than 16 rows has no room for that: there,
-// numbers lie in their rows. Either way, a warp needs no memory but that of its own rows, and may write these once it
-// has read them.
+// The sums take twice the memory of the gradients. One half lies in the memory of the gradient itself, the other in
+// that of a later sequence's gradient or in the workspace; or both lie in the workspace. A warp's accumulators hold a
+// band of 16 rows (ptx/matrix.cuh) as tiles of 8 columns; a half has half of the tiles. The four numbers of a thread
+// are a quad, and the 32 quads of a tile follow each other in as many rows as they need. A band of fewer than 16 rows
+// has no room for that: its numbers lie in their own rows. Either way, a warp uses only the memory of its own rows,
+// and may overwrite them once it has read them.
 #pragma once
 
 #include "../tile/products.cuh"
@@ -20,8 +20,8 @@ struct SumHalves {
   char *first, *second;
 };
 
-// The first bytes of the halves of a row of a head; `batch` counts the sequences of the launch. Null if they are not
-// wanted.
+// The first bytes of both halves of a row of a head. `batch` counts the sequences of the launch. Null if the sums are
+// not wanted.
 __device__ __forceinline__ SumHalves halves_of(const GradientSums &sums, int64_t batch, int64_t head, int64_t row) {
   if (!sums.first) return {};
   const int64_t offset = head * sums.head + row * sums.row;
@@ -30,29 +30,29 @@ __device__ __forceinline__ SumHalves halves_of(const GradientSums &sums, int64_t
   return {sums.first + batch * sums.batch + offset, second + offset};
 }
 
-// All threads of a warp have it.
+// A warp's band. All threads of the warp hold the same values.
 template <int kHeadDim> struct SumBand {
   static constexpr int kTiles = kHeadDim / 8, kHalfTiles = kTiles / 2;
-  static constexpr int kRowQuads = kHeadDim * 2 / 16; // of a half
+  static constexpr int kRowQuads = kHeadDim * 2 / 16; // per row of a half
 
   SumHalves halves; // of its first row
   int64_t pitch;    // bytes from row to row
-  int rows;         // those that exist, if fewer than 16
+  int rows;         // existing rows, if fewer than 16
 
   __device__ __forceinline__ char *half_of(int n) const { return n < kHalfTiles ? halves.first : halves.second; }
-  // This thread's numbers of tile n of 8 columns.
+  // This thread's quad of tile n of 8 columns.
   __device__ __forceinline__ float *quad(int n) const {
     const int lane = threadIdx.x % 32;
     constexpr int kTileRows = 32 / kRowQuads;
     char *const lane_quads = half_of(n) + lane / kRowQuads * pitch + lane % kRowQuads * 16;
     return reinterpret_cast<float *>(lane_quads + n % kHalfTiles * (kTileRows * pitch));
   }
-  // Its two neighbours in a row that exists, where fewer than 16 do.
+  // This thread's two adjacent numbers of an existing row, for a band of fewer than 16 rows.
   __device__ __forceinline__ float *pair(int n, int half) const {
     return reinterpret_cast<float *>(half_of(n) + accumulator_row(half) * pitch) + n % kHalfTiles * 8 +
            accumulator_column();
   }
-  // Calls function(pair, n, half) for pairs of rows that exist.
+  // Calls function(pair, n, half) for the pairs of existing rows.
   template <class Function> __device__ __forceinline__ void for_each_pair(const Function &function) const {
 #pragma unroll
     for (int n = 0; n < kTiles; ++n)

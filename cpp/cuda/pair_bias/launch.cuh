@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// How the pair bias kernels are launched: their shared memory depends on the problem.
+// Launches the pair bias kernels, whose shared memory depends on the problem.
 #pragma once
 
 #include "../host/launch.cuh"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Finds the live tiles of a row mask: those of which it keeps a pair. Most are decided by their first rows, so most of
-// the mask is not read.
+// Finds the live tiles of a row mask: those with a kept pair. The first rows of a tile decide most of them, so most
+// of the mask is not read.
 #include "../host/launch.cuh"
 #include "ptx/dependent.cuh"
 #include "sources.cuh"
@@ -8,12 +8,12 @@
 namespace fdm::cuda {
 namespace {
 
-constexpr int kWarps = 32, kThreads = 32 * kWarps; // each has a tile
+constexpr int kWarps = 32, kThreads = 32 * kWarps; // one tile per warp
 constexpr int kThreadsPerRow = kPairBiasTileSm90 / 16,
-              kRowsAtOnce = 32 / kThreadsPerRow; // lanes beside and below each other
-constexpr int kReadsAtOnce = 4;                  // at a time, of a lane
+              kRowsAtOnce = 32 / kThreadsPerRow; // the lanes of a row, and the rows of a load
+constexpr int kReadsAtOnce = 4;                  // loads in flight per lane
 
-// Returns a number other than 0 if a row keeps one of 16 keys, of which the first `there` exist.
+// Returns nonzero if a row keeps one of 16 keys, of which the first `there` exist.
 __device__ __forceinline__ uint32_t keeps_some(const uint8_t *kept, int there) {
   uint32_t some = 0;
   if (there >= 16) {
@@ -43,7 +43,7 @@ __device__ __forceinline__ bool is_live_tile(const fdm_problem &p, const Matrix 
   return false;
 }
 
-// A thread block makes a word: 32 tiles of a row tile.
+// A thread block makes a word: 32 key tiles of a row tile.
 __global__ void __launch_bounds__(kThreads)
     live_tiles_kernel(const __grid_constant__ PairBiasCall call, LiveTiles live) {
   ptx::start_dependents();
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kThreads)
 
 cudaError_t launch_live_tiles(const PairBiasCall &call, const LiveTiles &live, cudaStream_t stream) {
   const fdm_problem &p = call.p;
-  // One dimension of blocks has room for more heads of a bias than two.
+  // A one-dimensional grid has room for more bias heads: grid.y is at most 65535.
   const int64_t words = int64_t(live.row_tiles) * live.row_words * p.bias.shape[0] * p.bias.shape[1];
   return launch(live_tiles_kernel, Grid(words), kThreads, 0, stream, call, live);
 }

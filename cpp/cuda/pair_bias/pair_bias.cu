@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The host side of calls with a pair bias: it fills in the parameters of the kernels that the route names, and launches
-// them.
+// The host side of calls with a pair bias: fills in the parameters of the kernels of the route and launches them.
 #include "pair_bias.h"
 
 #include "../host/dispatch.h"
@@ -21,7 +20,7 @@ template <class Function> cudaError_t with_pair_bias_types(const fdm_problem &p,
   return with_types<kMaxPairBiasHeadDim>(p, p.head_dim, PairBiasHeadDims{}, function);
 }
 
-// All deltas, in memory of their own, or in the first elements of the rows of dq.
+// These set where the deltas of all sequences lie: in `memory`, or at the start of each row of dq.
 void use_deltas(PairBiasBackward *work, float *memory) {
   const fdm_problem &p = work->call.p;
   work->deltas = memory;
@@ -39,7 +38,7 @@ void use_deltas_in_dq(PairBiasBackward *work) {
   work->delta_head = dq.stride[2] / 2;
 }
 
-// The fused kernel, whose sums and deltas are cleared first.
+// Runs the fused kernel. Clears its sums and deltas first.
 cudaError_t run_all_gradients(PairBiasBackward &work, const PairBiasBackwardRoute &route, void *workspace,
                               cudaStream_t stream) {
   char *const non_finite = at<char>(workspace, route.non_finite), *const rest = at<char>(workspace, route.rest);
@@ -58,7 +57,7 @@ cudaError_t run_all_gradients(PairBiasBackward &work, const PairBiasBackwardRout
   return launch_deltas(work, route.statistics_division, MakeDeltas::again, stream);
 }
 
-// The gradient of a bias with several sources.
+// Computes dbias if an element has several sources.
 cudaError_t run_dbias(PairBiasBackward &work, const PairBiasBackwardRoute &route, void *workspace,
                       cudaStream_t stream) {
   static_cast<DbiasDivision &>(work.dbias) = route.dbias;
@@ -128,7 +127,7 @@ cudaError_t run_pair_bias_backward(const fdm_problem &p, const fdm_backward_args
   if (cudaError_t error = route.fused ? run_all_gradients(work, route, workspace, stream)
                                       : launch_deltas(work, route.statistics_division, MakeDeltas::first, stream))
     return error;
-  // First, since it may have its parts in dk.
+  // dbias runs first, because its partial tiles may lie in dk.
   if (route.wants_dbias)
     if (cudaError_t error = run_dbias(work, route, workspace, stream)) return error;
   if (route.wants_dq)

@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Kernels for a pair bias, which has a value for each pair of a query and a key (triangle attention, evoformer). The
-// keys of a block are consecutive, and nothing is gathered.
+// keys of a key block are consecutive; nothing is gathered.
 //
-// Such a bias is as large as the scores, so a plan could save little of what must be read anyway. K, V and the bias come
-// as tiles, and the mask is tested there: one bit for each key of a key mask; a row mask, or intervals, makes
-// -inf of the bias in shared memory. So there is no plan.
+// These kernels use no plan: the bias is as large as the scores, so a plan saves little of what must be read anyway.
+// K, V and the bias are loaded as tiles, and the mask is tested there. A key mask is one bit per key. A row mask or
+// intervals set the bias in shared memory to -inf.
 //
-// Query heads and sequences that share an element of the bias are its sources. A thread block works on several of
-// them side by side (its slots), which read the same tile of bias and mask:
-//   1. forward.cuh   out and lse, a row tile at a time;
-//   2. dq.cuh        dq, a row tile at a time; and the gradient of the bias where it has one source;
-//   3. dkdv.cuh      dk and dv, a key tile at a time;
-//   4. dbias.cuh     the gradient of the bias where it has several sources: a tile of it stays in registers while its
-//                    sources go by. The steps of all tiles are divided evenly over the thread blocks, so a tile may
-//                    have several parts, which dbias_sum.cu adds in a fixed order.
+// The sources of a bias element are the pairs of a sequence and a query head that share it. A thread block works on
+// several sources side by side (its slots), which read the same tile of bias and mask:
+//   1. forward.cuh   out and lse, by row tiles;
+//   2. dq.cuh        dq, by row tiles; also dbias if an element has one source;
+//   3. dkdv.cuh      dk and dv, by key tiles;
+//   4. dbias.cuh     dbias if an element has several sources: a tile of dbias stays in registers while the block
+//                    loops over the sources. The steps of all tiles are divided evenly over the thread blocks. A tile
+//                    may thus have several parts, which dbias_sum.cu adds in a fixed order.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -31,16 +31,16 @@ struct PairBiasCall : PairBiasFacts {
   fdm_problem p;
 };
 
-// The live tiles: those of which a row mask keeps a pair (live_tiles.cu). Bit k % 32 of word k / 32 of a row tile tells
-// of its tile k of keys. Without such bits all of them are live.
+// The live tiles: those with a pair that the row mask keeps (live_tiles.cu). Bit k % 32 of word k / 32 of a row tile
+// stands for key tile k. Without these words all tiles are live.
 struct LiveTiles {
-  uint32_t *words; // [plane][row tile][words_of(keys)]; null: none
+  uint32_t *words; // [plane][row_tiles][row_words]; null: all tiles are live
   int32_t row_tiles, row_words;
 
   __host__ __device__ const uint32_t *row(int plane, int row_tile) const {
     return words ? words + (int64_t(plane) * row_tiles + row_tile) * row_words : nullptr;
   }
-  // `row` is that of a row tile.
+  // `row`: the words of a row tile.
   __host__ __device__ static bool is_live(const uint32_t *row, int key_tile) {
     return !row || row[key_tile / 32] >> key_tile % 32 & 1;
   }
@@ -49,50 +49,50 @@ struct LiveTiles {
 struct PairBiasForward : PairBiasForwardWork {
   PairBiasCall call;
   fdm_forward_args a;
-  LiveTiles live;   // what a row mask leaves
-  bool out_aligned; // as rows_are_aligned says
+  LiveTiles live;   // tiles that a row mask keeps
+  bool out_aligned; // from rows_are_aligned
   Partials partials;
 };
 
 struct DbiasWork : DbiasDivision {
-  float *parts; // [2 * blocks][tile_rows * tile_keys]: of a block's first and last tile, where these are divided
+  float *parts; // [2 * blocks][tile_rows * tile_keys]: a block's first and last tile, if other blocks share them
 };
 
-// The float32 sums of dq, dk or dv of the sequences of a launch of sm90/fused.cuh, in two halves (gradient_sums.cuh),
-// each of which lies as the gradient does.
+// The float32 sums of dq, dk or dv for the sequences of a launch of sm90/fused.cuh. They have two halves
+// (gradient_sums.cuh), each laid out like the gradient.
 struct GradientSums {
   char *first, *second;     // null: not wanted
-  char *spare;              // the second halves of the sequences from `before_spare` on
+  char *spare;              // the second halves from sequence `before_spare` on
   int64_t batch, row, head; // strides in bytes
-  int64_t rows;             // of a head
+  int64_t rows;             // per head
   int32_t before_spare;
 };
 
 struct FusedWork : FusedDivision {
   GradientSums dq, dk, dv;
-  float *dbias; // null: not wanted, or each tile has one thread block, which writes it
+  float *dbias; // null: not wanted, or each tile has one thread block, which writes dbias itself
 };
 
-// `slots`, `tiles` and `groups` are those of dq, as in the forward pass; of dkdv, of key tiles and groups of sequences.
+// `slots`, `tiles` and `groups`: row tiles and groups of sources for dq; key tiles and groups of sequences for dkdv.
 struct PairBiasBackward : PairBiasTiles {
   PairBiasCall call;
   fdm_backward_args a;
-  float *deltas; // of RowStatistics, for sequences from `first_delta` on
+  float *deltas; // of RowStatistics, from sequence `first_delta` on
   int32_t first_delta, delta_batches;
   int64_t delta_batch, delta_head, delta_row; // strides
   bool dout_aligned;
-  bool dbias_pairs;  // two neighbours of a row of dbias can be stored at once
-  bool writes_dbias; // dq writes the gradient of the bias
+  bool dbias_pairs;  // two adjacent elements of a row of dbias can be stored at once
+  bool writes_dbias; // dq writes dbias
   DbiasWork dbias;
-  // Null if the fused kernel does not run. Not 0 once a kernel has found a case that the fused kernel cannot compute: a
-  // row whose lse is so large that P needs care (deltas.cu), or sums that are not finite (fused_sums.cu), since P of a
-  // dropped pair is 0, but 0 times NaN or Inf is NaN. The kernels of fixed order compute nothing while it is 0.
+  // Null if the fused kernel does not run. A kernel sets it to 1 if it finds a case that the fused kernel cannot
+  // compute: a row with a large lse, whose P must be cut off at 1, or with a non-finite lse or delta (deltas.cu); or
+  // non-finite sums (fused_sums.cu), because P of a dropped pair is 0, but 0 times NaN or inf is NaN. While it is 0,
+  // the kernels of fixed order compute nothing.
   uint32_t *non_finite;
   LiveTiles live; // of the fused kernel
   FusedWork fused;
 };
 
-// The parameters of a launch of the forward pass.
 struct PairBiasForwardLaunch {
   const ForwardRoute &route;
   const PairBiasForward &work;
@@ -110,9 +110,9 @@ template <class Element, int kHeadDim>
 cudaError_t launch_pair_bias_dbias(const PairBiasBackward &work, cudaStream_t stream);
 template <class Element, int kHeadDim>
 cudaError_t launch_pair_bias_fused(const PairBiasBackward &work, cudaStream_t stream);
-// `with_dbias`: the sums of dbias are complete.
+// `with_dbias`: the sums of dbias are complete and are rounded too.
 cudaError_t launch_fused_sums(const PairBiasBackward &work, bool with_dbias, cudaStream_t stream);
-// Deltas are made before the fused kernel, or again where it overwrote them and the kernels of fixed order need them.
+// `first`: before the fused kernel. `again`: after it, if it overwrote deltas that the kernels of fixed order need.
 enum class MakeDeltas { first, again };
 cudaError_t launch_deltas(const PairBiasBackward &work, const StatisticsDivision &rows, MakeDeltas when,
                           cudaStream_t stream);

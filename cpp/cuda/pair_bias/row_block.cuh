@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What the forward pass and dq have in common: a thread block has a row tile of `slots` sources side by side, and walks
-// their keys, kPairBiasKeys at a time. K, V, the bias and the bytes of a row mask of the next step are copied
-// meanwhile. Each warp has rows of one source.
+// The mainloop of the forward pass and dq. A thread block has a row tile of `slots` sources side by side, and loops
+// over their keys, kPairBiasKeys at a time. Copies of K, V, the bias and the row mask bytes of the next step overlap
+// with the products. Each warp has rows of one source.
 #pragma once
 
 #include "scores.cuh"
@@ -9,7 +9,7 @@
 
 namespace fdm::cuda {
 
-// kRowTensors have rows of the tile: q, and in the backward pass dout.
+// kRowTensors tensors have rows of the tile: q, and dout in the backward pass.
 template <class ElementType, int kHeadDimension, int kRowTensorCount, class WorkType> struct RowBlockConfig {
   using Element = ElementType;
   using Work = WorkType;
@@ -41,7 +41,7 @@ template <class Config> struct RowBlockShared {
   SlotTable<Config::kWarps, 2 + Config::kRowTensors> slots; // of k, v and the row tensors
 };
 
-// The tile of a thread block, and its part of the keys.
+// The row tile of a thread block, and its split of the keys.
 struct RowBlockTask {
   int plane, group, split;
   int first_row;
@@ -51,7 +51,8 @@ struct RowBlockTask {
 template <class Config>
 __device__ __forceinline__ RowBlockTask row_block_task(const typename Config::Work &work, int splits) {
   const fdm_problem &p = work.call.p;
-  // The row tiles go fastest: they share K and V. The last, which a causal mask makes the longest, come first.
+  // Row tiles vary fastest, because they share K and V. The last come first, because a causal mask makes them the
+  // longest.
   int number = int(blockIdx.x);
   const int tile = work.tiles - 1 - number % work.tiles;
   number /= work.tiles;
@@ -80,7 +81,7 @@ template <class Config> struct RowBlock {
   RowBlockShared<Config> &shared;
   const PairBiasFactors factors;
   char *const memory;
-  const int slots, rows, slot, warp_row; // warp_row: of the warp's first row in its source's tile
+  const int slots, rows, slot, warp_row; // warp_row: the warp's first row in its source's tile
   const int first_row;
   const int stage_bytes, stages;
   const bool float32_bias, causal;
@@ -100,7 +101,7 @@ template <class Config> struct RowBlock {
   __device__ int row(int m, int half) const { return first_row + warp_row + 16 * m + accumulator_row(half); }
   __device__ bool exists(int m, int half) const { return source().exists && row(m, half) < int(problem().queries); }
 
-  // Shared memory begins with the row tensors. The stages follow, each with K, V and the bias.
+  // Shared memory holds the row tensors, then the stages, each with K, V and the bias.
   __device__ uint32_t rows_at(int which) const { return ptx::shared_address(memory) + which * Config::row_bytes(); }
   __device__ uint32_t warp_rows_at(int which) const {
     return Tile::left(rows_at(which), int(threadIdx.x) / 32 * kWarpRows);
@@ -124,11 +125,11 @@ template <class Config> struct RowBlock {
           shared.slots.source[n].exists ? there : 0, RowCopy(t, problem().head_dim, aligned));
   }
 
-  // The addresses that this thread copies from, counted from the first key, where all tiles are whole and aligned.
+  // The source addresses of this thread at the first key. They are set if all row tiles are complete and aligned.
   static constexpr int kThreadsPerRow = Tile::kRowBytes / 16; // threads that copy a row
   const uint16_t *own_keys = nullptr, *own_values = nullptr;
   const char *own_bias = nullptr;
-  bool whole = false; // they are known
+  bool whole = false; // the addresses are set
 
   __device__ void find_own_addresses() {
     const fdm_problem &p = problem();
@@ -175,12 +176,12 @@ template <class Config> struct RowBlock {
     return KeptBits<Config::kWarps>::fetch(problem(), slots, kPairBiasKeys / 32, block * kPairBiasKeys, shared.slots);
   }
 
-  // What a warp knows of half a key block.
+  // A warp's view of half a key block.
   struct Half {
-    uint32_t word;    // the keys that its source keeps
+    uint32_t word;    // bits of the keys that its source keeps
     int limit;        // row r of the warp sees the keys up to limit + r
-    int key;          // the first in the tiles of K and V
-    int key_of_block; // the first in the block
+    int key;          // the first key, as a row of the K and V tiles
+    int key_of_block; // the first key, within the block
     __device__ bool empty() const { return word == 0 || limit + kWarpRows <= 0; }
     __device__ bool full() const { return word == ~0u && limit >= kSubKeys - 1; }
   };
@@ -197,22 +198,22 @@ template <class Config> struct RowBlock {
     }
     return half;
   }
-  // Makes scores of products: with scale, softcap and bias, and -inf where a pair is dropped.
+  // Turns products into scores: applies scale, softcap and bias, and sets dropped pairs to -inf.
   __device__ void finish_scores(Scores &scores, int block, const Half &half, bool exact) const {
     add_bias<ScoreRows::queries>(scores, factors, bias_at(block), warp_row, half.key_of_block, exact);
     if (!half.full()) drop_keys(scores, half.word, half.limit);
   }
 
-  // The mainloop over the key blocks [begin, end). start() loads the rows, ready() is called when they are there, and
-  // add() for each half of a block; skip() for those that keep no pair.
+  // The mainloop over the key blocks [begin, end). start() starts the copies of the rows, and ready() runs once they
+  // have arrived. add() runs for each half of a block, skip() for halves that keep no pair.
   template <class Start, class Ready, class Add, class Skip>
   __device__ __forceinline__ void run(int begin, int end, const Start &start, const Ready &ready, const Add &add,
                                       const Skip &skip) {
-    // The first turn does nothing but start the copies of the first block.
+    // The first iteration only starts the copies of the first block.
 #pragma unroll 1
     for (int block = begin - 1; block < end; ++block) {
       ptx::cp_async_wait<0>();
-      __syncthreads(); // this block is there; no thread reads the one before any more
+      __syncthreads(); // this block has arrived; no thread still reads the one before
       const bool another = block + 1 < end;
       if (block < begin) {
         find_own_addresses();
@@ -245,7 +246,7 @@ template <class Config> struct RowBlock {
   }
 };
 
-// Fills in the sources of a task. The caller waits for the block afterwards.
+// Fills in the sources of a task. The caller synchronizes the block afterwards.
 template <class Config>
 __device__ __forceinline__ void set_slots(RowBlockShared<Config> &shared, const typename Config::Work &work,
                                           const RowBlockTask &task, const fdm_tensor *dout) {

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // A tile of a bias per query in shared memory, kPairBiasKeys keys wide.
 //
-// Elements of 16 bits lie as in SmemTile, so that ldmatrix gives each thread those of its accumulators, transposed ones
-// too. Elements of 32 bits have a pitch of kPitch words, which the kernels choose so that their reads meet all banks. A
-// row mask comes beside the bias as bytes. fold() then makes -inf of what it drops, once for all that share the tile;
-// intervals are folded in alike.
+// 16-bit elements have the layout of SmemTile, so ldmatrix gives each thread the elements of its accumulators, also
+// transposed. 32-bit elements have a row pitch of kPitch words, which each kernel chooses so that its reads cover all
+// banks. The bytes of a row mask lie beside the bias. fold() sets the bias of pairs that the mask drops to -inf, once
+// for all sources of the tile. It folds in intervals the same way.
 #pragma once
 
 #include "../tile/key_ring.cuh"
@@ -13,7 +13,7 @@
 
 namespace fdm::cuda {
 
-// Copies a tile of elements one by one, for rows that cannot be copied 16 bytes at a time. Absent ones become 0.
+// Copies a tile element by element, for rows that cannot be copied in 16-byte chunks. Absent elements become 0.
 template <class Integer, int kThreads, class Address>
 __device__ __forceinline__ void copy_scores_by_elements(const Integer *first, int64_t row, int64_t col, int rows,
                                                         int rows_there, int keys_there, const Address &address) {
@@ -24,14 +24,14 @@ __device__ __forceinline__ void copy_scores_by_elements(const Integer *first, in
   }
 }
 
-// A byte of ones for each of four keys that are kept, else of zeros. Booleans may have any bits set.
+// For each of four keys, a byte of ones if it is kept, else of zeros. Booleans may have any bits set.
 __device__ __forceinline__ uint32_t kept_bytes(uint32_t booleans) {
-  // An addition carries what the lower seven bits of a byte have into its highest.
+  // The addition carries the lower seven bits of a byte into its highest bit.
   const uint32_t highest = (((booleans & 0x7f7f7f7fu) + 0x7f7f7f7fu) | booleans) & 0x80808080u;
   return (highest >> 7) * 0xffu;
 }
 
-// Makes -inf of those of eight neighbours of 16 bits that are dropped, as kept_bytes() tells.
+// Sets the dropped ones of eight adjacent 16-bit elements to -inf. `kept` is from kept_bytes().
 template <class Element> __device__ __forceinline__ void drop_halves(uint4 &pairs, uint2 kept) {
   constexpr uint32_t kDropped = __is_same(Element, __half) ? 0xfc00fc00u : 0xff80ff80u;
   const auto drop = [&](uint32_t pair, uint32_t keep) { return (pair & keep) | (kDropped & ~keep); };
@@ -40,7 +40,7 @@ template <class Element> __device__ __forceinline__ void drop_halves(uint4 &pair
   pairs.z = drop(pairs.z, __byte_perm(kept.y, 0, 0x1100));
   pairs.w = drop(pairs.w, __byte_perm(kept.y, 0, 0x3322));
 }
-// The same for four neighbours of float32.
+// The same for four adjacent float32 elements.
 __device__ __forceinline__ void drop_words(uint4 &words, uint32_t kept) {
   constexpr uint32_t kDropped = 0xff800000u;
   words.x = kept & 0xff ? words.x : kDropped;
@@ -62,13 +62,13 @@ template <class ElementType, int kThreads, int kPitch> struct ScoreTile {
   static constexpr int bytes(int rows, bool float32_bias) { return pair_bias_bias_bytes(rows, kPitch, float32_bias); }
 
   const PairBiasCall &call;
-  char *memory;   // that everything below counts from
-  int bias, mask; // the first bytes of the bias, a multiple of 128, and of the mask
+  char *memory;   // the base of the offsets below
+  int bias, mask; // byte offsets of the bias, a multiple of 128, and of the mask
   bool float32_bias;
 
   __device__ bool has_mask_rows() const { return has_rows(call.p.mask); }
 
-  // Starts the copies of `rows` rows from first_row and of the keys from first_key on, for a source.
+  // Starts the copies of `rows` rows from first_row on, and of the keys from first_key on, of a source.
   __device__ __forceinline__ void copy(const Source &source, int rows, int first_row, int first_key) const {
     const fdm_problem &p = call.p;
     const Sequence s = pair_bias_sequence(p, source.batch);
@@ -101,8 +101,8 @@ template <class ElementType, int kThreads, int kPitch> struct ScoreTile {
     if (has_mask_rows()) copy_mask(s, source.head, rows, rows_there, keys_there, first_row, first_key);
   }
 
-  // The address that this thread copies chunks from, for the rows from first_row on and counted from the first key; and
-  // the copy of a whole tile from there, whose rows are aligned.
+  // own_chunk() is the address of this thread's first chunk at the first key, for the rows from first_row on.
+  // copy_whole() copies a complete tile with aligned rows from there.
   __device__ static __forceinline__ const char *own_chunk(const PairBiasCall &pair_bias, const Source &source,
                                                           int first_row, bool is_float32) {
     const int size = is_float32 ? 4 : 2, chunks = is_float32 ? kWordChunks : kHalfChunks;
@@ -124,8 +124,8 @@ template <class ElementType, int kThreads, int kPitch> struct ScoreTile {
           Halves::chunk_address(base, threadIdx.x / kHalfChunks, threadIdx.x % kHalfChunks));
   }
 
-  // Makes -inf of the bias of pairs that a row mask, or intervals, drop. All threads of the block call it when the
-  // copies are there, and wait for each other afterwards.
+  // Sets the bias of pairs that a row mask or intervals drop to -inf. All threads of the block call it once the
+  // copies have arrived, and synchronize afterwards.
   __device__ __forceinline__ void fold(const Source &source, int rows, int first_row, int first_key) const {
 #pragma unroll 1
     for (int i = threadIdx.x; i < rows * kHalfChunks; i += kThreads) {
@@ -147,7 +147,7 @@ template <class ElementType, int kThreads, int kPitch> struct ScoreTile {
     }
   }
 
-  // The bias of the accumulators of a 16 x 16 tile of scores whose first row and key these are.
+  // Reads the bias of the accumulators of a 16 x 16 tile of scores that begins at this row and key.
   template <BiasType kBias> __device__ __forceinline__ void read(int row, int key, float (&values)[2][4]) const {
     const int lane = threadIdx.x % 32;
     if constexpr (kBias == BiasType::float32) {
@@ -171,7 +171,7 @@ template <class ElementType, int kThreads, int kPitch> struct ScoreTile {
     }
   }
 
-  // The same for scores with a key to a row: accumulators of keys `key` ... key + 15 and rows `row` ... row + 15.
+  // The same for scores whose accumulator rows are keys: keys `key` ... key + 15 and rows `row` ... row + 15.
   template <BiasType kBias>
   __device__ __forceinline__ void read_transposed(int row, int key, float (&values)[2][4]) const {
     const int lane = threadIdx.x % 32;
@@ -193,8 +193,8 @@ template <class ElementType, int kThreads, int kPitch> struct ScoreTile {
   }
 
 private:
-  // kRowBytes is how far a row lies behind another in shared memory; rows that a thread copies are a multiple of eight
-  // apart, and their chunks lie alike.
+  // kRowBytes is the row pitch in shared memory. The 16-bit rows that a thread copies are a multiple of eight apart,
+  // so their chunks have the same swizzle.
   template <int kElementBytes, int kChunks, int kRowBytes, class Address>
   __device__ static __forceinline__ void copy_chunks(const void *first, int64_t row_bytes, int rows, int rows_there,
                                                      int keys_there, const Address &address) {

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The scores of a warp's part of a block: kRowTiles tiles of 16 rows by 32 keys, accumulators of mma.sync.
+// The scores of a warp's part of a key block: kRowTiles tiles of 16 rows by 32 keys, in accumulators of mma.sync.
 //
-// Scores are natural here, not to base 2: fma(q.k, scale, bias), and then exp2(fma(score, log2 e, -maximum log2 e)). So
-// a bias costs one multiply-add, and -inf needs no test. What is rare is found afterwards: a NaN in a key that no row
-// keeps by the NaN of its results, and a row whose scores have few digits left by its large maximum. The thread block
-// then computes its tile again, `exact`, with all tests.
+// Scores have natural base, not base 2: fma(q.k, scale, bias), then exp2(fma(score, log2 e, -maximum log2 e)). So a
+// bias costs one multiply-add, and -inf needs no test. Rare cases are found afterwards: a NaN in a key that no row
+// keeps makes results NaN, and a row whose scores have few digits left has a large maximum. The thread block then
+// computes its tile again, `exact`, with all tests.
 #pragma once
 
 #include "../tile/products.cuh"
@@ -14,15 +14,15 @@
 namespace fdm::cuda {
 
 constexpr int kSubKeys = 32, kSubTiles = kSubKeys / 8;
-// Biases below this are taken for this, since to base 2 they are beyond the range of float32.
+// Exact runs raise lower scores to this value, since to base 2 they are beyond the range of float32.
 constexpr float kLowestBias = -2.35e38f;
 
-// Which keys each slot keeps: a bit for each, `per_slot` words of 32. The bytes of the mask are fetched a step ahead.
+// The keys that each slot keeps: a bit per key, `per_slot` words of 32 bits. The mask bytes are fetched a step ahead.
 template <int kWarps> struct KeptBits {
-  static constexpr int kReadsAtOnce = 2; // of a warp
+  static constexpr int kReadsAtOnce = 2; // per warp
   uint32_t word[2][kReadsAtOnce * kWarps];
 
-  // Bit n of the result is this thread's key of the n-th word of its warp.
+  // Bit n of the result: this thread's key in the n-th word of its warp is kept.
   template <class Table>
   __device__ static __forceinline__ uint32_t fetch(const fdm_problem &p, int slots, int per_slot, int first_key,
                                                    const Table &table) {
@@ -52,23 +52,23 @@ template <int kWarps> struct KeptBits {
 };
 
 struct PairBiasFactors {
-  float scale; // multiplies q.k: for tanh where there is a softcap
+  float scale; // multiplies q.k; with a softcap, the product is the argument of tanh
   float cap;   // the softcap
 
   __device__ explicit PairBiasFactors(const fdm_problem &p)
       : scale(p.softcap > 0 ? p.scale / p.softcap : p.scale), cap(p.softcap) {}
 
-  // The derivative of a capped score with respect to the one without a cap.
+  // The derivative of a capped score with respect to the uncapped one.
   __device__ __forceinline__ float slope(float product) const {
     const float t = tanh_of(product * scale);
     return 1.0f - t * t;
   }
 };
 
-// What a row of accumulators of scores has: a query, or a key.
+// Whether a row of score accumulators is a query or a key.
 enum class ScoreRows { queries, keys };
 
-// Calls function(score, bias) for all scores of a warp. `row` and `key` are those of the first in the tile of the bias.
+// Calls function(score, bias) for all scores of a warp. `row` and `key` locate the first in the tile of the bias.
 template <ScoreRows kRows, BiasType kBias, int kLeftTiles, int kRightTiles, class Tile, class Function>
 __device__ __forceinline__ void for_each_bias(float (&scores)[kLeftTiles][kRightTiles][4], const Tile &tile, int row,
                                               int key, const Function &function) {
@@ -105,8 +105,8 @@ __device__ __forceinline__ void add_bias_of(float (&scores)[kLeftTiles][kRightTi
     });
 }
 
-// Turns products of rows and keys into scores. `exact` says that a pair that its bias drops may have any product, and
-// that a low bias must stay finite to base 2.
+// Turns products of rows and keys into scores. With `exact`, the score of a pair that its bias drops is -inf whatever
+// its product is, and other scores stay finite to base 2.
 template <ScoreRows kRows, int kLeftTiles, int kRightTiles, class Tile>
 __device__ __forceinline__ void add_bias(float (&scores)[kLeftTiles][kRightTiles][4], const PairBiasFactors &factors,
                                          const Tile &tile, int row, int key, bool exact) {
@@ -116,7 +116,7 @@ __device__ __forceinline__ void add_bias(float (&scores)[kLeftTiles][kRightTiles
     add_bias_of<kRows, BiasType::element>(scores, factors, tile, row, key, exact);
 }
 
-// Multiplies gradients of capped scores by the slope at their products; zeros stay zeros.
+// Multiplies gradients of capped scores by the slope at their products. Zeros stay zeros.
 template <int kLeftTiles, int kRightTiles>
 __device__ __forceinline__ void multiply_slopes(float (&gradients)[kLeftTiles][kRightTiles][4],
                                                 const float (&products)[kLeftTiles][kRightTiles][4],
@@ -132,8 +132,8 @@ __device__ __forceinline__ void multiply_slopes(float (&gradients)[kLeftTiles][k
       }
 }
 
-// Makes -inf of the scores of keys that are not in `word`, and of those behind the causal limit: row r of the warp sees
-// the keys up to `limit` + r, counted from the first. Rows go down the accumulators.
+// Sets to -inf the scores of keys that are not in `word`, and of keys beyond the causal limit: row r of the warp sees
+// the keys up to `limit` + r, counted from the first. Accumulator rows are queries.
 template <int kRowTiles>
 __device__ __forceinline__ void drop_keys(float (&scores)[kRowTiles][kSubTiles][4], uint32_t word, int limit) {
   if (word != ~0u) {
@@ -164,8 +164,8 @@ __device__ __forceinline__ void drop_keys(float (&scores)[kRowTiles][kSubTiles][
     }
 }
 
-// A bit for each of this thread's columns that has another value than `dead` in some row of the warp for which
-// exists(row tile, half).
+// A bit for each of this thread's columns that has a value other than `dead` in an existing row of the warp
+// (exists(row tile, half)).
 template <int kLeftTiles, int kRightTiles, class Exists>
 __device__ __forceinline__ uint32_t live_columns(const float (&values)[kLeftTiles][kRightTiles][4], float dead,
                                                  const Exists &exists) {
@@ -182,7 +182,7 @@ __device__ __forceinline__ uint32_t live_columns(const float (&values)[kLeftTile
   return live;
 }
 
-// gemm_rs that takes rows of the right operand for zeros where `live`, of live_columns(), has no bit: 0 * NaN is NaN.
+// gemm_rs that treats right-operand rows without a bit in `live` (from live_columns()) as zeros: 0 * NaN is NaN.
 template <class Element, int kHeadDim, int kLeftTiles, int kDepthTiles>
 __device__ __forceinline__ void gemm_rs_live(float (&sums)[kLeftTiles][kHeadDim / 8][4],
                                              const float (&left)[kLeftTiles][kDepthTiles][4], uint32_t right,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The launch of the forward instantiations of a pair bias for sm_90.
+// Launches the forward kernels for sm_90 with a pair bias.
 #pragma once
 
 #include "pair_bias.h"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The running softmax of the rows of a warp, for natural scores (scores.cuh), and how a row of results is written.
+// The online softmax of a warp's rows for natural-base scores (scores.cuh), and the epilogue that writes a row.
 #pragma once
 
 #include "../backward/row_statistics.cuh"
@@ -8,7 +8,7 @@
 namespace fdm::cuda {
 
 template <int kRowTiles, int kSubTileCount> struct PairBiasSoftmax {
-  static constexpr float kSlack = 5.5f; // of the running maximum: probabilities of up to 2^8 do no harm
+  static constexpr float kSlack = 5.5f; // of the running maximum: probabilities of up to e^5.5 < 2^8 do no harm
   using Scores = float[kRowTiles][kSubTileCount][4];
 
   float maximum[kRowTiles][2], shift[kRowTiles][2], sum[kRowTiles][2]; // shift: shift_of(maximum)
@@ -23,17 +23,18 @@ template <int kRowTiles, int kSubTileCount> struct PairBiasSoftmax {
       }
   }
 
-  // What the scores of a row are shifted by, to base 2. Next to the lowest float that is beyond the range.
+  // The shift of a row's scores to base 2, -largest * log2 e. Clamped, since the product may exceed the float32
+  // range.
   __device__ static float shift_of(float largest) {
     return largest == -INFINITY ? 0.0f : fminf(fmaxf(largest * -kLog2E, -3.4e38f), 3.4e38f);
   }
 
-  // What makes sums relative to a maximum ones relative to a larger one.
+  // The factor that rescales sums from `maximum` to the new maximum `largest`.
   __device__ static float factor_of(float maximum, float largest) {
     return maximum == -INFINITY ? 0.0f : ptx::exp2_approximate((maximum - largest) * kLog2E);
   }
 
-  // The largest score of this thread's part of a row.
+  // The largest score in this thread's part of a row.
   __device__ static float largest_of(const Scores &scores, int m, int half) {
     float largest = scores[m][0][2 * half];
 #pragma unroll
@@ -43,7 +44,7 @@ template <int kRowTiles, int kSubTileCount> struct PairBiasSoftmax {
     return largest;
   }
 
-  // Lets the maxima of the rows follow their scores, and scales what was summed before.
+  // Raises the running maxima to the scores of the rows, and rescales the sums and the output accumulators.
   template <int kOutTiles> __device__ void raise_maxima(const Scores &scores, float (&out)[kRowTiles][kOutTiles][4]) {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)
@@ -62,10 +63,10 @@ template <int kRowTiles, int kSubTileCount> struct PairBiasSoftmax {
       }
   }
 
-  // Turns scores into probabilities, relative to the running maximum of their row. That follows only where a row of the
-  // warp falls behind by kSlack, so most blocks need no exchange between threads. Beside a large maximum the product
-  // with log2 e rounds by more than probabilities may differ, so `exact` subtracts first there. All other rows give the
-  // same bits as without it: what a dropped key holds must not show.
+  // Turns scores into probabilities relative to the running maximum of their row. The maximum rises only if a row of
+  // the warp exceeds it by kSlack, so most blocks need no exchange between threads. With a large maximum, the product
+  // with log2 e rounds by more than the tolerance of probabilities, so `exact` subtracts first in such rows. All
+  // other rows give the same bits as without `exact`: the content of a dropped key must not change results.
   template <int kOutTiles> __device__ void apply(Scores &scores, float (&out)[kRowTiles][kOutTiles][4], bool exact) {
     bool behind = false;
 #pragma unroll
@@ -84,7 +85,7 @@ template <int kRowTiles, int kSubTileCount> struct PairBiasSoftmax {
       });
   }
 
-  // Replaces scores by exponential(score, m, half), and adds these to the sums of the rows.
+  // Replaces scores by exponential(score, m, half), and adds the results to the sums of the rows.
   template <class Exponential> __device__ void exponentiate(Scores &scores, const Exponential &exponential) {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)
@@ -103,7 +104,7 @@ template <int kRowTiles, int kSubTileCount> struct PairBiasSoftmax {
       }
   }
 
-  // Makes the sums of this thread's columns those of whole rows.
+  // Reduces the sums of the rows over the threads of a row.
   __device__ void finish() {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)
@@ -115,7 +116,7 @@ template <int kRowTiles, int kSubTileCount> struct PairBiasSoftmax {
     return (maximum[m][half] != -INFINITY) & (fabsf(maximum[m][half]) > kLargeLse);
   }
 
-  // Whether a row for which exists(m, half) shows that an exact run is needed.
+  // Whether an existing row (exists(m, half)) needs an exact run: its sum is NaN, or its maximum is large.
   template <class Exists> __device__ bool needs_exact(const Exists &exists) const {
     bool exact = false;
 #pragma unroll
@@ -127,8 +128,8 @@ template <int kRowTiles, int kSubTileCount> struct PairBiasSoftmax {
   }
 };
 
-// Writes row i of a source, normalized, and its lse, if it exists. `half` is that of the row, `sum` and `shift` are
-// those of its softmax. All lanes of the warp call this.
+// Writes row i of a source, normalized, and its lse, if the row exists. `half`: the half of the accumulators with the
+// row. `sum` and `shift` are from its softmax. All lanes of the warp call this.
 template <class Element, int kOutTiles>
 __device__ __forceinline__ void write_pair_bias_row(const PairBiasForward &work, const Source &source, int64_t i,
                                                     bool exists, const float (&out)[kOutTiles][4], int half, float sum,
@@ -143,7 +144,7 @@ __device__ __forceinline__ void write_pair_bias_row(const PairBiasForward &work,
         sum == 0.0f ? -INFINITY : (log2f(sum) - shift) / kLog2E;
 }
 
-// Writes row i of a source for a split: not normalized, with its maximum and sum to base 2.
+// Writes row i of a source for a split: unnormalized, with its maximum and sum to base 2.
 template <int kOutTiles>
 __device__ __forceinline__ void write_partial_row(const PairBiasForward &work, const Source &source, int64_t i,
                                                   int split, const float (&out)[kOutTiles][4], int half, float sum,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The sources of a bias, and how warps divide them and their rows or keys.
+// The sources of a bias, and the slots of a thread block.
 #pragma once
 
 #include "../../indexing.h"
@@ -15,7 +15,7 @@ struct Source {
   bool exists;
 };
 
-// Source `index` of the bias (plane / heads of the bias, plane % heads of the bias).
+// Source `index` of a plane of the bias. The plane is batch element plane / bias heads, head plane % bias heads.
 __device__ __forceinline__ Source source_of(const PairBiasCall &call, int plane, int64_t index) {
   const int bias_heads = int(call.p.bias.shape[1]);
   const int first_batch = plane / bias_heads, first_head = plane % bias_heads * call.heads;
@@ -27,11 +27,12 @@ __device__ __forceinline__ Sequence pair_bias_sequence(const fdm_problem &p, int
   return {batch, 0, p.queries, 0, p.keys, p.keys - p.queries};
 }
 
-// The sources of a block, and the addresses of their first rows, in shared memory. kTensors are those that it copies.
+// In shared memory: the source of each slot of a thread block, and its first row in the kTensors tensors that are
+// copied.
 template <int kSlotRoom, int kTensors> struct SlotTable {
   Source source[kSlotRoom];
   const uint16_t *first[kTensors][kSlotRoom];
-  const uint8_t *kept[kSlotRoom]; // the first byte of a key mask
+  const uint8_t *kept[kSlotRoom]; // first byte of the key mask
 
   __device__ __forceinline__ void set(int which, int slot, const fdm_tensor &t, int64_t head) {
     first[which][slot] = static_cast<const uint16_t *>(t.data) + source[slot].batch * t.stride[0] + head * t.stride[2];

@@ -11,7 +11,7 @@ __device__ __forceinline__ float &delta_of(const PairBiasBackward &work, int64_t
   return work.deltas[(batch - work.first_delta) * work.delta_batch + head * work.delta_head + row * work.delta_row];
 }
 
-// Loads the statistics of a row with the lse of the call, long before they are needed.
+// Loads the statistics of a row, long before they are used. The lse is that of the call, in natural base.
 __device__ __forceinline__ RowStatistics fetch_statistics(const PairBiasBackward &work, const Source &source,
                                                           int64_t row) {
   const fdm_problem &p = work.call.p;
@@ -36,8 +36,8 @@ __device__ __forceinline__ bool is_large(const RowStatistics &statistics) {
   return !statistics.empty() && fabsf(statistics.lse) > kLargeLse;
 }
 
-// Turns scores into exponents to base 2, which are at most 0 but for rounding, and gradients into -delta, to which dO
-// V' is added. A row's shift is -lse to base 2.
+// Turns scores into base-2 exponents, and sets the gradients to -delta; dO V' is added to them later. Exponents are
+// at most 0 except for rounding. `shift` is -lse to base 2.
 template <int kRowTiles, int kKeyTiles>
 __device__ __forceinline__ void
 start_gradients(float (&scores)[kRowTiles][kKeyTiles][4], float (&gradients)[kRowTiles][kKeyTiles][4],
@@ -53,8 +53,8 @@ start_gradients(float (&scores)[kRowTiles][kKeyTiles][4], float (&gradients)[kRo
       }
 }
 
-// Drops pairs with a score of -inf, and those of rows whose shift(row tile, column tile, element) is -inf: their
-// exponents become -inf and their gradients 0. Also cuts off exponents at 0, so that no probability exceeds 1.
+// Drops pairs whose score is -inf, or whose row has a shift(row tile, column tile, element) of -inf: the exponent
+// becomes -inf and the gradient 0. Clamps exponents to 0, so that no probability exceeds 1.
 template <int kLeftTiles, int kRightTiles, class Shift>
 __device__ __forceinline__ void drop_pairs(float (&exponents)[kLeftTiles][kRightTiles][4],
                                            float (&gradients)[kLeftTiles][kRightTiles][4], const Shift &shift) {
@@ -71,7 +71,7 @@ __device__ __forceinline__ void drop_pairs(float (&exponents)[kLeftTiles][kRight
       }
 }
 
-// Stores two neighbours of a row of dbias, or as many as are `left`.
+// Stores two adjacent elements of a row of dbias, or the first `left` of them.
 template <class Element, class Pack = Packing<Element>>
 __device__ __forceinline__ void store_pair(const fdm_tensor &t, bool pairs, int64_t offset, float low, float high,
                                            int64_t left, const Pack &pack = {}) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The tile table of the pair bias kernels, beside that of tile/tile_sizes.cuh.
+// The tile table of the pair bias kernels. It complements tile/tile_sizes.cuh.
 #pragma once
 
 #include <type_traits>
@@ -13,10 +13,10 @@ enum class BiasType { element, float32 };
 constexpr std::integral_constant<BiasType, BiasType::element> kElementType{};
 constexpr std::integral_constant<BiasType, BiasType::float32> kFloat32Type{};
 
-// Keys of a block.
+// Keys of a key block.
 constexpr int kPairBiasKeys = 64;
 
-// What shared memory leaves for the tiles of a pair bias kernel.
+// Bytes of dynamic shared memory for the tiles of a pair bias kernel. kOthers covers static shared memory.
 constexpr int pair_bias_shared_limit(int arch) {
   constexpr int kOthers = 4 * 1024;
   return shared_limit(arch) - kOthers;
@@ -25,15 +25,15 @@ constexpr int pair_bias_shared_limit(int arch) {
 constexpr int kPairBiasSharedLimit = pair_bias_shared_limit(FDM_TILE_ARCH);
 #endif
 
-// Tiles of 16 rows or keys of a warp, warps, and blocks for which an SM must have registers. There are two stages of
-// copies where shared memory has room for them.
+// Tiles of 16 rows or keys per warp, warps per block, and blocks per SM for which registers must suffice. Copies have
+// two stages if shared memory has room for them.
 struct PairBiasTileChoice {
   int tiles, warps, blocks;
 };
 
 constexpr PairBiasTileChoice pair_bias_forward_tile(int head_dim) {
-  // With 32 rows a warp, a fragment of K or V is read from shared memory once and serves two products. Larger heads
-  // leave the registers for 16.
+  // With 32 rows per warp, a fragment of K or V read from shared memory serves two products. Larger heads leave
+  // registers for 16 rows.
   if (head_dim <= 32) return {2, 4, 3};
   return {1, 4, head_dim <= 64 ? 4 : 2};
 }
@@ -45,19 +45,19 @@ constexpr PairBiasTileChoice pair_bias_dq_tile(int head_dim) {
 
 constexpr PairBiasTileChoice pair_bias_dkdv_tile(int head_dim) {
   if (head_dim <= 32) return {2, 4, 3};
-  // The accumulators of dk and dv and of two products leave no registers for a third block.
+  // The accumulators of dk, dv and two products leave no registers for a third block.
   return head_dim <= 64 ? PairBiasTileChoice{2, 4, 2} : PairBiasTileChoice{1, 4, 1};
 }
 
-// Warps of the gradient of a bias. The tile has 2048 elements for each.
+// Warps of the dbias kernel. The tile has 2048 elements per warp.
 constexpr int dbias_warps(int arch, int head_dim) {
   const bool small_shared = shared_limit(arch) < 100 * 1024;
   if (head_dim <= 64) return small_shared ? 4 : 8;
   return small_shared ? 2 : 4;
 }
 
-// Bytes of a row of a tile of 16-bit elements, as SmemTile has it, of a float32 bias or one of 16 bits whose rows have
-// `pitch` or kPairBiasKeys elements, and of the booleans of a mask.
+// Bytes of: a row of a 16-bit tile in the layout of SmemTile; a bias tile, whose rows have `pitch` elements in
+// float32 or kPairBiasKeys in 16 bits; a panel, which is a bias tile and the booleans of a mask.
 constexpr int pair_bias_row_bytes(int head_dim) { return head_dim <= 32 ? 64 : (head_dim + 63) / 64 * 128; }
 constexpr int pair_bias_bias_bytes(int rows, int pitch, bool float32_bias) {
   return rows * (float32_bias ? pitch * 4 : kPairBiasKeys * 2);
@@ -66,17 +66,17 @@ constexpr int pair_bias_panel_bytes(int rows, int pitch, bool float32_bias, bool
   return pair_bias_bias_bytes(rows, pitch, float32_bias) + (mask ? rows * kPairBiasKeys : 0);
 }
 
-// Shared memory of the kernels of rows: `row_tensors` have rows of the tile, q, and in the backward pass dout. `mask`
-// has a row for each query.
+// Shared memory of the row-tile kernels. `row_tensors` tensors have rows of the tile: q, and dout in the backward
+// pass. `mask`: the mask has a row for each query.
 struct RowBlockSizes {
-  static constexpr int kPitch = kPairBiasKeys + 8; // of a float32 bias: four rows of pairs meet all banks
+  static constexpr int kPitch = kPairBiasKeys + 8; // of a float32 bias: the pairs of four rows cover all banks
   int arch, head_dim, row_tensors;
 
   constexpr PairBiasTileChoice tile() const {
     return row_tensors == 1 ? pair_bias_forward_tile(head_dim) : pair_bias_dq_tile(head_dim);
   }
   constexpr int rows() const { return 16 * tile().tiles * tile().warps; }
-  constexpr int row_bytes() const { return rows() * pair_bias_row_bytes(head_dim); } // of a tensor
+  constexpr int row_bytes() const { return rows() * pair_bias_row_bytes(head_dim); } // per tensor
   constexpr int stage_bytes(int slots, bool float32_bias, bool mask) const {
     return 2 * slots * kPairBiasKeys * pair_bias_row_bytes(head_dim) +
            pair_bias_panel_bytes(rows() / slots, kPitch, float32_bias, mask);
@@ -90,11 +90,11 @@ struct RowBlockSizes {
   }
 };
 
-// The same of the kernel of keys, whose steps have kStepRows rows.
+// Shared memory of the key-tile kernel, whose steps have kStepRows rows.
 constexpr int kStepRows = 64;
 
 struct PairBiasKeySizes {
-  static constexpr int kPitch = kPairBiasKeys + 4; // two words of a row's pair, and eight keys, meet all banks
+  static constexpr int kPitch = kPairBiasKeys + 4; // of a float32 bias: eight keys of every second row cover all banks
   int arch, head_dim;
 
   constexpr int keys() const { return 16 * pair_bias_dkdv_tile(head_dim).tiles * pair_bias_dkdv_tile(head_dim).warps; }
@@ -116,12 +116,12 @@ struct PairBiasKeySizes {
   }
 };
 
-// The same of the kernel of the gradient of a bias.
+// Shared memory of the dbias kernel.
 struct DbiasSizes {
-  static constexpr int kPitch = kPairBiasKeys + 8; // four rows of pairs meet all banks
+  static constexpr int kPitch = kPairBiasKeys + 8; // of a float32 bias: the pairs of four rows cover all banks
   int arch, head_dim;
 
-  constexpr int elements() const { return dbias_warps(arch, head_dim) * 2048; } // of a tile, over all slots
+  constexpr int elements() const { return dbias_warps(arch, head_dim) * 2048; } // of the tiles of all slots
   constexpr int stage_bytes(int slots, int tile_rows, int tile_keys) const {
     return 2 * slots * (tile_rows + tile_keys) * pair_bias_row_bytes(head_dim) +
            slots * tile_rows * 2 * int(sizeof(float));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Rows of dq, dk and dv that are complete in the accumulators of a consumer warpgroup.
+// Writes rows of dq, dk and dv that are complete in the accumulators of a consumer warpgroup.
 #pragma once
 
 #include "../../tile/products.cuh"
@@ -7,8 +7,8 @@
 
 namespace fdm::cuda {
 
-// Writes a row, if it exists, times a factor: x[n] are this thread's two neighbours in its tile n of 8 columns. Its
-// memory is 16-byte aligned. 0 times its elements, which is not 0 where one is not finite, is added to `probe`. All
+// Writes an existing row times a factor. x[n] are this thread's two adjacent elements of its tile n of 8 columns. The
+// row is 16-byte aligned in memory. Adds 0 times each element to `probe`, which becomes NaN if one is non-finite. All
 // lanes call this.
 template <class Element, int kTiles>
 __device__ __forceinline__ void write_complete_row(Element *row, bool exists, int head_dim, const float (&x)[kTiles][2],

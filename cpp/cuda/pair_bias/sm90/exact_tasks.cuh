@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The tasks of a thread block that run a second time with exact arithmetic. Consumers mark them during the first pass;
-// producers and consumers then read the marks at different places, where __syncthreads_or() must not be called.
+// The tasks of a thread block that run a second time with exact arithmetic. Consumers mark them during the first
+// pass. Producers and consumers then read the marks at different places, where __syncthreads_or() must not be called.
 #pragma once
 
 #include "../../tile/sm90/roles.cuh"
 
 namespace fdm::cuda {
 
-// Tasks are numbered as the thread block comes to them. Those whose numbers differ by a multiple of 32 * kWords are
-// marked together.
+// Tasks are numbered in the order of the thread block. Those with equal numbers modulo 32 * kWords share a mark.
 template <int kWords> struct ExactTasks {
   uint32_t bits[kWords];
   uint64_t marked; // completes when all consumers have marked their tasks
@@ -19,10 +18,10 @@ template <int kWords> struct ExactTasks {
     ptx::init_barrier(marked, Roles::kConsumerThreads);
   }
   __device__ void mark(int number) { atomicOr(&bits[number / 32 % kWords], 1u << number % 32); }
-  // A consumer calls this once, when it has marked all that it will.
+  // A consumer calls this once, after its last mark.
   __device__ void finish() { ptx::arrive(marked); }
 
-  // Whether there is any. Waits until all consumers have finished.
+  // Whether a task is marked. Waits until all consumers have finished.
   __device__ bool any() {
     ptx::wait(marked, 0);
     uint32_t found = 0;

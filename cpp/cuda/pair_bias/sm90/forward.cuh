@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Forward pass with a pair bias with Hopper's wgmma, for several sources of a bias at a time.
+// Forward pass with a pair bias, with Hopper's wgmma, for several sources of a bias at a time.
 //
-// The kernel is persistent. A task has 128 rows, 64 of each consumer warpgroup, of kSources sources. For 128 keys, a
-// warpgroup loads its part of the bias into registers, and then the sources go by: S = Q K', the softmax, O += P V. So
-// the bias is read once for all of them. A producer warpgroup copies Q, the bias, and K and V of each source, a
-// pipeline stage for each; it is ahead by those stages, so the next task's first tiles are there when the results of
-// one are written.
+// The kernel is persistent. A task has 128 rows of kSources sources, 64 per consumer warpgroup (TaskParts has other
+// divisions). For each 128 keys, a warpgroup loads its part of the bias into registers and loops over the sources:
+// S = Q K', the softmax, O += P V. So the bias is read once for all sources. A producer warpgroup copies Q, the bias,
+// and K and V of each source into pipeline stages. It runs ahead by these stages, so the first tiles of the next task
+// arrive while the results of one are written.
 #pragma once
 
 #include "../../tile/sm90/products.cuh"
@@ -28,7 +28,7 @@ template <class Config> struct PairBiasForwardConsumerSm90 {
   PairBiasForwardSharedSm90<Config> &shared;
   const Task &task;
   PairBiasForwardStatesSm90<Config> &states;
-  const int own_key; // the first of a block's keys that are this warpgroup's
+  const int own_key; // this warpgroup's first key in a block
   PairBiasSoftmax<1, kTiles> softmax[kSources];
   float out[kSources][1][kOutTiles][4];
   using Scores = float[kTiles][4];
@@ -44,10 +44,10 @@ template <class Config> struct PairBiasForwardConsumerSm90 {
         own_key(Config::kHalfKeys ? Config::kOwnKeys * Roles::consumer_group() : 0), bias(own_bias) {}
 
   __device__ static int warp() { return threadIdx.x / 32; }
-  // The first row of this warp in a tile of the bias, and which source of a task its warpgroup has first.
+  // The first row of this warp in a tile of the bias, and the first source of a task that its warpgroup has.
   __device__ static int bias_row() { return 16 * (Config::kRows < Config::kTile ? warp() % 4 : warp()); }
   __device__ static int own_source() { return Config::kPairs || Config::kWindows ? Roles::consumer_group() : 0; }
-  // Q of windows is in the stage of K and V.
+  // With windows, Q has the stage of K and V.
   __device__ int query_stage() const { return Config::kWindows ? states.keys.index : states.queries.index; }
   __device__ Source source(int n) const {
     return source_of(work.call, task.plane, task.first_source + own_source() + n);
@@ -55,7 +55,7 @@ template <class Config> struct PairBiasForwardConsumerSm90 {
   __device__ int row(int half) const { return task.first_row + bias_row() + accumulator_row(half); }
   __device__ bool exists(int n, int half) const { return source(n).exists && row(half) < work.call.p.queries; }
 
-  // Loads this thread's part of a bias of 16 bits that belongs to two tiles of 8 keys, of which 2 * k is the first.
+  // Loads this thread's part of a 16-bit bias for two tiles of 8 keys, 2 * k and 2 * k + 1.
   __device__ void load_pairs(int k, uint32_t (&pairs)[4]) const {
     ptx::ldmatrix(pairs,
                   Config::bias_chunk(ptx::shared_address(shared.bias[states.bias.index]), bias_row() + threadIdx.x % 16,
@@ -68,7 +68,7 @@ template <class Config> struct PairBiasForwardConsumerSm90 {
     ptx::unpack<Element>(pairs[3], high[2], high[3]);
   }
 
-  // Loads this thread's part of the bias, of any type.
+  // Loads this thread's part of the bias, of either type, for the same two tiles.
   __device__ void load_bias(int k, float (&low)[4], float (&high)[4]) const {
     if constexpr (Config::kFloat32Bias) {
       const auto pair_of = [&](int half, int n) {
@@ -110,7 +110,7 @@ template <class Config> struct PairBiasForwardConsumerSm90 {
     release_bias();
   }
 
-  // Makes scores of products and their part of the bias.
+  // Turns products into scores with their part of the bias.
   template <bool kExact> __device__ void add_bias(float (&scores)[4], const float (&column_bias)[4]) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -119,7 +119,7 @@ template <class Config> struct PairBiasForwardConsumerSm90 {
     }
   }
 
-  // Makes scores of products: -inf where a pair is dropped.
+  // Turns products into scores: -inf for dropped pairs.
   template <bool kExact> __device__ void finish_scores(float (&scores)[kTiles][4], int block) {
     if constexpr (Config::kHoldsPairs) {
 #pragma unroll
@@ -153,7 +153,7 @@ template <class Config> struct PairBiasForwardConsumerSm90 {
         for (int i = 0; i < 4; ++i)
           scores[n][i] = kExact && drop[i % 2] != 0.0f ? drop[i % 2] : scores[n][i] + drop[i % 2];
       }
-    if (Config::kWindows || !is_causal(work.call.p)) return; // their bias knows
+    if (Config::kWindows || !is_causal(work.call.p)) return; // the bias of windows includes it
     const int limit =
         int(work.call.p.keys - work.call.p.queries) + task.first_row + bias_row() - (block * Config::kTile + own_key);
     if (limit >= Config::kOwnKeys - 1) return;
@@ -164,7 +164,7 @@ template <class Config> struct PairBiasForwardConsumerSm90 {
         if (8 * n + accumulator_column() + i % 2 > limit + accumulator_row(i / 2)) scores[n][i] = -INFINITY;
   }
 
-  // Makes zeros of V of keys that no row of the tile keeps: 0 times NaN is NaN.
+  // Zeroes V of keys that no row of the tile keeps: 0 times NaN is NaN.
   __device__ void clear_dead_values(const float (&scores)[1][kTiles][4], int n) {
     // With windows each warpgroup has keys of its own.
     constexpr int kSourceThreads = Roles::kConsumerThreads / (Config::kWindows ? 2 : 1),
@@ -225,7 +225,7 @@ template <class Config> struct PairBiasForwardConsumerSm90 {
     ptx::warpgroup_arrive();
     warpgroup_gemm_rs<Element, Tile>(out[n][0], p, values);
     ptx::warpgroup_commit_batch();
-    if constexpr (Config::kWindows) softmax[n].finish(); // there is no other block
+    if constexpr (Config::kWindows) softmax[n].finish(); // this is the only block
     ptx::warpgroup_wait<0>();
     ptx::warpgroup_fence_operand(out[n][0]);
     ptx::warpgroup_fence_operand(p);
@@ -233,7 +233,7 @@ template <class Config> struct PairBiasForwardConsumerSm90 {
     ++states.keys;
   }
 
-  // Returns whether a result shows what only an exact run can compute.
+  // Returns whether a result needs an exact run.
   template <bool kExact> __device__ bool run() {
 #pragma unroll
     for (int n = 0; n < kSources; ++n) {
@@ -254,7 +254,7 @@ template <class Config> struct PairBiasForwardConsumerSm90 {
       ++states.queries;
     }
     if (Config::kHalves && Roles::consumer_group() == 1) return false;
-    // The test includes sources and rows that do not exist: these have non-finite values only where others have some.
+    // The test includes absent sources and rows: these are non-finite only if existing ones are.
     bool exact = false;
 #pragma unroll
     for (int n = 0; n < kSources; ++n)
@@ -281,7 +281,7 @@ template <class Config> struct PairBiasForwardConsumerSm90 {
     }
     ptx::sync_threads<kMergeBarrier, Roles::kConsumerThreads>();
     if (Roles::consumer_group() == 1) return;
-    float factor[2][2]; // of a half's own results and of the others
+    float factor[2][2]; // of the own results, and of the other warpgroup's
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float2 part = shared.parts.rows[half][threadIdx.x];
@@ -322,7 +322,8 @@ template <class Config> struct PairBiasForwardConsumerSm90 {
         }
       }
   }
-  // Writes a row of a split, and the splits that other row tiles have beyond those of this one: nothing.
+  // Writes a row of a split. The last split of a row tile also writes empty rows for the further splits of other
+  // tiles.
   __device__ void write_part(int n, const SourceWalk &source, int half) const {
     const fdm_problem &p = work.call.p;
     write_partial_row(work, {source.batch, source.head, true}, row(half), task.split, out[n][0], half,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The producer warpgroup of the forward kernel of pair biases for sm_90: it copies Q of a task, and for each key block
-// the bias, and K and V of each source.
+// The producer warpgroup of the forward kernel of pair biases for sm_90. It copies Q of a task, and for each key
+// block the bias, and K and V of each source.
 #pragma once
 
 #include "../score_tile.cuh"
@@ -18,10 +18,10 @@ template <class Config> struct PairBiasForwardProducerSm90 {
   const PairBiasForwardTaskSm90<Config> &task;
   const SourceWalk first_source;
   const Rows k, v;
-  // For each source this thread has its first row of K and V, and its first byte of a key mask, where there is one.
+  // Per source: this thread's first row of K and V, and its first byte of a key mask, if there is one.
   const uint16_t *k_row[Config::kSources], *v_row[Config::kSources];
   const uint8_t *kept[Config::kSources];
-  int sources; // that exist
+  int sources; // from the task's first one on
   PairBiasForwardStatesSm90<Config> &states;
 
   __device__ PairBiasForwardProducerSm90(const PairBiasForward &own_work, PairBiasForwardSharedSm90<Config> &memory,
@@ -61,8 +61,8 @@ template <class Config> struct PairBiasForwardProducerSm90 {
     ++state;
   }
 
-  // This thread's chunks of 16 bytes of the bias, or of a row mask: where that of the first keys lies, and how far it
-  // is to the next row that this thread has.
+  // This thread's 16-byte chunks of the bias or of a row mask: the address of its first chunk at the first key, and
+  // the distance to its next row in bytes.
   template <int kElementBytes> struct Chunks {
     static constexpr int kThreadsPerRow = Config::kTile * kElementBytes / 16,
                          kRowsAtOnce = Roles::kProducerThreads / kThreadsPerRow;
@@ -78,7 +78,7 @@ template <class Config> struct PairBiasForwardProducerSm90 {
     return {static_cast<const char *>(m.base) + row * m.row * kElementBytes + thread() % Own::kThreadsPerRow * 16,
             Own::kRowsAtOnce * m.row * kElementBytes};
   }
-  // Copies those of a key block. Where rows and keys do not exist there are zeros.
+  // Copies the chunks of a key block. Absent rows and keys become zeros.
   template <int kElementBytes, class Address>
   __device__ void copy_chunks(const Chunks<kElementBytes> &chunks, int block, const Address &address) const {
     using Own = Chunks<kElementBytes>;
@@ -114,8 +114,8 @@ template <class Config> struct PairBiasForwardProducerSm90 {
     ++states.bias;
   }
 
-  // Makes -inf of the bias of pairs that a row mask drops. All producer threads call this once all of their copies are
-  // there.
+  // Sets the bias of pairs that a row mask drops to -inf. All producer threads call this once all of their copies
+  // have arrived.
   __device__ void fold_mask(int stage) const {
     constexpr int kKeys = 16 / Config::kBiasSize, kThreadsPerRow = Config::kTile / kKeys; // of a chunk; chunks of a row
     constexpr int kRowsAtOnce = Roles::kProducerThreads / kThreadsPerRow, kAtATime = 4;
@@ -149,7 +149,7 @@ template <class Config> struct PairBiasForwardProducerSm90 {
     }
   }
 
-  // Returns the byte of the mask as it lies in memory: not 0 if the source keeps this thread's key of a block.
+  // Returns the mask byte as stored: nonzero if the source keeps this thread's key of a block.
   __device__ uint8_t fetch_kept(int n, int block) const {
     const fdm_problem &p = work.call.p;
     const int key = block * Config::kTile;
@@ -177,9 +177,9 @@ template <class Config> struct PairBiasForwardProducerSm90 {
   }
 
 private:
-  // A row mask is folded into a tile of the bias when both are there. Copies of the next tiles are under way meanwhile.
-  // The stage of later ones is waited for afterwards: consumers may still be at the tile before, and must find this one
-  // ready.
+  // Folds a row mask into a tile of the bias once both have arrived, while copies of the next tiles are under way.
+  // The wait for the stage of later tiles comes afterwards: consumers may still be at the tile before, and must find
+  // this one ready.
   __device__ void run_masked() {
     constexpr int kAhead = Config::kBiasStages == 1 ? 1 : Config::kBiasStages - 1;
     const auto bias_chunks = chunks_of<Config::kBiasSize>(work.call.p.bias);
@@ -224,13 +224,13 @@ private:
         load_keys(n, block, fetched != 0);
         fetched = next;
       }
-      // The consumers release the bias of the block before late, and K and V need not wait for that.
+      // Consumers release the bias of the block before late. K and V need not wait for that.
       if constexpr (!Config::kHoldsBias) load_bias_alone(block, bias_chunks);
     }
   }
 };
 
-// Has a producer for each task.
+// Makes a producer for each task.
 template <class Config> struct PairBiasForwardProducersSm90 {
   const PairBiasForward &work;
   PairBiasForwardSharedSm90<Config> &shared;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The epilogue of the Hopper forward kernels of pair biases: how a row of results is written.
+// The epilogue of the Hopper forward kernels of pair biases.
 #pragma once
 
 #include "../softmax.cuh"
@@ -8,7 +8,7 @@
 
 namespace fdm::cuda {
 
-// Are all of these finite? 0 times NaN or Inf is NaN: a multiply-add for each, and one test.
+// Whether all sums are finite. 0 times NaN or inf is NaN, so this takes a multiply-add per sum and one test.
 template <int kTiles> __device__ __forceinline__ bool is_finite(const float (&sums)[kTiles][4]) {
   float probe[4] = {};
 #pragma unroll
@@ -18,8 +18,8 @@ template <int kTiles> __device__ __forceinline__ bool is_finite(const float (&su
   return probe[0] + probe[1] + (probe[2] + probe[3]) == 0.0f;
 }
 
-// Writes row i of a source, normalized, and its lse, as write_pair_bias_row does, but to rows that are aligned, and
-// without a branch between them. All threads of the warp call this; a row that is not `there` is not written.
+// Writes row i of a source, normalized, and its lse, like write_pair_bias_row, but to aligned rows and without
+// branches between the rows. All threads of the warp call this; a row that is not `there` is not written.
 template <class Element, int kTiles>
 __device__ __forceinline__ void write_aligned_row(const PairBiasForward &work, const SourceWalk &source, int i,
                                                   bool there, const float (&out)[kTiles][4], int half, float sum,

@@ -10,15 +10,15 @@
 
 namespace fdm::cuda {
 
-// What each of two consumer warpgroups has of a task: half of its rows; one of two query heads that share K and V, with
-// the same rows of the bias; half of the keys of each block, and what they have made is merged in the end; or one of
-// two sources of windows, which have at most kWindow rows and keys (forward_windows.cuh).
+// The part of a task that each of the two consumer warpgroups has. rows: half of its rows. heads: one of two query
+// heads that share K and V and the rows of the bias. keys: half of the keys of each block; the results are merged at
+// the end. sources: one of two windows, which have at most kWindow rows and keys (forward_windows.cuh).
 enum class TaskParts { rows, heads, keys, sources };
 
-// The rows of the mask: none, one for each query, or what a call tells.
+// Whether the mask has a row for each query: no, yes, or known at run time only.
 enum class MaskRows { none, each_query, either };
 
-// kSourceCount: a consumer goes through so many sources for each key block.
+// kSourceCount: the sources that a consumer loops over for each key block.
 template <class ElementType, int kHeadDimension, int kSourceCount, BiasType kBias, MaskRows kMaskRows, TaskParts kParts>
 struct PairBiasForwardConfigSm90 {
   using Element = ElementType;
@@ -26,55 +26,55 @@ struct PairBiasForwardConfigSm90 {
   static constexpr bool kFloat32Bias = kBias == BiasType::float32;
   static constexpr int kBiasSize = kFloat32Bias ? 4 : 2;
   using Pair = TilePair<kHeadDim>;
-  static constexpr bool kMasks = kMaskRows != MaskRows::none; // there is room for one
+  static constexpr bool kMasks = kMaskRows != MaskRows::none; // shared memory has room for a row mask
   static constexpr bool kPairs = kParts == TaskParts::heads, kHalves = kParts == TaskParts::keys;
   static constexpr bool kWindows = kParts == TaskParts::sources;
   __device__ static bool folds_mask(const fdm_problem &p) {
     return kMaskRows == MaskRows::each_query || (kMaskRows == MaskRows::either && has_rows(p.mask));
   }
   static constexpr bool kHalfRows = kPairs || kHalves || kWindows; // each consumer warpgroup has all rows of a task
-  static constexpr bool kHalfKeys = kHalves || kWindows;           // and its own half of a stage's keys
+  static constexpr bool kHalfKeys = kHalves || kWindows;           // and half of a stage's keys
   static constexpr bool kSharesWork = kMasks || kPairs || kHalves; // thread blocks may have equal shares of the work
   static_assert(kSourceCount == 1 || !kSharesWork);
   static constexpr int kSources = kSourceCount,
-                       kTaskSources = kPairs || kWindows ? 2 : kSources; // of a consumer, and of a task
+                       kTaskSources = kPairs || kWindows ? 2 : kSources; // per consumer, and per task
   static constexpr int kRows = kHalfRows ? kTile / 2 : kTile;            // of a task
-  static constexpr int kOwnKeys = kHalfKeys ? kTile / 2 : kTile;         // of a block, of a consumer
+  static constexpr int kOwnKeys = kHalfKeys ? kTile / 2 : kTile;         // of a key block, per consumer
   static constexpr int kStages = kHeadDim == 32 ? 4 : (kHeadDim == 64 ? 3 : 2);
-  // The products add -inf for keys that are dropped.
+  // The products themselves add -inf for dropped keys.
   static constexpr bool kDropsByProduct = kHeadDim == 32;
-  // A consumer holds its part of the bias in registers while the sources go by, unless results of 128 columns of the
-  // only source fill them. It reads that part while S is under way, unless results of 64 columns of two sources do.
+  // A consumer holds its part of the bias in registers for all sources, unless the results of one source with 128
+  // columns fill them. It reads that part while S is under way (kReadsBiasBeside) if registers suffice.
   static constexpr bool kHoldsBias = kHeadDim <= 64;
-  // Beside results of 64 columns it holds pairs of 16 bits as they are. With two sources that gains nothing: the
-  // compiler keeps what the first has unpacked for the second.
+  // With 64 columns and one source it holds 16-bit pairs packed. With two sources that gains nothing: the compiler
+  // keeps the values that it unpacks for the first source for the second.
   static constexpr bool kHoldsPairs = !kFloat32Bias && kHeadDim == 64 && kSources == 1;
   static_assert(kHoldsBias || kSources == 1);
-  static constexpr bool kReadsBias = !kWindows; // from shared memory, in each block
+  static constexpr bool kReadsBias = !kWindows; // from shared memory, for each key block
   static constexpr bool kReadsBiasBeside = kHeadDim == 32 || (kHoldsPairs && kSharesWork);
-  // Producers have what the sums of consumers leave them; those that go through shares need more.
+  // Producers have the registers that consumers leave. They need more if thread blocks share the work.
   using Registers =
       std::conditional_t<kHeadDim == 32 || kHoldsPairs,
                          std::conditional_t<kSharesWork || kWindows, RoleRegisters<208, 88>, RoleRegisters<216, 72>>,
                          std::conditional_t<kSourceCount == 1, RoleRegisters<224, 56>, RoleRegisters<232, 40>>>;
-  // Tiles of 64 columns beside a float32 bias leave no room for two, nor do those of 128 beside a mask or stages of the
-  // bias. Q of windows is in the stages of K and V.
+  // Shared memory has no room for two stages of Q with 64 columns and a float32 bias, nor with 128 columns and a mask
+  // or stages of the bias. Q of windows has the stages of K and V.
   static constexpr int kQueryStages = kWindows                                                             ? kStages
                                       : kHeadDim >= 64 && (kFloat32Bias || (kSharesWork && kHeadDim > 64)) ? 1
                                                                                                            : 2;
-  // Q of two sources, or of one where that has panels of its own.
+  // Q of one source if it has panels of its own, else of two.
   static constexpr int kQueryBytes = kSources == 1 && !Pair::kPaired ? Pair::Tile::kBytes : Pair::kBytes;
-  // Elements of 16 bits lie so that ldmatrix reads accumulators. Those of 32 bits lie in rows whose chunks of 16 bytes
-  // are swizzled, so that the pairs which half a warp reads meet all banks.
+  // 16-bit elements lie as ldmatrix reads accumulators. 32-bit elements lie in rows whose 16-byte chunks are
+  // swizzled, so that the pairs that half a warp reads cover all banks.
   using Bias = SmemTile<kTile, kRows>;
   static constexpr int kBiasBytes = kReadsBias ? kRows * kTile * kBiasSize : 16;
   __device__ static __forceinline__ uint32_t bias_chunk(uint32_t base, int row, int chunk) {
     if constexpr (kFloat32Bias) return base + row * kTile * 4 + (chunk ^ row % 4 * 2) * 16;
     return Bias::chunk_address(base, row, chunk);
   }
-  // A row mask, a byte for each key, has as many stages as the bias: those of keys, or what finds room.
+  // A row mask has a byte per key. It has as many stages as the bias: those of the keys, or as many as fit.
   static constexpr int kMaskBytes = kMasks ? kRows * kTile : 0;
-  static constexpr int kSmallBytes = (kDropsByProduct ? 14 : 4) * 1024; // at most, of all else
+  static constexpr int kSmallBytes = (kDropsByProduct ? 14 : 4) * 1024; // upper bound of all else
   static constexpr int kBiasRoom = shared_limit(90) - kSmallBytes - kQueryStages * kQueryBytes - kStages * Pair::kBytes;
   static constexpr int kBiasStageRoom = kBiasRoom / (kBiasBytes + kMaskBytes);
   static constexpr int kBiasStages =
@@ -93,13 +93,13 @@ template <class Config> struct PairBiasForwardSharedSm90 {
   };
   std::conditional_t<Config::kMasks, Masks, None> masks;
   DroppedKeys dropped[Config::kStages];
-  // -inf of keys that are dropped.
+  // -inf for dropped keys, as an operand of the products.
   std::conditional_t<Config::kDropsByProduct, BiasOperand<typename Config::Element, Config::kTile, Config::kStages>,
                      None>
       drops;
-  uint32_t live[Config::kTile / 32]; // of an exact run: keys that a row of the tile keeps
+  uint32_t live[Config::kTile / 32]; // in exact runs: bits of the keys that a row of the tile keeps
   struct Parts {
-    float2 rows[2][Roles::kConsumerThreads / 2]; // the maxima and sums of what the second consumer warpgroup has
+    float2 rows[2][Roles::kConsumerThreads / 2]; // the row maxima and sums of the second consumer warpgroup
   };
   std::conditional_t<Config::kHalves, Parts, None> parts;
   ExactTasks<kExactWords> exact_tasks;
@@ -127,7 +127,7 @@ template <class Config> struct PairBiasForwardSharedSm90 {
   }
 };
 
-// Where a role is in each pipeline, from task to task.
+// A role's position in each pipeline, kept from task to task.
 template <class Config> struct PairBiasForwardStatesSm90 {
   PipelineState<Config::kQueryStages> queries;
   PipelineState<Config::kStages> keys;
@@ -138,7 +138,7 @@ template <class Config> struct PairBiasForwardStatesSm90 {
 template <class Config> struct PairBiasForwardTaskSm90 {
   int plane, first_source, first_row, split, begin, end;
   bool last;            // of the splits of its rows
-  const uint32_t *live; // of LiveTiles
+  const uint32_t *live; // words of LiveTiles
 
   // Source n of the task.
   __device__ SourceWalk source(const PairBiasForward &work, int n) const {
@@ -146,8 +146,8 @@ template <class Config> struct PairBiasForwardTaskSm90 {
   }
 };
 
-// Finds the live key blocks of a task, one after the other. It reads a word of LiveTiles once: what a mainloop loads in
-// each step from global memory would be waited for.
+// Finds the live key blocks of a task in order. It reads each word of LiveTiles once, because the mainloop would wait
+// for a load from global memory in each step.
 template <class Config, class Task = PairBiasForwardTaskSm90<Config>> class LiveBlocks {
   const Task &task;
   int number = -1; // of the word
@@ -156,7 +156,7 @@ template <class Config, class Task = PairBiasForwardTaskSm90<Config>> class Live
 public:
   __device__ explicit LiveBlocks(const Task &own_task) : task(own_task) {}
 
-  // The first one from `block` on, or the end of the task.
+  // The first live block from `block` on, or the end of the task.
   __device__ __forceinline__ int next(int block) {
     if (!Config::kMasks || !task.live) return block;
     while (block < task.end) {
@@ -174,21 +174,23 @@ public:
 
 // Goes through the tasks of this thread block. All lanes of a warp call its functions.
 //
-// Without splits a task is a row tile. The last, which a causal mask makes the longest, come first. They go fastest,
-// since they share K and V; but where keys may be divided, sources that read the same rows of the bias follow each
-// other, and turns go forth and back, so that a thread block which had much to do has little next.
+// Without splits a task is a row tile. The last tiles come first, because a causal mask makes them the longest. Row
+// tiles vary fastest, because they share K and V. If kSharesWork, sources that read the same rows of the bias follow
+// each other instead, and the block order alternates from turn to turn: a thread block with much work in one turn has
+// little in the next.
 //
-// With splits each thread block has an equal share of all steps. A row tile has a step for each key tile, and one
-// before them for what a task takes beside those; the last come first. The parts of a row tile are of thread blocks
-// that follow each other.
+// With splits each thread block has an equal share of all steps. A row tile has a step for each key tile, and before
+// them a step for the fixed cost of a task. The last tiles come first. The parts of a row tile belong to consecutive
+// thread blocks.
 template <class Config> class PairBiasForwardWalkSm90 {
   using Task = PairBiasForwardTaskSm90<Config>;
 
   const PairBiasForward &work;
   const int groups; // of sources, of all planes
-  // The next turn, of whole tiles; or the next step of all, and past the last one.
+  // `turn`: the next turn, for whole tiles. `step`, `past`: the next step of all groups, and the end of this block's
+  // share.
   int turn = 0, step = 0, past = 0;
-  // Where that step is: a group, a row tile, counted from the last, and a step of it.
+  // The place of that step: a group, a row tile, counted from the last, and a step of the tile.
   int group = 0, place = 0, own_step = 0;
 
 public:
@@ -202,7 +204,7 @@ public:
     find_place();
   }
 
-  // Calls function(task, number) for the tasks.
+  // Calls function(task, number) for each task.
   template <class Function> __device__ static void for_each(const PairBiasForward &work, const Function &function) {
     PairBiasForwardWalkSm90 walk(work);
     Task task;
@@ -217,7 +219,7 @@ private:
     return visible_key_tiles(work.call.p, work.tiles - 1 - own_place, Config::kRows);
   }
 
-  // Returns false where there are no more.
+  // Returns false if no task is left.
   __device__ bool next(Task *task) { return has_parts() ? next_part(task) : next_tile(task); }
 
   __device__ bool next_tile(Task *task) {
@@ -236,10 +238,10 @@ private:
     while (skipped && step < past) {
       const int keys = visible(place), steps = min(keys + 1 - own_step, past - step);
       const int begin = max(own_step - 1, 0), end = own_step + steps - 1;
-      // Split 0 is that of the thread block with the first key.
+      // Split 0 belongs to the thread block with the first key.
       const int first_key = step - own_step + 1;
       const int split = own_step <= 1 ? 0 : int(blockIdx.x) - ((first_key + 1) * int(gridDim.x) - 1) / all_steps();
-      // Tasks without keys are skipped, unless their rows see none.
+      // Tasks without keys are skipped, unless their rows see no key.
       skipped = end <= begin && keys > 0;
       if (!skipped) *task = make_task(group, place, split, begin, end, keys);
       step += steps;
@@ -258,7 +260,7 @@ private:
             end == keys, work.live.row(plane, first_row / kPairBiasTileSm90)};
   }
 
-  // Finds the place of a step of a group, own_step, and makes it one of the tile's.
+  // Finds the row tile of a group's step, own_step, and makes own_step relative to that tile.
   __device__ void find_place() {
 #pragma unroll 1
     for (;; place += 32) {

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Windows in the forward kernel of pair biases for sm_90: problems with at most 64 rows and keys, whose batch shares a
-// bias. Each consumer warpgroup has a source of its own, and its part of the bias in registers for all sources of a
-// thread block.
+// Windows in the forward kernel of pair biases for sm_90: problems with at most 64 rows and keys, whose batch shares
+// a bias. Each consumer warpgroup has a source of its own. It holds its part of the bias in registers for all sources
+// of a thread block.
 #pragma once
 
 #include "forward_tasks.cuh"
 
 namespace fdm::cuda {
 
-// Two sources of a head of the bias, all rows and keys of which are a block.
+// Two sources of a head of the bias. All rows and keys of a source form one block.
 template <class Config> struct WindowTask {
   static constexpr int first_row = 0, begin = 0, end = 1, split = 0;
   static constexpr bool last = true;
@@ -26,7 +26,7 @@ template <class Config> struct WindowTask {
 template <class Config>
 using ForwardTaskOf = std::conditional_t<Config::kWindows, WindowTask<Config>, PairBiasForwardTaskSm90<Config>>;
 
-// Goes through the tasks of this thread block, which follow each other.
+// Goes through the tasks of this thread block, which are consecutive.
 template <class Config> struct WindowWalk {
   __device__ static int plane(const PairBiasForward &work) { return int(blockIdx.x) / work.groups; }
 
@@ -53,11 +53,11 @@ template <class Config> struct WindowProducer {
   PairBiasForwardSharedSm90<Config> &shared;
   PairBiasForwardStatesSm90<Config> &states;
   const Rows q, k, v;
-  const uint32_t used; // the rows of this warp that exist
-  // What a mask tells of this thread's key in the source that comes after, most often: a byte that is not 0 if it is
-  // kept.
+  const uint32_t used; // bits of this warp's existing rows
+  // The mask byte of this thread's key for the source of the next task, fetched ahead: nonzero if the key is kept. It
+  // is fetched again if another task comes next.
   uint8_t fetched = 0;
-  int fetched_for = -1; // the first source of the task
+  int fetched_for = -1; // the first source of that task
 
   __device__ WindowProducer(const PairBiasForward &own_work, PairBiasForwardSharedSm90<Config> &memory,
                             PairBiasForwardStatesSm90<Config> &own_states)
@@ -101,7 +101,7 @@ template <class Config> struct WindowProducer {
   }
 };
 
-// Loads this thread's part of the bias: -inf where a pair is dropped.
+// Loads this thread's part of the bias, with -inf for dropped pairs.
 template <class Config, int kTiles>
 __device__ void load_window_bias(const PairBiasForward &work, float (&bias)[kTiles][4]) {
   const fdm_problem &p = work.call.p;

@@ -1,17 +1,18 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// All gradients with a pair bias at once, with Hopper's wgmma: a tile of 128 x 128 scores stays with a thread block
-// while the sources of its bias go by, and the tile of dbias stays in registers.
+// All gradients with a pair bias in one kernel, with Hopper's wgmma. A tile of 128 x 128 scores stays with a thread
+// block while it loops over the sources of its bias, and the tile of dbias stays in registers.
 //
-// Two consumer warpgroups have 64 rows each. S = Q K', P = exp(S - lse), dP = dO V' and dS = P (dP - delta) are theirs
-// alone; P and dS then go to shared memory, since dV = P' dO and dK = dS' Q sum over the rows of both, 64 keys to each.
-// A tile of dbias whose sources several blocks share is added to float32 sums in global memory, in no fixed order, and
-// so are dQ, dK and dV, which are sums over tiles of other blocks; unless another epilogue can complete them
-// (FusedEpilogue). With windows a warpgroup has a source of its own, and shares nothing with the other.
+// Two consumer warpgroups have 64 rows each. Each computes S = Q K', P = exp(S - lse), dP = dO V' and
+// dS = P (dP - delta) of its rows. P and dS then go to shared memory, because dV = P' dO and dK = dS' Q sum over the
+// rows of both warpgroups. Each computes 64 keys of dV and dK. dQ, dK and dV are sums over the tiles of several
+// blocks, so they are added to float32 sums in global memory, in no fixed order, unless another epilogue can complete
+// them (FusedEpilogue). So is a tile of dbias if several blocks share its sources. With windows a warpgroup has a
+// source of its own, and shares nothing with the other.
 //
 // The kernel is persistent: while the results of a tile are written, the producer copies the first rows of the next.
 //
-// Nothing here knows the rare cases. What NaN, Inf and very large numbers do where a pair is not kept shows in sums
-// that are not finite, which are found when they are rounded or written; then the kernels of fixed order do all.
+// The kernel does not test for rare cases. NaN, inf and very large numbers in dropped pairs make sums non-finite.
+// This is found when the sums are rounded or written; the kernels of fixed order then compute all gradients.
 #pragma once
 
 #include "../../tile/sm90/products.cuh"
@@ -31,8 +32,8 @@ template <class Config> struct PairBiasFusedConsumer {
   using Scores = float[kTiles][4];
   using Packed = uint32_t[kTiles / 2][4];
   using Sums = typename FusedProducts<Config>::Sums;
-  static constexpr int kFullBarrier = 4, kReadBarrier = 5; // of P and dS; with windows, one of each warpgroup
-  // Threads that have P and dS together.
+  static constexpr int kFullBarrier = 4, kReadBarrier = 5; // of P and dS; with windows, one per warpgroup
+  // Threads that share P and dS.
   static constexpr int kSourceThreads = Roles::kConsumerThreads / Config::kSources;
 
   const PairBiasBackward &work;
@@ -49,8 +50,8 @@ template <class Config> struct PairBiasFusedConsumer {
   __device__ static int own_source() { return Config::kWindows ? group() : 0; }
 
   __device__ static void sync() { ptx::sync_threads<kSourceThreads>(kFullBarrier + own_source()); }
-  // The warpgroups write P and dS in turns, when the products of the step before have read them, unless none of them
-  // reads those of another.
+  // The warpgroups write P and dS in turns, once the products of the step before have read them. With windows they
+  // share neither, so they take no turns.
   __device__ static void take_turn() {
     if constexpr (!Config::kWindows) Roles::take_turn(group());
   }
@@ -65,7 +66,7 @@ template <class Config> struct PairBiasFusedConsumer {
     store_left<Left>(packed, ptx::shared_address(shared.sScores[which]), 16 * warp(), 0);
   }
 
-  // The first or second of each pair, of this warpgroup's source.
+  // These are of this warpgroup's source. `which` selects the first or second tensor of a pair.
   __device__ static uint64_t own_part() { return Tile::offset(Config::kWindowSide, 0) * own_source(); }
   __device__ uint64_t rows_of(int stage, int which) const {
     return Pair::descriptor(ptx::shared_address(shared.sRows[stage]), which) + own_part();
@@ -79,7 +80,7 @@ template <class Config> struct PairBiasFusedConsumer {
            (Config::kWindows ? Left::offset(Config::kWindowSide, 0) : Left::offset(0, 64)) * group();
   }
 
-  // Starts S = Q K' or dP = dO V' of this warpgroup's rows.
+  // Starts S = Q K' (`which` is 0) or dP = dO V' of this warpgroup's rows.
   __device__ void start_scores(Scores &products, int stage, int which) const {
     const uint64_t own_rows = Config::kWindows ? 0 : Tile::offset(64, 0) * group();
     ptx::warpgroup_arrive();
@@ -95,7 +96,7 @@ template <class Config> struct PairBiasFusedConsumer {
     ptx::warpgroup_commit_batch();
   }
 
-  // Makes dV = P' dO and dK = dS' Q of this warpgroup's keys, and dQ = dS K of its rows.
+  // Computes dV = P' dO and dK = dS' Q of this warpgroup's keys, and dQ = dS K of its rows.
   __device__ void multiply_gradients(FusedProducts<Config> &sums, Packed &own_ds, int stage) const {
     ptx::warpgroup_arrive();
     warpgroup_gemm_ss_columns<Element, Left, ptx::Major::mn, Tile, Config::kWindowSide>(sums.dv, scores_of(0),
@@ -111,7 +112,7 @@ template <class Config> struct PairBiasFusedConsumer {
     ptx::warpgroup_fence_operand(own_ds);
   }
 
-  // Makes the products of a step, whose results are this block's part of dq, dk and dv.
+  // Computes the products of a step: this block's part of dq, dk and dv.
   __device__ void make_products(FusedProducts<Config> &sums, int stage) {
     Scores scores, gradients;
     Packed packed;
@@ -134,8 +135,8 @@ template <class Config> struct PairBiasFusedConsumer {
     pass_turn();
   }
 
-  // A step where registers hold the results of one product of 128 columns beside those of the next, and shared memory
-  // has one tile for P and dS, and one of each operand. Each is released once its last product has read it.
+  // A step if kInTurn. Registers hold the results of two products of 128 columns at a time. Shared memory has one
+  // tile for P and dS, and one of each operand. Each operand is released once its last product has read it.
   __device__ void step_in_turn(uint32_t phase) {
     const uint64_t own_keys = scores_of(0),
                    own_rows = Left::descriptor(ptx::shared_address(shared.sScores[0])) + Left::offset(64, 0) * group();
@@ -178,7 +179,7 @@ template <class Config> struct PairBiasFusedConsumer {
     epilogue.add(work.fused.dq, place.dq, tile.task.row_tile * kPairBiasTileSm90, dq);
   }
 
-  // Stores P of 64 keys, and rounds their dS.
+  // Stores P of 64 keys, and packs their dS.
   template <int kHalf> __device__ void make_half(Packed &ds, uint32_t phase) {
     constexpr int kTileCount = kTiles / 2, kFirst = kHalf * kTileCount;
     const uint64_t own_rows = Tile::offset(64, 0) * group(), keys = Tile::offset(8 * kFirst, 0);
@@ -237,7 +238,7 @@ template <class Config> struct PairBiasFusedConsumer {
   __device__ void run() {
     if constexpr (!Config::kWindows) pass_turn();
     PairBiasFusedTask::for_each<Config::kCluster>(work, [&](const PairBiasFusedTask &next) { run(next); });
-    take_turn(); // the last turn that was passed on
+    take_turn(); // takes the last turn that was passed on
   }
 };
 
@@ -249,7 +250,7 @@ __global__ void __launch_bounds__(Roles::kThreads, 1)
   shared.init();
   ptx::wait_for_kernel_ahead();
   ptx::start_dependents();
-  // Another thread block may set non_finite meanwhile: the value that one thread reads holds for all.
+  // Another thread block may set non_finite concurrently, so the value that one thread reads holds for all.
   if (!shared.exchange.agree(*work.non_finite != 0)) {
     if (Roles::is_producer()) {
       Config::Registers::produce();

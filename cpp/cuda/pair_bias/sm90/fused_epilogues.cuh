@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What becomes of the parts of dQ, dK and dV that a step of the fused kernel has made, as FusedEpilogue tells. Each
-// epilogue has finish(), which releases the stage of the step.
+// The epilogues of the fused kernel's steps (FusedEpilogue), which take the parts of dQ, dK and dV of a step.
+// finish() of each epilogue releases the stage of the step.
 #pragma once
 
 #include "complete_rows.cuh"
@@ -8,7 +8,7 @@
 
 namespace fdm::cuda {
 
-// Accumulators of 16 rows for each warp: of dq in rows of the tile, of dk and dv in keys.
+// Accumulators with 16 rows per warp: rows of the tile for dq, keys for dk and dv.
 template <class Config> struct FusedProducts {
   static constexpr int kOutTiles = Config::kHeadDim / 8;
   using Sums = float[kOutTiles][4];
@@ -37,7 +37,7 @@ template <class Config> struct FusedEpilogueBase {
       : work(own_work), shared(memory) {}
   __device__ static int warp() { return threadIdx.x / 32; }
   __device__ static int lane() { return threadIdx.x % 32; }
-  // Where the rows of a source begin in a gradient.
+  // The first row of a source in a gradient.
   __device__ static Element *head_of(const fdm_tensor &t, const SourceWalk &source) {
     return static_cast<Element *>(t.data) + source.batch * t.stride[0] + source.head * t.stride[2];
   }
@@ -48,7 +48,7 @@ template <class Config> struct SumsEpilogue : FusedEpilogueBase<Config> {
   using Base = FusedEpilogueBase<Config>;
   using Base::Base, Base::warp, Base::work, Base::shared;
 
-  // 16 rows for each warp, of a tile of 128 that begins at row `first`.
+  // Adds 16 rows per warp, of a tile of 128 rows that begins at row `first`.
   __device__ static void add(const GradientSums &sums, const SumHalves &tile, int first, const typename Base::Sums &x) {
     if (!tile.first) return;
     const int64_t warp_offset = 16 * warp() * sums.row;
@@ -96,14 +96,14 @@ private:
   }
 };
 
-// The epilogue for problems with at most two row tiles and two of keys. A cluster has all tiles of a source, so its
-// thread blocks complete dQ, dK and dV among themselves. They add in global memory only to tiles of dbias whose sources
-// several clusters share.
+// The epilogue for problems with at most two row tiles and two key tiles. A cluster has all tiles of a source, so its
+// thread blocks complete dQ, dK and dV among themselves. They add to global memory only for tiles of dbias whose
+// sources several clusters share.
 //
-// A step makes the same products in all blocks. Two blocks with the same rows then exchange halves of their parts of
-// dQ, two with the same keys those of dK and dV: of the two rows that a thread's accumulators have, each block
-// completes one. Warps exchange with the same warp of the other block, through the memory of P and dS, once no product
-// of that block reads it.
+// In a step all blocks compute the same kind of products. Two blocks with the same rows then exchange halves of their
+// parts of dQ, and two with the same keys halves of dK and dV: of the two rows in a thread's accumulators, each block
+// completes one. A warp exchanges with the same warp of the other block through the memory of P and dS, once no
+// product of that block reads it.
 template <class Config> struct ExchangeEpilogue : FusedEpilogueBase<Config> {
   using Base = FusedEpilogueBase<Config>;
   using Base::kOutTiles, Base::lane, Base::shared, Base::warp, Base::work;
@@ -130,7 +130,8 @@ template <class Config> struct ExchangeEpilogue : FusedEpilogueBase<Config> {
   }
 
 private:
-  // Whether there is another block on an axis. Below: its rank, and which row of accumulators this one completes.
+  // has_other(): an axis has another block. other(): its rank. own_half(): the accumulator row that this block
+  // completes.
   __device__ bool has_other(ClusterAxis axis) const {
     return (axis == kSameRows ? work.fused.key_tiles : work.fused.row_tiles) > 1;
   }
@@ -140,7 +141,7 @@ private:
   }
   __device__ int own_half(ClusterAxis axis) const { return axis == kSameRows ? key_tile : row_tile; }
 
-  // The memory of this warp's rows of P or dS, in panels of 64 columns: room for rows of one gradient.
+  // The memory of this warp's rows of P or dS, in panels of 64 columns. It has room for the rows of one gradient.
   __device__ float *room(int gradient) const {
     using Scores = typename Config::Scores;
     constexpr int kPanelBytes = Scores::kBytes / 2, kWarpBytes = kPanelBytes / Roles::kConsumerWarps;
@@ -157,7 +158,7 @@ private:
     for (int n = 0; n < kOutTiles; n += 2)
       there.store(n / 2 * 128, make_float4(x[n][0], x[n][1], x[n + 1][0], x[n + 1][1]));
   }
-  // Completes a row with what the other block has sent.
+  // Adds the part that the other block has sent to a row.
   __device__ void receive(Half &x, int gradient) const {
 #pragma unroll
     for (int n = 0; n < kOutTiles; n += 2) {
@@ -169,7 +170,7 @@ private:
     }
   }
 
-  // Writes this warp's rows of a gradient, in a tile of queries or keys, times a factor.
+  // Writes this warp's rows of a gradient, times a factor, in a tile of queries or keys.
   __device__ void write(ClusterAxis axis, int gradient, const fdm_tensor &t, const SourceWalk &source, int tile,
                         const Sums &sums, float factor, float &probe) const {
     if (!present(t)) return;
@@ -188,7 +189,7 @@ private:
     write_half(1);
   }
 
-  // Sends the other blocks their halves, and waits until this warp has its own. No product reads P and dS any more.
+  // Sends the other blocks their halves, and waits for this warp's own. The products of this warp have read P and dS.
   __device__ void exchange(const FusedProducts<Config> &sums) {
     constexpr uint32_t kGradientBytes = 32 * sizeof(Half);
     auto &barriers = shared.exchange;

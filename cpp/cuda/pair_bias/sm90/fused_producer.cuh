@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The producer warpgroup of the fused kernel: it copies Q, dO, K and V of each source, and what belongs to rows and
-// keys.
+// The producer warpgroup of the fused kernel. It copies Q, dO, K and V of each source, and the row statistics and
+// kept keys.
 #pragma once
 
 #include "fused_tasks.cuh"
@@ -15,7 +15,7 @@ template <class Config> struct PairBiasFusedProducer {
   const PairBiasFusedTask &task;
   const int first_row, first_key;
   const Rows q, dout, k, v;
-  const uint32_t used; // the rows of this warp that exist
+  const uint32_t used; // bits of this warp's existing rows
 
   __device__ PairBiasFusedProducer(const PairBiasBackward &own_work, PairBiasFusedShared<Config> &memory,
                                    const PairBiasFusedTask &own_task)
@@ -28,7 +28,7 @@ template <class Config> struct PairBiasFusedProducer {
         v(own_work.call.p.v, own_work.call.p.head_dim, first_key),
         used(__ballot_sync(0xffffffffu, first_row + thread() < own_work.call.p.queries)) {}
 
-  // What this thread loads of its row and its key, a step ahead, in the form in which it lies in memory.
+  // What this thread loads for its row and its key, a step ahead, unconverted.
   struct Facts {
     RowStatistics row;
     uint8_t kept;
@@ -50,7 +50,7 @@ template <class Config> struct PairBiasFusedProducer {
     return facts;
   }
 
-  // Stores what belongs to the rows and keys of a source. Returns which keys of this warp are kept, as bits.
+  // Stores the places, row statistics and kept keys of a source. Returns the kept keys of this warp as bits.
   __device__ uint32_t store_facts(int stage, const SourceWalk &source, const Facts &facts) const {
     const fdm_problem &p = work.call.p;
     const FusedWork &division = work.fused;
@@ -78,7 +78,7 @@ template <class Config> struct PairBiasFusedProducer {
     Roles::producer_commit(shared.full[stage]);
   }
 
-  // Copies each operand as soon as the step before has released it.
+  // Copies each operand as soon as the previous step has released it.
   __device__ void load_in_turn(uint32_t phase, const SourceWalk &source, const Facts &facts) const {
     const int64_t kv_head = kv_head_of(work.call.p, source.head);
     const uint32_t kept = __ballot_sync(0xffffffffu, facts.kept != 0);

@@ -10,13 +10,13 @@
 
 namespace fdm::cuda {
 
-// The operands that have their own barriers where there is one stage.
+// The operands. If kInTurn, each has barriers of its own.
 enum FusedOperand { kQuery, kKey, kDout, kValue, kFusedOperands };
 
-// What becomes of a step's part of dQ, dK and dV. sums: it is added to float32 sums in global memory. exchange: a
-// cluster has all tiles of a source, and its blocks complete the gradients among themselves (fused_epilogues.cuh).
-// windows: the problem has at most kWindow rows and keys, a tile those of two sources, one below the other, and the
-// gradients are complete.
+// What a step does with its part of dQ, dK and dV. sums: it adds the part to float32 sums in global memory. exchange:
+// a cluster has all tiles of a source, and its blocks complete the gradients among themselves (fused_epilogues.cuh).
+// windows: the problem has at most kWindow rows and keys, a tile has those of two sources, one below the other, and
+// the gradients are complete.
 enum class FusedEpilogue { sums, exchange, windows };
 template <class Config> struct SumsEpilogue;
 template <class Config> struct ExchangeEpilogue;
@@ -31,15 +31,15 @@ template <class ElementType, int kHeadDimension, BiasType kBias, FusedEpilogue k
                         kCluster = kGradients == FusedEpilogue::exchange;
   static constexpr int kSources = kWindows ? 2 : 1, kWindowSide = kTile / kSources; // rows and keys of a source
   using Scores = SmemTile<kWindowSide, kTile>;
-  // With 128 columns, shared memory has one tile of each operand, and one for P and then dS.
+  // With 128 columns, shared memory has room for one tile of each operand, and one for P and then dS.
   static constexpr bool kInTurn = kHeadDim == 128;
   static constexpr int kStages = kInTurn || (kHeadDim == 64 && kFloat32Bias) ? 1 : 2, kScoreTiles = kInTurn ? 1 : 2;
   static constexpr int kBarriers = kInTurn ? kFusedOperands : kStages;
-  // Where shared memory has room, the products add what belongs to rows and keys (row_columns.cuh), and the bias is
-  // kept as float32, times log2 e.
+  // If shared memory has room, the products add the statistics of rows and keys (row_columns.cuh), and the bias is
+  // stored as float32 times log2 e.
   static constexpr bool kFolds = kHeadDim == 32, kFloats = kFloat32Bias || kFolds;
-  static constexpr int kBiasChunks = (kFloats ? 16 : 8) / kSources; // 16 bytes each, of a thread
-  // The 16 rows of a source that this consumer warp has.
+  static constexpr int kBiasChunks = (kFloats ? 16 : 8) / kSources; // 16 bytes each, per thread
+  // The band of 16 rows of a source that this consumer warp has.
   __device__ static int band() { return threadIdx.x / 32 % (kWindowSide / 16); }
   using Registers = std::conditional_t<kWindows, RoleRegisters<208, 80>,
                                        std::conditional_t<kFolds, RoleRegisters<216, 72>, RoleRegisters<224, 56>>>;
@@ -48,13 +48,13 @@ template <class ElementType, int kHeadDimension, BiasType kBias, FusedEpilogue k
       std::conditional_t<kCluster, ExchangeEpilogue<PairBiasFusedConfig>, SumsEpilogue<PairBiasFusedConfig>>>;
 };
 
-// What blocks of a cluster tell each other (fused_epilogues.cuh): those with the same rows, and those with the same
+// The exchange between blocks of a cluster (fused_epilogues.cuh): blocks with the same rows, and blocks with the same
 // keys.
 enum ClusterAxis { kSameRows, kSameKeys, kClusterAxes };
 struct ClusterExchange {
-  uint64_t readable[kClusterAxes][Roles::kConsumerWarps]; // a warp has what the other block's sent
-  uint64_t writable[kClusterAxes];                        // the other block's warps may be sent what this one has
-  float agreed;                                           // the value that the first block of the cluster read
+  uint64_t readable[kClusterAxes][Roles::kConsumerWarps]; // a warp has received the part of the other block
+  uint64_t writable[kClusterAxes];                        // all warps of the other block can receive parts
+  float agreed;                                           // all blocks use that of the first block of the cluster
 
   __device__ void init() {
     if (threadIdx.x > 0) return;
@@ -63,7 +63,7 @@ struct ClusterExchange {
       for (uint64_t &barrier : readable[axis]) ptx::init_barrier(barrier, 1);
     }
   }
-  // Returns `found` as the first block of the cluster has it, so that all blocks agree. All threads call this.
+  // Returns the first block's `found`, so that all blocks of the cluster agree. All threads call this.
   __device__ bool agree(bool found) {
     if (threadIdx.x == 0) agreed = found;
     __syncthreads();
@@ -89,7 +89,7 @@ template <class Config> struct PairBiasFusedShared {
 
   alignas(1024) char sRows[Config::kStages][Config::Pair::kBytes], sKeys[Config::kStages][Config::Pair::kBytes];
   char sScores[Config::kScoreTiles][Config::Scores::kBytes]; // P and dS
-  uint4 bias[Config::kBiasChunks][Roles::kConsumerThreads];  // each thread's own elements, -inf where a pair is dropped
+  uint4 bias[Config::kBiasChunks][Roles::kConsumerThreads];  // each thread's own elements; -inf for dropped pairs
   Place places[Config::kStages];
   std::conditional_t<Config::kFolds, RowColumns<typename Config::Element, Config::kStages>, RowNumbers<Config::kStages>>
       known;
@@ -108,14 +108,14 @@ template <class Config> struct PairBiasFusedShared {
   }
 };
 
-// A tile, and the sources that go by.
+// A tile, and the range of its sources.
 struct PairBiasFusedTask {
   int plane, row_tile, key_tile;
   int64_t first, past;
 
   PairBiasFusedTask() = default;
-  // `tile` is among those of the launch, and the sources among its sources. `skips`: where no row sees a key, there is
-  // nothing to do.
+  // `tile` and the sources are numbered within the launch. `skips`: a tile without kept pairs has an empty range of
+  // sources.
   __device__ PairBiasFusedTask(const PairBiasBackward &work, int tile, int first_source, int past_source, bool skips) {
     const FusedWork &division = work.fused;
     const int row = tile / division.key_tiles;
@@ -131,8 +131,8 @@ struct PairBiasFusedTask {
     if (!seen || !LiveTiles::is_live(work.live.row(plane, row_tile), key_tile)) past = first;
   }
 
-  // Calls function(task) for the tasks of this thread block. A cluster has all tiles of a plane, and each of its blocks
-  // takes part in what they exchange.
+  // Calls function(task) for each task of this thread block. A cluster has all tiles of a plane. None of its blocks
+  // skips a tile, because each takes part in the exchange.
   template <bool kCluster, class Function>
   __device__ static void for_each(const PairBiasBackward &work, const Function &function) {
     const FusedWork &division = work.fused;
@@ -148,7 +148,8 @@ struct PairBiasFusedTask {
       return;
     }
     const int tiles = int(division.tiles()), sources = int(division.sources), splits = division.splits;
-    // Counts tasks, a tile after the other for each split; or steps, a source after the other for each tile.
+    // Counts tasks, in which tiles vary fastest within a split; or steps, in which sources vary fastest within a
+    // tile.
     int number = int(blockIdx.x), past = tiles * splits;
     if (splits == 0) {
       const int64_t steps = int64_t(tiles) * sources;

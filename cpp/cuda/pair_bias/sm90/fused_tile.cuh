@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The tile of the bias that a thread block of the fused kernel works on, and its gradient, as accumulators of the
-// consumers hold them.
+// The bias tile of a thread block of the fused kernel, and its gradient, in the layout of the consumers'
+// accumulators.
 #pragma once
 
 #include "../../tile/score.cuh"
@@ -40,7 +40,7 @@ template <class Config> struct FusedBiasTile {
     if (task.first < task.past) load_bias();
   }
 
-  // Puts P in the place of the products Q K', of 8 * kTileCount keys from 8 * kFirstTile on.
+  // Replaces the products Q K' by P, for 8 * kTileCount keys from 8 * kFirstTile on.
   template <int kFirstTile, int kTileCount>
   __device__ void make_probabilities(float (&scores)[kTileCount][4], int stage) const {
     if constexpr (Config::kFolds)
@@ -51,11 +51,11 @@ template <class Config> struct FusedBiasTile {
       make_probabilities_of<kFirstTile, false>(scores, stage);
   }
 
-  // Puts dS in the place of dP, and adds it to dbias.
+  // Replaces dP by dS, and adds it to dbias.
   template <int kFirstTile, int kTileCount>
   __device__ void make_gradients(const float (&p)[kTileCount][4], float (&gradients)[kTileCount][4], int stage) {
     float delta[2] = {};
-    if constexpr (!Config::kFolds) // else the products have it in them
+    if constexpr (!Config::kFolds) // else the products include it
 #pragma unroll
       for (int half = 0; half < 2; ++half)
         delta[half] = shared.known.stages[stage].delta[16 * warp() + accumulator_row(half)];
@@ -74,14 +74,14 @@ template <class Config> struct FusedBiasTile {
     const fdm_problem &p = work.call.p;
     if (!present(work.a.dbias)) return;
     const FusedDbiasTile tile{task.plane, task.row_tile, task.key_tile};
-    const int first = Config::band() * (Config::kTile / 8) * 32 + lane(); // quads
+    const int first = Config::band() * (Config::kTile / 8) * 32 + lane(); // in quads
     if (division.dbias) {
       float *sums = division.dbias + (tile_number(division, tile) * kTileQuadsSm90 + first) * 4;
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) ptx::add_global(sums + n * 128, dbias[n]);
       return;
     }
-    if constexpr (Config::kWindows) return; // several thread blocks share their tile
+    if constexpr (Config::kWindows) return; // several thread blocks share a tile of windows
     const bool whole =
         int64_t(task.row_tile + 1) * Config::kTile <= p.queries && int64_t(task.key_tile + 1) * Config::kTile <= p.keys;
     if (work.dbias_pairs && whole) return store_whole_dbias();
@@ -91,7 +91,7 @@ template <class Config> struct FusedBiasTile {
   }
 
 private:
-  // The products have -lse in them, and -inf for dropped pairs.
+  // The products include -lse, and -inf for dropped keys.
   template <int kFirstTile, int kTileCount>
   __device__ void make_folded_probabilities(float (&scores)[kTileCount][4]) const {
     const float factor = work.call.p.scale * kLog2E;
@@ -118,15 +118,14 @@ private:
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float score = fmaf(scores[n][i], scale, bias[n % kChunkTiles][i]);
-        // The bias of a dropped pair may be NaN, which fminf leaves out.
+        // The bias of a dropped pair may be NaN, which fminf ignores.
         if constexpr (kDrops) score = fminf(score, dropped[i % 2]);
         scores[n][i] = ptx::exp2_approximate(fmaf(score, kLog2E, i < 2 ? low : high));
       }
     }
   }
 
-  // The elements of the bias that meet this thread's scores; those of dropped pairs, and where there are none, are
-  // -inf.
+  // Loads the bias of this thread's scores; -inf for dropped and absent pairs.
   __device__ void load_bias() const {
     const fdm_problem &p = work.call.p;
     const Source source = source_of(work.call, task.plane, task.first);
@@ -171,7 +170,7 @@ private:
       shared.bias[c][threadIdx.x] = make_uint4(words[0], words[1], words[2], words[3]);
     }
   }
-  // An element of the bias as it is kept.
+  // An element of the bias as it is stored.
   __device__ static uint32_t word_of(const Matrix &bias, int64_t offset) {
     float element;
     if constexpr (Config::kFloat32Bias)
@@ -181,13 +180,13 @@ private:
     return __float_as_uint(element * (Config::kFolds ? kLog2E : 1.0f));
   }
   static constexpr uint32_t kNoneDropped = 0;
-  // Bits for this thread's two neighbours in tile n of 8 keys: which of them the causal mask drops.
+  // Bits for this thread's two neighbours in tile n of 8 keys: set if the causal mask drops them.
   __device__ uint32_t dropped_later(int half, int n) const {
     const fdm_problem &p = work.call.p;
     const int later = int(key(n) - row(half) - (p.keys - p.queries));
     return (later > 0 ? 1u : 0u) | (later >= 0 ? 2u : 0u);
   }
-  // Loads two neighbours at a time, of a tile that is whole. dropped(half, n) has a bit for each that is dropped.
+  // Loads a complete tile, two neighbours at a time. dropped(half, n) has a bit for each dropped one.
   template <class Dropped> __device__ void load_whole_bias(const Matrix &bias, const Dropped &dropped) const {
     using Pair = std::conditional_t<Config::kFloat32Bias, uint2, uint32_t>;
     const Pair *first[2];
@@ -225,7 +224,7 @@ private:
       }
     }
   }
-  // Makes -inf of the elements whose bits are set.
+  // Sets the elements whose bits are set to -inf.
   __device__ static void drop(uint2 &pair, uint32_t dropped) {
     if (dropped & 1) pair.x = 0xff800000u;
     if (dropped & 2) pair.y = 0xff800000u;
@@ -250,7 +249,7 @@ private:
     }
   }
 
-  // Stores two neighbours at a time.
+  // Stores a complete tile, two neighbours at a time.
   __device__ void store_whole_dbias() const {
     const fdm_tensor &t = work.a.dbias;
     const int64_t head = task.plane / t.shape[1] * t.stride[0] + task.plane % t.shape[1] * t.stride[1];

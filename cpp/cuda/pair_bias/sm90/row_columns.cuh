@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The statistics of each row, lse and delta, and whether each key is dropped, as the consumers of the fused kernel read
-// them.
+// The statistics of each row, lse and delta, and whether each key is dropped, in the form that the consumers of the
+// fused kernel read.
 #pragma once
 
 #include "../../tile/sm90/operand_chunk.cuh"
@@ -9,8 +9,8 @@
 
 namespace fdm::cuda {
 
-// As operands of products: one more step of 16 columns adds it on the tensor cores. S = Q K' then has -lse in it, and
-// -inf for keys that are dropped, and dP = dO V' has -delta.
+// As operands of products: one more k-step of 16 columns adds them on the tensor cores. S = Q K' then includes -lse,
+// and -inf for dropped keys; dP = dO V' includes -delta.
 template <class Element, int kStages> struct RowColumns {
   static constexpr bool kHalf = __is_same(Element, __half);
   using Chunk = OperandChunk<Element>;
@@ -18,7 +18,7 @@ template <class Element, int kStages> struct RowColumns {
   alignas(128) Chunk shifts[kStages][kPairBiasTileSm90], deltas[kStages][kPairBiasTileSm90],
       keys[kStages][kPairBiasTileSm90];
   alignas(128) Chunk ones[kPairBiasTileSm90];
-  alignas(128) Chunk zeros[kPairBiasTileSm90]; // the second eight columns of all
+  alignas(128) Chunk zeros[kPairBiasTileSm90]; // columns 8 to 15 of all operands
 
   // All threads of the block call this, before they are synchronized.
   __device__ void init() {
@@ -29,19 +29,19 @@ template <class Element, int kStages> struct RowColumns {
     ptx::fence_async_proxy();
   }
 
-  // Stores a row's -lse, in units of the product that is multiplied by `scale`, and -delta.
+  // Stores a row's -lse, divided by `scale`, and -delta.
   __device__ void set_row(int stage, int row, const RowStatistics &known, float scale) {
     const bool empty = fabsf(known.lse) > kUnusableLse;
     shifts[stage][row] = split(empty ? -INFINITY : -known.lse / scale, 1.0f);
     deltas[stage][row] = split(-known.delta, 0.0f);
   }
-  // Returns which keys of the producer warp are kept, as bits.
+  // Stores whether a key is kept. Returns the kept keys of the producer warp as bits.
   __device__ uint32_t set_key(int stage, int key, bool kept) {
     keys[stage][key] = Chunk::make(1.0f, 1.0f, 1.0f, kept ? 0.0f : -INFINITY);
     return __ballot_sync(0xffffffffu, kept);
   }
 
-  // Left operands of a consumer warpgroup, and right operands.
+  // Left operands of a consumer warpgroup: shifts and deltas. Right operands: keys and ones.
   __device__ uint64_t shifts_of(int stage, int group) const { return descriptor(&shifts[stage][64 * group]); }
   __device__ uint64_t deltas_of(int stage, int group) const { return descriptor(&deltas[stage][64 * group]); }
   __device__ uint64_t keys_of(int stage, int first) const { return descriptor(&keys[stage][first]); }
@@ -49,14 +49,14 @@ template <class Element, int kStages> struct RowColumns {
 
 private:
   __device__ uint64_t descriptor(const Chunk *first) const { return operand_descriptor(first, zeros); }
-  // One that Element has no room for becomes NaN, which reaches the sums.
+  // A value beyond the range of Element becomes NaN, which reaches the sums.
   __device__ static Chunk split(float x, float fourth) {
     constexpr float kLargest = kHalf ? 65504.0f : 3.38e38f;
     return Chunk::split(fabsf(x) < INFINITY && fabsf(x) > kLargest ? NAN : x, fourth);
   }
 };
 
-// Statistics as numbers: for configurations whose shared memory has no room for operands.
+// The statistics as numbers, for configurations whose shared memory has no room for operands.
 template <int kStages> struct RowNumbers {
   struct Stage {
     float shift[kPairBiasTileSm90], delta[kPairBiasTileSm90]; // shift: -lse to base 2

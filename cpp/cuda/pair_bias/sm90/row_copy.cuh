@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Tiles of 128 rows in the Hopper kernels of pair biases, and the copies that fill them.
+// Tiles of 128 rows in the Hopper kernels of pair biases, and their copies.
 #pragma once
 
 #include "../../backward/row_statistics.cuh"
@@ -10,7 +10,7 @@
 
 namespace fdm::cuda {
 
-// Two tensors in shared memory, 128 rows of each. Those of 32 columns lie side by side in a panel of 64.
+// Two tensors in shared memory, 128 rows each. With 32 columns they lie side by side in a panel of 64.
 template <int kHeadDim> struct TilePair {
   static constexpr bool kPaired = kHeadDim == 32;
   static_assert(kPaired || kHeadDim == 64 || kHeadDim == 128);
@@ -27,15 +27,14 @@ template <int kHeadDim> struct TilePair {
   }
 };
 
-// Where a key mask tells whether a query head of a sequence keeps a key, or null where there is no such mask.
+// The byte of a key mask for a key and a query head of a sequence, or null without a key mask.
 __device__ __forceinline__ const uint8_t *kept_key(const fdm_problem &p, int64_t batch, int64_t head, int64_t key) {
   if (mask_kind(p) != FDM_MASK_KEYS) return nullptr;
   const Matrix mask = score_matrix(p, p.mask, pair_bias_sequence(p, batch), head, 1);
   return static_cast<const uint8_t *>(mask.base) + key * mask.col;
 }
 
-// Whether a query keeps a key, as far as row masks, intervals and the causal limit tell. Each source applies its key
-// mask itself.
+// Whether a query keeps a key by row masks, intervals and the causal limit. Each source applies its key mask itself.
 __device__ __forceinline__ bool is_kept_pair(const fdm_problem &p, const Sequence &s, int64_t head, int64_t r,
                                              int64_t k) {
   if (r >= p.queries || k >= p.keys || (is_causal(p) && k > r + p.keys - p.queries)) return false;
@@ -48,7 +47,7 @@ __device__ __forceinline__ bool is_kept_pair(const fdm_problem &p, const Sequenc
   return rows.first <= r && r < rows.past;
 }
 
-// Goes through consecutive sources of a bias.
+// Iterates over consecutive sources of a bias.
 struct SourceWalk {
   int batch, head, first_head, past_head;
 
@@ -66,14 +65,14 @@ struct SourceWalk {
   }
 };
 
-// How a producer thread copies rows of a tensor: its warp has 32 of 128.
+// Copies rows of a tensor with the producer threads: a warp has 32 of 128 rows.
 template <class Pair> struct TileRowCopy {
   static constexpr int kRows = kPairBiasTileSm90 / Roles::kProducerWarps, kStepRows = 32 / Pair::kChunks;
   static_assert(kRows == 32);
 
   const fdm_tensor &t;
-  const uint16_t *thread_row; // the chunk of this thread's first row of the tile that begins with row 0
-  bool inside;                // the chunk is
+  const uint16_t *thread_row; // this thread's chunk of its first row, for sequence 0 and head 0
+  bool inside;                // the chunk begins before head_dim
 
   __device__ TileRowCopy(const fdm_tensor &tensor, int64_t head_dim, int64_t first)
       : t(tensor),
@@ -86,8 +85,8 @@ template <class Pair> struct TileRowCopy {
     return thread_row + batch * t.stride[0] + head * t.stride[2];
   }
 
-  // Copies rows from row_of(), or a number of rows further, to a tile of a pair: those of which bit r of `there` is
-  // set. The others, and columns from head_dim on, become zeros.
+  // Copies rows, from row_of() or a number of rows further, to a tile of a pair. Rows whose bit in `there` is clear,
+  // and columns from head_dim on, become zeros.
   __device__ __forceinline__ void copy(const char *tile, int which, const uint16_t *row, uint32_t there) const {
     const int lane_row = threadIdx.x % 32 / Pair::kChunks, first_row = Roles::producer_thread() / 32 * kRows;
     const uint32_t base = ptx::shared_address(tile), rows = inside ? there >> lane_row : 0;
@@ -102,13 +101,12 @@ template <class Pair> struct TileRowCopy {
 
 constexpr uint16_t kBfloat16Inf = 0x7f80;
 
-// Which of 128 keys a source drops, as a producer warp finds them: a number for each, -inf for those.
+// The keys of 128 that a source drops, as the producer warps find them: a number for each key, -inf if it is dropped.
 struct DroppedKeys {
   alignas(4) uint16_t numbers[kPairBiasTileSm90]; // bfloat16
   bool found[Roles::kProducerWarps];
 
-  // A producer thread tells of its key, with the number of one that is kept. Returns which keys of its warp are kept,
-  // as bits.
+  // A producer thread stores `number` for its key if that is kept. Returns the kept keys of its warp as bits.
   __device__ __forceinline__ uint32_t set(bool kept, uint16_t number = 0) {
     const int thread = Roles::producer_thread();
     const uint32_t all = __ballot_sync(0xffffffffu, kept);
