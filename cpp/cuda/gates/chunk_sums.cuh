@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Running sums in float64 along a row of numbers, of each packed sequence by itself.
+// Running float64 sums along a row of numbers, separate for each packed sequence.
 //
-// A row is cut into chunks, one for each thread block. Where it has several, a first kernel leaves the total of each:
-// the sum of its numbers that belong to the sequence of its last one. What comes before a chunk is then the sum of the
-// totals from the chunk on in which the sequence of its first number begins.
+// A row is divided into chunks, one per thread block. If there are several, a first kernel writes the total of each:
+// the sum of its numbers that belong to the sequence of its last number. The sum before a chunk is then the sum of
+// the totals from the chunk on in which the sequence of its first number begins.
 //
-// Places are tokens, or of the backward pass, whose sums run from the last token to the first, tokens counted from the
-// end. So a sequence has its tokens in places begin to past in either direction.
+// Places are token indices. The sums of the backward pass run from the last token to the first, so its places count
+// tokens from the end. A sequence has its tokens in places begin to past in either direction.
 #pragma once
 
 #include "../route/gate_route.h"
@@ -31,7 +31,7 @@ __device__ __forceinline__ void store_number(const fdm_tensor &t, int64_t offset
     store_element(t, offset, static_cast<float>(value));
 }
 
-// The gates of one head of one element of the batch.
+// The gates of one head of one batch element.
 template <bool kBackward> struct GateRow {
   const fdm_forgetting &f;
   int64_t batch, head;
@@ -45,7 +45,7 @@ template <bool kBackward> struct GateRow {
   }
 
   __device__ int32_t token(int32_t place) const { return kBackward ? count - 1 - place : place; }
-  // Of the sequence of a place.
+  // The places of the sequence of a place.
   __device__ TokenRange places(int32_t place) const {
     const TokenRange tokens = sequence_of(f, token(place));
     return kBackward ? TokenRange{count - tokens.past, count - tokens.begin} : tokens;
@@ -58,7 +58,7 @@ template <bool kBackward> struct GateRow {
     return !present(t) || static_cast<const uint8_t *>(t.data)[batch * t.stride[0] + token(place) * t.stride[3]];
   }
   __device__ double gate(int32_t place) const { return load_number(f.log_forget, offset(f.log_forget, place)); }
-  // What is summed.
+  // The number that is summed.
   __device__ double operator()(int32_t place) const {
     if (!is_token(place)) return 0;
     return kBackward ? load_number(f.dbias, offset(f.dbias, place)) : bounded_gate(f, gate(place));
@@ -82,8 +82,8 @@ struct GateChunk {
   __device__ const double *totals(const GateParams &params) const { return params.totals + row * params.chunks; }
 };
 
-// Adds to the value of each lane those of lower lanes, of which each stands for `step` places, as far as these belong
-// to the sequence of the lane's last place.
+// Adds to each lane's value those of lower lanes, as far as these belong to the sequence of the lane's last place. A
+// lane stands for `step` places.
 __device__ __forceinline__ double sum_lanes(double value, int64_t last_place, int32_t begin, int step) {
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
@@ -97,12 +97,12 @@ __device__ __forceinline__ double sum_lanes(double value, int64_t last_place, in
 struct ChunkSums {
   static constexpr int kWarps = kGateThreads / 32, kStripes = kWarps * kThreadGates;
   static_assert(kStripes == 32, "a warp sums the stripes");
-  // Of 32 places each, in order: the sum up to the last one, and where its sequence begins.
+  // For each stripe of 32 places, in order: the sum up to its last place, and the begin of that place's sequence.
   double stripe[kStripes];
   int32_t begin[kStripes];
   double warp[kWarps];
 
-  // Turns numbers into their sums with what is before them in the chunk. Item i's sequence begins at begins[i].
+  // Turns numbers into running sums within the chunk. The sequence of item i begins at begins[i].
   __device__ void sum(int32_t first, double (&value)[kThreadGates], const int32_t (&begins)[kThreadGates]) {
     __syncthreads(); // readers of an earlier call are done
 #pragma unroll
@@ -126,7 +126,7 @@ struct ChunkSums {
     }
   }
 
-  // The sum of a number of each thread, the same for all.
+  // Sums a number of each thread. All threads get the sum.
   __device__ double total(double value) {
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(kAllLanes, value, distance);
@@ -140,8 +140,8 @@ struct ChunkSums {
   }
 };
 
-// The sum of what comes before the chunk in the sequence of its first place. Only in a kernel behind that of the
-// totals.
+// The sum of the places before the chunk in the sequence of its first place. Only kernels after that of the totals
+// call this.
 __device__ __forceinline__ double sum_before(ChunkSums &shared, const GateParams &params, const GateChunk &chunk,
                                              int32_t sequence_begin) {
   if (chunk.number == 0 || sequence_begin >= chunk.begin) return 0;

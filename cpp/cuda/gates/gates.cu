@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Forget gates as a bias for each key, the rows at which keys have decayed, and the gradient of the gates.
+// Forget gates as a bias per key, the rows at which keys have decayed, and the gradient of the gates.
 //
-// A key decays in its own chunk of the row, or in a later one. Sums only fall, so the ends of the keys of a chunk are
-// in order: the totals of the chunks tell in which the end of each key is, and the block sums those chunks anew, all
-// blocks of a row together at most twice as many as there are.
+// A key decays in its own chunk of the row or in a later one. Sums only fall, so the ends of the keys of a chunk are
+// in key order. The totals of the chunks tell which chunk has the end of each key. The block sums these chunks again;
+// all blocks of a row together sum at most twice as many chunks as the row has.
 #include "gates.h"
 
 #include "../host/launch.cuh"
@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(kGateThreads) sum_chunks(const __grid_constant
   ptx::start_dependents();
   const GateChunk chunk(params);
   const GateRow<kBackward> row(params.f, chunk.row);
-  const int32_t begin = row.places(chunk.past - 1).begin; // of the sequence that may go on in the next chunk
+  const int32_t begin = row.places(chunk.past - 1).begin; // of the sequence that may continue in the next chunk
   double sum = 0;
 #pragma unroll
   for (int i = 0; i < kThreadGates; ++i) {
@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kGateThreads) sum_chunks(const __grid_constant
   if (threadIdx.x == 0) params.totals[blockIdx.x] = sum;
 }
 
-// The numbers of a chunk summed, and the sequences of its places.
+// The running sums of a chunk, and the sequences of its places.
 template <class Row> struct SummedChunk {
   double sum[kThreadGates];
   int32_t begin[kThreadGates], past[kThreadGates];
@@ -52,15 +52,15 @@ template <class Row> struct SummedChunk {
 struct DecayShared {
   ChunkSums sums;
   double of_chunk[kGateChunk]; // running sums of the chunk that is searched
-  double reached[kGateChunk];  // sums up to the ends of chunks, in order, from the begin of the block's own chunk on
+  double reached[kGateChunk];  // running sums at the ends of chunks, from the begin of the block's own chunk on
   uint32_t next;
 };
 
-// The item of a thread in an array of a chunk's.
+// The index of this thread's item i in a chunk.
 __device__ __forceinline__ int own_item(int i) { return i * kGateThreads + static_cast<int>(threadIdx.x); }
 
-// Moves each place on to the first number, of those before `most`, which only fall, that is with `base` below the
-// limit; or to `most`. The searches of a thread go on together, so that their loads overlap.
+// Advances each place to the first of the descending `numbers` before `most` that is with `base` below the limit, or
+// to `most`. The searches of a thread run together, so that their loads overlap.
 __device__ __forceinline__ void search_below(const double *numbers, double base, const double (&limit)[kThreadGates],
                                              const int32_t (&most)[kThreadGates], int32_t (&place)[kThreadGates]) {
 #pragma unroll 1
@@ -80,9 +80,9 @@ struct DecaySearch {
   const GateParams &params;
   const Row &row;
   DecayShared &shared;
-  int32_t end[kThreadGates], past[kThreadGates]; // of sequences
-  double limit[kThreadGates];                    // below which a key has decayed
-  bool open[kThreadGates];                       // the end is still to be found
+  int32_t end[kThreadGates], past[kThreadGates]; // end: of keys; past: of sequences
+  double limit[kThreadGates];                    // a key has decayed at a sum below this
+  bool open[kThreadGates];                       // the end is not found yet
 
   __device__ DecaySearch(DecayShared &shared_, const GateParams &params_, const Row &row_, const GateChunk &chunk,
                          const SummedChunk<Row> &summed)
@@ -103,7 +103,7 @@ struct DecaySearch {
       open[i] = chunk.place(i) < chunk.past && end[i] == chunk.past && past[i] > chunk.past;
     }
     double before = shared.of_chunk[kGateChunk - 1];
-    // As many chunks at a time as one has gates.
+    // kGateChunk chunks at a time.
     for (int32_t first = chunk.number + 1; __syncthreads_or(any_open()); first += kGateChunk) {
       reach(chunk, first, before);
       search(first, before);
@@ -125,7 +125,7 @@ private:
     __syncthreads();
   }
 
-  // Sums the totals of the chunks from `first` on.
+  // Computes the running sums of the totals of the chunks from `first` on.
   __device__ void reach(const GateChunk &chunk, int32_t first, double before) {
     double value[kThreadGates];
     int32_t all[kThreadGates];
@@ -141,12 +141,12 @@ private:
     __syncthreads();
   }
 
-  // Looks for ends in the chunks from `first` on of which sums are reached.
+  // Searches for ends in the chunks from `first` on, whose sums are in `reached`.
   __device__ void search(int32_t first, double before) {
     int32_t found[kThreadGates] = {}, most[kThreadGates] = {};
 #pragma unroll
     for (int i = 0; i < kThreadGates; ++i) {
-      // The last chunk of a sequence has a total of it if it has nothing of the next one.
+      // The last chunk of a sequence has its total only if the next sequence does not begin in that chunk.
       const bool whole = past[i] == row.count || past[i] % kGateChunk == 0;
       if (open[i]) most[i] = static_cast<int32_t>(min64(last_chunk(i) + whole - first, kGateChunk));
     }
@@ -183,7 +183,7 @@ private:
 
   __device__ int32_t last_chunk(int i) const { return (past[i] - 1) / kGateChunk; } // of the sequence
 
-  // The least number that a thread wants.
+  // The least chunk number that a thread wants.
   __device__ uint32_t least(const uint32_t (&wanted)[kThreadGates]) {
     uint32_t least_wanted = kNone;
 #pragma unroll
@@ -193,7 +193,7 @@ private:
     __syncthreads();
     if (lane_id() == 0) atomicMin(&shared.next, least_wanted);
     __syncthreads();
-    return shared.next; // there is a barrier before the next call, in keep_sums or beyond the search
+    return shared.next; // a barrier precedes the next call, in keep_sums or after the search
   }
 };
 
@@ -218,7 +218,7 @@ __global__ void __launch_bounds__(kGateThreads, 3) write_decay(const __grid_cons
   for (int i = 0; i < kThreadGates; ++i) {
     const int32_t place = chunk.place(i);
     if (place >= chunk.past) continue;
-    const int32_t begin = row.places(place).begin; // found anew, since the search has no registers for it
+    const int32_t begin = row.places(place).begin; // found again, since the search has no registers for it
     static_cast<int32_t *>(f.start.data)[row.offset(f.start, place)] = place - begin;
     static_cast<int32_t *>(f.end.data)[row.offset(f.end, place)] = row.is_token(place) ? ends.end[i] - begin : 0;
   }
@@ -242,7 +242,7 @@ __global__ void __launch_bounds__(kGateThreads, 3) write_gate_gradient(const __g
   }
 }
 
-// A kernel, behind that of the totals if there is more than one chunk.
+// Launches a kernel, after that of the totals if there is more than one chunk.
 template <bool kBackward>
 cudaError_t launch_gates(void (*kernel)(GateParams), const fdm_forgetting &f, void *workspace) {
   const GateRoute route = gate_route(f);

@@ -2,9 +2,10 @@
 // dK and dV with a pair bias, with mma.sync. A thread block has a key tile of one KV head, of `slots` sequences side
 // by side. It loops over the query heads of the group and their rows, kStepRows at a time.
 //
-// Products are transposed: an accumulator row is a key. S' = K Q', P' = exp(S' - lse), dV += P' dO, dP' = V dO', dS'
-// = P' (dP' - delta), dK += scale dS' Q. So P' and dS' are left operands in the registers that hold them. Copies of
-// Q, dO, the statistics and the bias of the next step overlap with the products. Each warp has keys of one sequence.
+// Products are transposed: an accumulator row is a key. S' = K Q', P' = exp(S' - lse), dV += P' dO, dP' = V dO',
+// dS' = P' (dP' - delta), dK += scale dS' Q. So P' and dS' are left operands in the registers that hold them. Copies
+// of Q, dO, the statistics and the bias of the next step overlap with the products. Each warp has keys of one
+// sequence.
 #pragma once
 
 #include "launch.cuh"
