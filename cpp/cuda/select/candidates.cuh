@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The candidates of a selection: the rows of bias and mask that a result reads, and the order of their keys.
+// The candidates of a selection: the rows of bias and mask that a result row reads, and the order of their keys.
 #pragma once
 
 #include <cstdint>
@@ -10,18 +10,18 @@
 
 namespace fdm::cuda {
 
-// A sequence and a head of the attention problem: what the rows of a result read and see.
+// A sequence and a head of the attention problem, which determine what the rows of a result read and see.
 struct SelectionRow : Sequence {
   int64_t head;
 };
 
-// The rows of sequence b (without cu_seqlens, b is an index into the result's batch) and of a head of the result.
+// The rows of sequence b and of a head of the result. Without cu_seqlens, b is an index into the result's batch.
 __device__ __forceinline__ SelectionRow selection_row(const fdm_selection &s, const fdm_tensor &result, int64_t b,
                                                       int64_t result_head) {
   return {sequence(s, b), result_head * (s.heads / result.shape[1])};
 }
 
-// Row i of a bias or mask from its key 0 on, keys counted from the sequence's first.
+// Row i of a bias or mask, from key 0 of the sequence on.
 template <class T> struct KeyRow {
   const T *base;
   int64_t stride;
@@ -37,9 +37,9 @@ template <class T> struct KeyRow {
   __device__ T load(int32_t j) const { return __ldg(base + j * stride); }
 };
 
-// Biases of so many bits become unsigned integers of the same order, and 0 where they are never selected: NaN and -inf.
-// With 16 bits the lower half is 0, which saves the selection a pass. float16 and bfloat16 differ in what their
-// infinity is.
+// Maps biases of kBits bits to unsigned integers of the same order. NaN and -inf, which are never selected, become 0.
+// With 16 bits the lower half is 0, which saves the selection a pass. `infinity` differs between float16 and
+// bfloat16.
 template <int kBits> __device__ __forceinline__ uint32_t ordered_bias(uint32_t bits, uint32_t infinity) {
   constexpr uint32_t kSign = 1u << (kBits - 1);
   const uint32_t magnitude = bits & (kSign - 1);
@@ -49,7 +49,7 @@ template <int kBits> __device__ __forceinline__ uint32_t ordered_bias(uint32_t b
   return ordered << (32 - kBits);
 }
 
-// Values of neighbouring keys, as many as have 16 bytes of biases.
+// Values of adjacent keys, as many as 16 bytes of biases have.
 template <int kBits> struct NeighbourValues {
   static constexpr int kNeighbours = 128 / kBits;
   uint32_t value[kNeighbours];
@@ -61,7 +61,7 @@ template <int kBiasBits> struct Candidates {
   KeyRow<uint8_t> mask;
   bool masked;
   uint32_t infinity;
-  // The keys that are ranked; others are kept for where they stand.
+  // The keys that are ranked. Others are kept because of their position.
   int32_t first_ranked = 0;
   uint32_t ranked_count = INT32_MAX;
 
@@ -77,7 +77,7 @@ template <int kBiasBits> struct Candidates {
     if (masked && !mask.load(j)) return 0;
     return ordered_bias<kBits>(bits, infinity);
   }
-  // The biases of neighbouring keys from a multiple of their number on, and bytes that are not 0 for those that the
+  // The biases of adjacent keys from j on, a multiple of their number, and bytes that are nonzero for keys that the
   // mask keeps and that come before `past`.
   using Values = NeighbourValues<kBits>;
   struct Loaded {
@@ -124,17 +124,17 @@ template <int kBiasBits> struct Candidates {
     return found;
   }
   __device__ bool ranks(int32_t j) const { return static_cast<uint32_t>(j - first_ranked) < ranked_count; }
-  // The same, and 0 for a key that is not ranked.
+  // The value of a ranked key, and 0 for other keys.
   __device__ uint32_t operator()(int32_t j) const {
     const uint32_t found = value(j);
     return ranks(j) ? found : 0;
   }
 };
 
-// The best keys of a row up to some key, in the order of selection: larger values come first, and of equal values the
-// lower key. They have a value larger than `value`, or an equal one and a key up to `last`. The window also holds all
-// later keys that can enter, and perhaps some that cannot: the lower bits of `value` are 0 where none of the row's keys
-// needs them.
+// The best keys of a row up to some key, in the order of selection: larger values come first, and the lower key of
+// equal values. They have a value larger than `value`, or an equal value and a key up to `last`. The window also
+// holds all later keys that can enter, and perhaps some that cannot: the lower bits of `value` are 0 if no key of the
+// row needs them.
 struct Window {
   uint32_t value;
   int32_t last;
@@ -145,7 +145,7 @@ struct Window {
   }
 };
 
-// A window that is not full yet holds every candidate. Excluded keys have the value 0 and no key is -1 or less.
+// A window that is not full holds every candidate. Excluded keys have the value 0, and no key is -1 or less.
 __device__ __forceinline__ Window open_window(int32_t size) { return {0, -1, size}; }
 __device__ __forceinline__ Window closed_window() { return {~0u, -1, 0}; }
 

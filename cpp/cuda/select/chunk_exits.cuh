@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Which keys leave a causal window, and with whose arrival, for a row of few keys that a thread block holds: the same
-// as window_exits.cuh, in fewer steps where there are few chunks.
+// Finds which keys leave a causal window, and with which arrival, for a row of few keys that a thread block holds.
+// The result equals that of window_exits.cuh, in fewer steps if there are few chunks.
 //
-// Each warp has a chunk of 64 keys and sorts it by itself. A key leaves when the window-th key better than it arrives.
-// How many keys of each chunk are better than it, it looks up in the sorted chunks; so it knows the chunk of the one
-// that it looks for, and how many of that chunk come before. They are the first of the sorted chunk, and a word of 64
-// bits for each number of them tells where they lie.
+// Each warp has a chunk of 64 keys and sorts it by itself. A key leaves when the window-th better key arrives.
+// Lookups in the sorted chunks tell how many keys of each are better. This gives the chunk of the wanted key, and the
+// rank of that key by position among the chunk's better keys. These are the first n of the sorted chunk, and a word
+// of 64 bits for each n has their places.
 #pragma once
 
 #include "../tile/block_scan.cuh"
@@ -21,14 +21,15 @@ template <class Order, int kThreads> struct ChunkExits {
 
   struct Shared {
     alignas(16) Order sorted[kChunks][kChunkKeys]; // the best first
-    alignas(16) Order last[kChunks][kBuckets];     // of each bucket of a sorted chunk
-    uint64_t places[kChunks][kChunkKeys + 1];      // of the first n keys of a sorted chunk
+    alignas(16) Order last[kChunks][kBuckets];     // the last of each bucket of a sorted chunk
+    uint64_t places[kChunks][kChunkKeys + 1];      // [n]: bits of the first n keys of a sorted chunk
     int32_t exit[kKeys];                           // of each key
   };
 
-  // value(j) is that of key j: the larger the better, ties to the lower key; 0 is never selected, and with 32 bits of
-  // Order the lower 16 are 0. exit[j] becomes the key with whose arrival key j leaves a window of `size`; kKeys if it
-  // stays; no more than j if it never enters. The block must be synchronized before exits are read.
+  // value(j) is that of key j. Larger values are better, ties go to the lower key, and 0 is never selected. With 32
+  // bits of Order the lower 16 bits of values are 0. exit[j] becomes the key whose arrival drives key j out of a
+  // window of `size`: kKeys if it stays; at most j if it never enters. The caller synchronizes the block before it
+  // reads exits.
   template <class Value> __device__ static void find(Shared &shared, int64_t size, const Value &value) {
     Order order[2];
 #pragma unroll
@@ -90,7 +91,7 @@ private:
     }
   }
 
-  // How many of the first seven of these, of which the largest come first, are larger.
+  // How many of the first seven items are larger than `order`. Items are in descending order.
   __device__ static int larger(const Order (&sorted)[8], Order order) {
     const bool four = sorted[3] > order;
     const bool two = (four ? sorted[5] : sorted[1]) > order;
@@ -127,7 +128,7 @@ private:
     return chunk * kChunkKeys + place_of(shared.places[chunk][count], missing);
   }
 
-  // The place of the n-th bit that is set, from 1 on.
+  // The place of the n-th set bit, counted from 1.
   __device__ static int place_of(uint64_t bits, int n) {
     auto word = static_cast<uint32_t>(bits);
     int place = 0;

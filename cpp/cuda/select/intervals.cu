@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Selection for a bias per key, into one interval of rows for each key.
+// Selection for a bias per key, into one interval of rows per key.
 //
-// With a causal limit the keys arrive in order, and each arrival may drive one key out of the window of the best: a
-// heap does that one key at a time. Here the row of keys is cut into chunks that know nothing of each other:
-//  1. The window after each chunk is the best of all keys up to there, found by radix selection over them. That reads
-//     the row once for each chunk, at most RouteTable::select_chunks times in all, mostly from L2.
-//  2. A key of a chunk arrives if the window before the chunk does not already exclude it. A key held by the window
-//     before, or an arrival, that the window after does not hold was driven out within the chunk, and no other chunk
-//     can drive it out. Such a key x leaves with the n-th arrival better than x, where n is the room that the window
-//     before has below x: few keys, so all pairs of them are compared.
-//  3. A key stays keep_last seen keys longer, and the first keys stay for ever: they are not ranked.
-// Each key's interval is written by exactly one block: that of its own chunk if it never enters, leaves within the
-// chunk or stays to the end, else that of the chunk in which it leaves.
+// With a causal limit the keys arrive in order, and each arrival may drive one key out of the window of the best
+// keys. A heap would process one key at a time. Here the row of keys is divided into independent chunks:
+//  1. The window after each chunk is the best of all keys up to there, found by radix selection. This reads the row
+//     once per chunk, at most RouteTable::select_chunks times in all, mostly from L2.
+//  2. A key of a chunk arrives if the window before the chunk does not exclude it. If the window before holds a key,
+//     or a key arrives, and the window after does not hold it, it is driven out within the chunk. No other chunk can
+//     drive it out. Such a key x leaves with the n-th arrival better than x, where n is the room that the window
+//     before has below x. These keys are few, so all pairs of them are compared.
+//  3. A key stays for keep_last more seen keys. The first keys are not ranked and stay to the end.
+// Exactly one block writes each key's interval: that of its own chunk if it never enters, leaves within the chunk or
+// stays to the end, else that of the chunk in which it leaves.
 #include "../host/launch.cuh"
 #include "../plan/plan.cuh"
 #include "ptx/dependent.cuh"
@@ -25,11 +25,10 @@ namespace {
 constexpr int kThreads = 512;
 constexpr int kChunkItems = kChunkRoom / kThreads;
 
-// What the first kernel leaves to the second for each chunk: the window after it, and its seen keys, if they are
-// counted.
+// The results of the first kernel for each chunk: the window after it, and its seen keys, if they are counted.
 struct ChunkResults {
   Window *windows;
-  SeenWord *seen; // null: they are not
+  SeenWord *seen; // null: not counted
 };
 
 int64_t window_bytes(int64_t chunks) { return align_256(chunks * int64_t{sizeof(Window)}); }
@@ -45,9 +44,9 @@ struct IntervalWork {
   int32_t *row_start, *row_end; // the results for the row's first key
   int64_t start_stride, end_stride;
 
-  // Chunks count down: the last ones have the longest rows before them.
+  // Chunks count down: the last ones have the most keys before them.
   __device__ IntervalWork(const fdm_selection &s, const SelectionChunks &chunks, const ChunkResults &results) {
-    // A grid has fewer than 2^31 blocks, so its divisions need 32 bits only.
+    // A grid has fewer than 2^31 blocks, so 32-bit divisions suffice.
     const auto heads = static_cast<uint32_t>(s.start.shape[1]), rows = gridDim.x / static_cast<uint32_t>(chunks.count);
     const uint32_t list = blockIdx.x % rows, head = list % heads;
     const auto begin_of = [](const Sequence &sequence) { return sequence.k_begin; };
@@ -73,13 +72,13 @@ struct IntervalWork {
               row.k_begin * end_stride;
   }
 
-  // Bounds of sequences that are wrong may give a block a chunk before the first.
+  // Invalid bounds of sequences may give a block a chunk before the first.
   __device__ bool absent() const { return chunk < 0 || begin >= end; }
-  // The i-th key of the chunk that is the thread's.
+  // This thread's i-th key of the chunk.
   __device__ int32_t own_key(int i) const { return begin + i * kThreads + static_cast<int32_t>(threadIdx.x); }
   __device__ int64_t first_row(int64_t key) const { return max64(0, key - row.causal_off); }
 
-  // The row at which a key leaves that the window holds up to the arrival of another; or of itself, if it never enters.
+  // The row at which a key leaves that the window holds up to `arrival`. A key that never enters has its own arrival.
   __device__ int64_t past_row(int32_t arrival) const { return row_of_arrival(row, seen.later(arrival, keep_last)); }
 
   // A key that no row selects has the interval [0, 0).
@@ -114,7 +113,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   if (threadIdx.x == 0) work.windows[work.chunk] = window;
 }
 
-// A value and a key in one number. The larger the number, the earlier it comes in the order of selection.
+// A value and a key in one number. Larger numbers come earlier in the order of selection.
 __device__ __forceinline__ uint64_t order_of(uint32_t value, int32_t key) {
   return static_cast<uint64_t>(value) << 32 | (~static_cast<uint32_t>(key));
 }
@@ -130,7 +129,7 @@ struct ChunkChanges {
 };
 
 // Puts the keys of the chunk that the window before does not exclude into changes.arrivals, and returns their number.
-// Writes the intervals of keys that never arrive or never leave. `values` are those of the keys of own_key().
+// Writes the intervals of keys that never arrive or never leave. `values` belong to the keys of own_key().
 template <int kBits>
 __device__ int find_arrivals(ChunkChanges &changes, const IntervalWork &work, const Candidates<kBits> &candidates,
                              const uint32_t (&values)[kChunkItems], const Window &before, const Window &last) {
@@ -159,8 +158,8 @@ __device__ int find_arrivals(ChunkChanges &changes, const IntervalWork &work, co
   return static_cast<int>(total);
 }
 
-// Finds the keys before the chunk that the window before holds and the window after does not. They are no more than the
-// arrivals, unless the bounds of sequences are wrong: then some windows may never have been found.
+// Finds the keys before the chunk that the window before holds and the window after does not. There are at most as
+// many as arrivals. Invalid bounds of sequences may leave some windows unset, which breaks this limit.
 template <int kBits>
 __device__ void find_leavers(ChunkChanges &changes, const IntervalWork &work, const Candidates<kBits> &candidates,
                              const Window &before, const Window &after) {
@@ -180,8 +179,8 @@ __device__ void find_leavers(ChunkChanges &changes, const IntervalWork &work, co
   }
 }
 
-// The key with whose arrival x leaves: the n-th arrival before x in the order. It is x itself where x cannot enter,
-// since the window before was full of better keys.
+// The key whose arrival drives out x: the n-th arrival before x in the order. It is x itself if x cannot enter,
+// because the window before is full of better keys.
 __device__ int32_t driven_out_by(const ChunkChanges &changes, int leavers, int arrivals, int64_t room, uint64_t x) {
   constexpr int kLoadsInFlight = 8; // loads that are under way together
   int64_t missing = room;
@@ -217,7 +216,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   for (int i = 0; i < kChunkItems; ++i)
     values[i] = !absent && work.own_key(i) < work.end ? candidates.value(work.own_key(i)) : 0;
   if (threadIdx.x == 0) changes.leaver_count = 0;
-  ptx::wait_for_kernel_ahead(); // the results are there from here on
+  ptx::wait_for_kernel_ahead(); // the results can be read from here on
   if (absent) return;
   if (s.keep_first > 0) candidates.first_ranked = work.seen.numbered(static_cast<int32_t>(s.keep_first), 0);
   const Window before =
@@ -234,15 +233,15 @@ __global__ void __launch_bounds__(kThreads, 2)
     const uint64_t x = n < leavers ? changes.leavers[n] : changes.arrivals[n - leavers];
     if (n >= leavers && after.holds(static_cast<uint32_t>(x >> 32), key_of(x))) continue;
     const int32_t cause = driven_out_by(changes, leavers, arrivals, room, x);
-    // A key that is driven out by one before itself never was in the window.
+    // A key that an earlier key drives out never enters the window.
     work.write(key_of(x), work.past_row(max(cause, key_of(x))));
   }
 }
 
 } // namespace
 
-// The size follows from bias and mask, whose broadcast shape the result has: callers ask for it before the result is
-// there.
+// The size follows from bias and mask, whose broadcast shape the result has: callers ask for it before they have a
+// result.
 int64_t interval_selection_workspace_bytes(const fdm_selection &s) {
   const int64_t heads = max64(s.bias.shape[1], s.mask.shape[1]);
   const int64_t batches = is_varlen(s) ? 1 : max64(s.bias.shape[0], s.mask.shape[0]);

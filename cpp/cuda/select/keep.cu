@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Selection row by row into booleans: one thread block for each row of the result.
+// Selection row by row into booleans: one thread block per row of the result.
 #include "../host/launch.cuh"
 #include "keep_row.cuh"
 #include "radix_select.cuh"

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Selection of few long rows into booleans: many thread blocks share a row.
+// Selection of few long rows into booleans: several thread blocks share a row.
 //
-// A row is cut into parts, and radix selection takes a launch for each digit, in which each block counts the keys of
-// its part; the next launch finds the digit of the last selected key in the sums. Of equal keys the lower ones are
-// selected, so parts also count the last digit by themselves.
+// A row is divided into parts. Radix selection takes a launch for each digit: each block counts the keys of its part,
+// and the next launch finds the digit of the last selected key in the sums. Of equal keys the lower ones are
+// selected, so each part also stores its own counts of the last digit.
 //
-// Reading the biases is most of the work, so later launches read few of them again. A sample of the row gives a
-// threshold which about a window and some more keys reach. The first launch that counts has only those counted, has
-// each warp list its own, and writes that all others are dropped. Where no list is too short, the first block of the
-// next launch selects the row among what is listed, and other launches have nothing to do; else a warp whose list is
-// too short goes through all of its keys in each. Should fewer keys than the window reach the threshold, which the
-// sample makes all but impossible, one block selects the row.
+// Most of the work is to read the biases, so later launches read few of them again. A sample of the row gives a
+// threshold that about a window of keys and some more reach. The first counting launch counts only those; each warp
+// lists its own, and writes the booleans of all others. If no list is too short and the listed keys fit one block
+// (kListedRoom), the first block of the next launch selects the row from the lists, and other launches have nothing
+// to do. Otherwise a warp whose list is too short goes through all of its keys in each launch. If fewer keys than the
+// window reach the threshold, which the sample makes all but impossible, one block selects the row.
 #include "../host/launch.cuh"
 #include "keep_row.cuh"
 #include "ptx/copy.cuh"
@@ -26,8 +26,8 @@ constexpr int kThreads = kKeepThreads, kWarps = kThreads / 32;
 using Select = RadixSelect<kThreads>;
 static_assert(Select::kDigits == kKeepDigits);
 
-// What is known of the last selected key: its bits from some bit on, and how many of the keys that have the same are
-// selected. If settled, the window is final; if listed, what is listed has been selected from.
+// The state of the search for the last selected key: its decided upper bits, and how many of the keys with these bits
+// are selected. settled: the window is final. listed: the selection from the lists is done.
 struct Step {
   uint32_t decided, remaining;
   Window window;
@@ -38,7 +38,7 @@ struct RowState {
   uint32_t threshold; // least value that is counted
   int32_t first_ranked;
   uint32_t ranked_count;
-  uint32_t too_short; // is a list
+  uint32_t too_short; // nonzero: a list is too short
   Step steps[2];      // after each digit but the last
 };
 static_assert(sizeof(RowState) <= kRowStateBytes);
@@ -46,14 +46,14 @@ static_assert(sizeof(RowState) <= kRowStateBytes);
 struct KeepWork {
   fdm_selection s;
   KeepParts parts;
-  char *states;          // of rows
-  uint32_t *digits;      // of each row and pass: keys by digit, the largest first
-  uint32_t *part_digits; // of each part: keys by the last digit
-  uint32_t *seen;        // of each part: its seen keys; null: they are not counted
+  char *states;          // RowState of each row
+  uint32_t *digits;      // of each row and pass: key counts by digit, the largest first
+  uint32_t *part_digits; // of each part: key counts by the last digit
+  uint32_t *seen;        // of each part: its seen keys; null: not counted
   int32_t *lists;        // of each warp of a part: how many keys it would list, and the first ones
 };
 
-// The digits of a value: the upper bits first, and none of those that are 0 in all values.
+// The digits of a value, from the upper bits down, without bits that are 0 in all values.
 template <int kBits> struct Digits {
   static constexpr int kPasses = keep_passes(kBits), kLastPass = kPasses - 1;
   FDM_MEMBER static constexpr int above(int pass) { return 32 - pass * Select::kDigitBits; }
@@ -68,7 +68,7 @@ struct Shared {
   uint32_t before;
 };
 
-// The part of a row that has the wanted-th of what parts count, how many come before that part, and how many there are.
+// The part of a row with the wanted-th of the counted keys, the count before that part, and the count of all parts.
 struct PartPlace {
   int32_t part;
   uint32_t before, total;
@@ -90,7 +90,7 @@ struct PartPlace {
     if (wanted <= 0 || wanted > total) return;
     part = shared.part;
     before = shared.before;
-    __syncthreads(); // another place may be looked for
+    __syncthreads(); // shared.part may be overwritten from here on
   }
 };
 
@@ -109,7 +109,7 @@ template <int kBits> struct RowPart {
   KeepRow row;
   Candidates<kBits> candidates;
   uint32_t threshold = 1;
-  int32_t listed = -1; // keys of this warp's list; -1: it has none, or one that lacks some
+  int32_t listed = -1; // length of this warp's list; -1: none, or an incomplete one
 
   __device__ explicit RowPart(const KeepWork &w)
       : work(w), number(blockIdx.x / static_cast<uint32_t>(w.parts.count)),
@@ -120,7 +120,7 @@ template <int kBits> struct RowPart {
     past = static_cast<int32_t>(min64(first + keys, row.columns));
   }
 
-  // The number of a part among those of all rows.
+  // The number of a part of this row among the parts of all rows.
   __device__ int64_t part_number(int32_t other) const { return number * work.parts.count + other; }
   __device__ RowState &state() const {
     return *reinterpret_cast<RowState *>(work.states + number * int64_t{kRowStateBytes});
@@ -136,7 +136,7 @@ template <int kBits> struct RowPart {
   }
   __device__ bool is_first_thread() const { return part == 0 && threadIdx.x == 0; }
 
-  // What earlier launches found.
+  // Reads what earlier launches found.
   __device__ void read_state() {
     const RowState &known = state();
     threshold = known.threshold;
@@ -149,9 +149,8 @@ template <int kBits> struct RowPart {
 
   __device__ bool counts(uint32_t value, int32_t key) const { return value >= threshold && candidates.ranks(key); }
 
-  // Calls visit(key, values) for the keys of this warp that come before `end`, in their order, or for all that it
-  // listed. Each lane has those of neighbours, or of one listed key and zeros. Values of keys that the row does not see
-  // are 0.
+  // Calls visit(key, values) for the keys of this warp before `end`, in key order, or for all that it listed. Each
+  // lane has adjacent keys, or one listed key and zeros. Keys that the row does not see have the value 0.
   template <class Visit> __device__ void visit_keys(int32_t end, const Visit &visit) const {
     if (listed >= 0) {
       for (int32_t first = 0; first < listed; first += 32) {
@@ -172,7 +171,7 @@ template <int kBits> struct RowPart {
     }
   }
 
-  // Writes the booleans of neighbours, of which each has a bit.
+  // Writes the booleans of adjacent keys. Each has a bit in `kept`.
   __device__ void write(int32_t key, uint32_t kept) const {
     if (row.stride == 1 && key + kNeighbours <= row.columns &&
         reinterpret_cast<uintptr_t>(row.keep) % kNeighbours == 0) {
@@ -187,19 +186,19 @@ template <int kBits> struct RowPart {
       if (key + i < row.columns) row.keep[(key + i) * row.stride] = static_cast<uint8_t>(kept >> i & 1);
   }
 
-  // Prefetches the first of this warp's biases to L2, while the launch ahead samples rows.
+  // Prefetches the first of this warp's biases to L2, while the kernel ahead samples rows.
   __device__ void prefetch() const {
-    const int32_t key = begin + lane_id() * (128 * 8 / kBits); // the first of a line
+    const int32_t key = begin + lane_id() * (128 * 8 / kBits); // the first of a cache line
     if (!row.absent && candidates.bias.stride == 1 && key < min(past, row.visible))
       ptx::prefetch_l2(candidates.bias.base + key);
   }
 
-  // Seen keys of this part.
+  // Counts the seen keys of this part.
   __device__ uint32_t count_seen(Shared &shared) const {
     return Select::count_seen(shared.select, mask_of(part), keys_of(part));
   }
 
-  // Finds the keys that are ranked, for all threads and for the launches behind.
+  // Finds the keys that are ranked, for all threads and for the later launches.
   __device__ void find_ranked(Shared &shared) {
     const fdm_selection &s = work.s;
     int64_t seen = row.visible;
@@ -214,10 +213,10 @@ template <int kBits> struct RowPart {
   }
 
 private:
-  // The lower four bits, one in each byte.
+  // Spreads the lower four bits to four bytes.
   __device__ static uint32_t bytes_of(uint32_t bits) { return (bits & 0xf) * 0x00204081u & 0x01010101u; }
 
-  // The keys of a part that the row sees, and their booleans of the mask.
+  // The number of a part's keys that the row sees, and their part of the mask.
   __device__ int32_t keys_of(int32_t other) const {
     return static_cast<int32_t>(clamp64(row.visible - other * work.parts.keys, 0, work.parts.keys));
   }
@@ -231,7 +230,7 @@ private:
     return PartPlace(shared, static_cast<int32_t>(work.parts.count), wanted,
                      [&](int32_t other) { return seen[other]; });
   }
-  // The key behind the first `wanted` of all seen ones.
+  // The key after the first `wanted` of `all` seen keys.
   __device__ int32_t past_seen(Shared &shared, int64_t wanted, int64_t all) const {
     if (!work.seen || wanted <= 0 || wanted >= all)
       return wanted >= all ? row.visible : static_cast<int32_t>(max64(0, wanted));
@@ -242,7 +241,8 @@ private:
   }
 };
 
-// A key in each of equal shares of a row is sampled, at places that no pattern of biases follows.
+// The key that is sampled in one of kSampledKeys equal shares of a row. A hash places it, so no pattern of biases
+// matters.
 __device__ int32_t sampled_key(int32_t sample, int32_t keys) {
   uint32_t chance = (static_cast<uint32_t>(sample) + 1) * 0x9e3779b1u;
   chance = (chance ^ chance >> 15) * 0x85ebca6bu;
@@ -257,7 +257,7 @@ template <int kSourceBits> struct SampledValues {
   __device__ uint32_t operator()(int32_t n) const { return values[n]; }
 };
 
-// Finds the threshold of each row and clears its counts. Where seen keys are counted, each part counts its own.
+// Finds the threshold of each row and clears its counts. If seen keys are counted, each part counts its own.
 template <int kBits> __global__ void __launch_bounds__(kThreads, 2) sample_keys(const __grid_constant__ KeepWork work) {
   __shared__ Shared shared;
   __shared__ uint32_t values[kSampledKeys];
@@ -272,7 +272,7 @@ template <int kBits> __global__ void __launch_bounds__(kThreads, 2) sample_keys(
   for (int d = threadIdx.x; d < Digits<kBits>::kPasses * Select::kDigits; d += kThreads) row_part.digits(0)[d] = 0;
   const fdm_selection &s = work.s;
   const int32_t keys = row_part.row.visible;
-  // Values are at least 1 where a key may be selected.
+  // A key that may be selected has a value of at least 1.
   uint32_t threshold = s.window > 0 ? 1 : ~0u;
   const float rank = keys == 0 ? 0 : sampled_rank(s, keys);
   if (s.window > 0 && work.parts.listed > 0 && keys > 0 && rank < kSampledKeys) {
@@ -296,20 +296,20 @@ __device__ void load_digits(Shared &shared, const uint32_t *digits) {
   __syncthreads();
 }
 
-// What is known after the digit of a pass, whose counts have been loaded.
+// The step after the digit of a pass, whose counts have been loaded.
 template <int kBits> __device__ Step next_step(Shared &shared, const Step &before, int pass) {
   Select::find_digit(shared.select, before.remaining);
   Step step = before;
   step.decided |= shared.select.digit << Digits<kBits>::shift(pass);
   step.remaining = shared.select.remaining;
-  // All keys that have these bits are selected: what their other bits are does not matter.
+  // All keys with these bits are selected, so their other bits do not matter.
   step.settled = shared.select.equal == shared.select.remaining;
   step.window = {step.decided, INT32_MAX, before.window.size};
-  __syncthreads(); // another digit may be looked for
+  __syncthreads(); // the results in `shared` may be overwritten from here on
   return step;
 }
 
-// The keys of a row that a block can select from at once.
+// The most listed keys of a row that a block selects from at once.
 constexpr int kListedRoom = 4096;
 
 // The step before a launch that counts the digits of a pass.
@@ -335,7 +335,7 @@ template <int kBits> __device__ Step step_before(Shared &shared, const RowPart<k
   return step;
 }
 
-// Keeps the selected ones of all keys that the warps of a row have listed. Lists, and keys in them, are in key order.
+// Keeps the selected keys among all that the warps of a row have listed. Lists, and keys in them, are in key order.
 template <int kBits> __device__ void keep_listed(Shared &shared, const RowPart<kBits> &row_part) {
   __shared__ int32_t keys[kListedRoom];
   __shared__ uint32_t values[kListedRoom];
@@ -361,7 +361,7 @@ template <int kBits> __device__ void keep_listed(Shared &shared, const RowPart<k
     if (window.holds(values[n], n)) row_part.row.keep[keys[n] * row_part.row.stride] = 1;
 }
 
-// Counts the keys of each part by the digit of a pass. In the first one warps list those that reach the threshold.
+// Counts the keys of each part by the digit of a pass. In the first pass, warps list those that reach the threshold.
 template <int kBits, int kPass>
 __global__ void __launch_bounds__(kThreads, 2) count_keys(const __grid_constant__ KeepWork work) {
   using RowDigits = Digits<kBits>;
@@ -438,8 +438,8 @@ __global__ void __launch_bounds__(kThreads, 2) count_keys(const __grid_constant_
       row_part.part_digits(row_part.part)[d] = digits[Select::kDigits - 1 - d];
 }
 
-// The last of the selected keys of one value, as far as it matters to this part: none, or any, is so where another part
-// has it.
+// The last selected key of the decided value, as far as it matters to this part: INT32_MAX if a later part has it, -1
+// if an earlier part has it.
 template <int kBits> __device__ int32_t last_equal(Shared &shared, const RowPart<kBits> &row_part, const Step &step) {
   const uint32_t digit = step.decided >> Digits<kBits>::shift(Digits<kBits>::kLastPass) & (keep_last_digits(kBits) - 1);
   const PartPlace place(shared, static_cast<int32_t>(row_part.work.parts.count), step.remaining,

@@ -7,14 +7,14 @@
 namespace fdm::cuda {
 
 struct KeepRow : SelectionRow {
-  int64_t query;   // whose bias and mask the row reads
+  int64_t query;   // the query whose bias and mask the row reads
   int32_t visible; // keys that it sees
   int32_t columns; // booleans of the row
   int64_t stride;
-  uint8_t *keep; // that of the first key
+  uint8_t *keep; // the boolean of the first key
   bool absent;   // the sequence has fewer rows
 
-  // Rows are numbered through the rows of each head, the heads and the sequences.
+  // Row numbers go through the rows of a head, then the heads, then the sequences.
   __device__ KeepRow(const fdm_selection &s, uint32_t rows, uint32_t number)
       : KeepRow(s, number % rows, number / rows % static_cast<uint32_t>(s.keep.shape[1]),
                 number / rows / static_cast<uint32_t>(s.keep.shape[1])) {}
@@ -24,7 +24,7 @@ private:
       : SelectionRow(selection_row(s, s.keep, b, result_head)) {
     const bool per_row = s.keep.shape[2] > 1;
     absent = per_row && i >= q_count;
-    // A row for all queries is that of the last query, which sees the most keys.
+    // A row for all queries equals that of the last query, which sees the most keys.
     query = per_row ? i : max64(0, q_count - 1);
     const int64_t limit = (s.flags & FDM_CAUSAL) ? query + causal_off + 1 : k_count;
     visible = static_cast<int32_t>(max64(0, min64(k_count, limit)));

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The `count` best candidates among the first keys of a row, by a thread block: radix selection.
+// Radix selection by a thread block: the `count` best candidates among the first keys of a row.
 //
-// Each pass counts the keys by their next 11 bits, among those that agree with the bits already decided, and finds the
-// digit in which the last selected key lies. Many digits spread the counting over many addresses: 11 bits of a float
-// tell apart a quarter of an octave. Where only some of the keys of equal value are selected, a last pass finds the
+// Each pass counts the keys by their next 11 bits, among those that agree with the bits already decided, and finds
+// the digit of the last selected key. Many digits spread the counting over many addresses: 11 bits of a float
+// distinguish a quarter of an octave. If only some of the keys of equal value are selected, a last pass finds the
 // highest index among them.
 #pragma once
 
@@ -18,7 +18,7 @@ template <int kThreads> struct RadixSelect {
   static_assert(kDigits % kThreads == 0);
 
   struct Shared {
-    uint32_t digits[kDigits]; // keys by digit, the largest first
+    uint32_t digits[kDigits]; // key counts by digit, the largest digit first
     BlockSum<kThreads> sum;
     uint32_t digit, remaining, equal;
     uint32_t warp_equal[kWarps];
@@ -40,14 +40,14 @@ template <int kThreads> struct RadixSelect {
       find_digit(shared, remaining);
       decided |= shared.digit << shift;
       remaining = shared.remaining;
-      // All keys that agree so far are selected: what their other bits are does not matter.
+      // All keys that agree so far are selected, so their other bits do not matter.
       if (shared.equal == remaining) return {decided, keys - 1, static_cast<int32_t>(count)};
     }
     return {decided, find_last(shared, candidates, keys, decided, remaining), static_cast<int32_t>(count)};
   }
 
-  // Returns to all threads the last of the first `wanted` keys that a mask keeps; -1 for none of them, and keys - 1
-  // where there are not so many.
+  // Returns to all threads the last of the first `wanted` keys that a mask keeps. -1 if `wanted` is 0, and keys - 1
+  // if the mask keeps at most `wanted` keys.
   static __device__ int32_t last_seen(Shared &shared, const KeyRow<uint8_t> &mask, int32_t keys, int64_t wanted) {
     if (wanted <= 0) return -1;
     if (wanted >= count_seen(shared, mask, keys)) return keys - 1;
@@ -64,7 +64,7 @@ template <int kThreads> struct RadixSelect {
     return total;
   }
 
-  // Returns to all threads how many keys the digits count.
+  // Returns the sum of the counts of all digits to all threads.
   static __device__ uint32_t total(Shared &shared) {
     uint32_t thread_sum = 0, sum;
     for (int d = threadIdx.x; d < kDigits; d += kThreads) thread_sum += shared.digits[d];
@@ -72,8 +72,8 @@ template <int kThreads> struct RadixSelect {
     return sum;
   }
 
-  // Finds the digit that holds the remaining-th key, how many of its keys are still wanted, and how many there are. All
-  // threads may read them in `shared` afterwards.
+  // Finds the digit of the remaining-th key, how many of its keys are still wanted, and how many keys it has. All
+  // threads may read these in `shared` afterwards.
   static __device__ void find_digit(Shared &shared, uint32_t remaining) {
     uint32_t thread_sum = 0, sum;
 #pragma unroll
@@ -90,7 +90,8 @@ template <int kThreads> struct RadixSelect {
   }
 
 private:
-  // Calls visit(value) for the keys begin + lane, begin + lane + step, ... below end, several loads at a time.
+  // Calls visit(value) for the keys begin, begin + step, ... below `end`, several loads at a time. Pads the last with
+  // 0.
   template <class RankedKeys, class Visit>
   static __device__ void visit_keys(const RankedKeys &candidates, int32_t begin, int32_t end, int step,
                                     const Visit &visit) {
@@ -103,11 +104,11 @@ private:
     }
   }
 
-  // Counts the keys by digit.
+  // Counts by digit the keys that agree with the decided bits.
   template <class RankedKeys>
   static __device__ void count_digits(Shared &shared, const RankedKeys &candidates, int32_t keys, int shift,
                                       uint32_t decided, int above) {
-    __syncthreads(); // readers of the pass before are done
+    __syncthreads(); // readers of the previous pass are done
     for (int d = threadIdx.x; d < kDigits; d += kThreads) shared.digits[d] = 0;
     __syncthreads();
     const uint32_t decided_mask = above == 32 ? 0 : ~0u << above, digit_mask = ~decided_mask >> shift;
@@ -118,7 +119,7 @@ private:
     __syncthreads();
   }
 
-  // Finds the index of the wanted-th key of a value. Each warp counts in a part of the row, then one searches its part.
+  // Finds the index of the wanted-th key of a value. Each warp counts a part of the row, then one searches its part.
   template <class RankedKeys>
   static __device__ int32_t find_last(Shared &shared, const RankedKeys &candidates, int32_t keys, uint32_t value,
                                       uint32_t wanted) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The keys that a mask keeps are seen; without a mask all are. The last and the first keys of a row are counted in
-// them.
+// A key is seen if the mask keeps it. Without a mask all keys are seen. The last and the first keys of a row are
+// counted in seen keys.
 #pragma once
 
 #include "../tile/block_scan.cuh"
@@ -8,7 +8,7 @@
 
 namespace fdm::cuda {
 
-// 32 keys of a row: which of them are seen, and how many before them are.
+// 32 keys of a row: bits of the seen ones, and the number of seen keys before them.
 struct SeenWord {
   uint32_t bits, before;
 };
@@ -17,22 +17,22 @@ struct SeenKeys {
   const SeenWord *words; // null: all keys are seen
   int32_t keys;
 
-  // The number of a seen key among them.
+  // The number of a seen key among the seen keys.
   __device__ int32_t number(int32_t key) const {
     if (words == nullptr) return key;
     const SeenWord word = words[key / 32];
     return static_cast<int32_t>(word.before + __popc(word.bits & ((1u << key % 32) - 1)));
   }
 
-  // The seen key that comes `count` of them after a seen key; or all keys, if there are not so many.
+  // The seen key that comes `count` seen keys after a seen key; `keys` if there is none.
   __device__ int32_t later(int32_t key, int64_t count) const {
     const int64_t least = min64(key + count, keys);
     if (words == nullptr || count == 0 || least == keys) return static_cast<int32_t>(least);
     return numbered(number(key) + static_cast<int32_t>(count), static_cast<int32_t>(least));
   }
 
-  // The seen key of a number, which is not below `least`; or all keys, if there are not so many. Few keys are not seen,
-  // or those that are not lie together, so the words next to the first are looked at first.
+  // The seen key with a number; `keys` if there is none. It is not below `least`. The search begins at `least`,
+  // because few keys are unseen, or the unseen ones lie together.
   __device__ int32_t numbered(int32_t number, int32_t least) const {
     if (words == nullptr) return min(number, keys);
     const int32_t past = (keys + 31) / 32;
@@ -53,8 +53,8 @@ struct SeenKeys {
   }
 };
 
-// Writes `count` words of the keys from `first` to before `past`, before which so many are seen. Returns how many of
-// these are. All threads of the block call this.
+// Writes `count` words of the keys from `first` to before `past`. `before` seen keys precede them. Returns how many
+// of them are seen. All threads of the block call this.
 template <int kThreads, int kItemsPerThread>
 __device__ uint32_t write_seen(SeenWord *words, int32_t count, BlockRanks<kThreads, kItemsPerThread> &ranks,
                                const KeyRow<uint8_t> &mask, int32_t first, int32_t past, uint32_t before) {
@@ -75,7 +75,7 @@ __device__ uint32_t write_seen(SeenWord *words, int32_t count, BlockRanks<kThrea
   return total;
 }
 
-// The row at which a key leaves that is kept up to the arrival of another, which may be past all keys.
+// The row at which a key leaves if it is kept up to the arrival of `key`, which may be past all keys.
 __device__ __forceinline__ int64_t row_of_arrival(const Sequence &row, int64_t key) {
   return key >= row.k_count ? row.q_count : clamp64(key - row.causal_off, 0, row.q_count);
 }

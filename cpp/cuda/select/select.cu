@@ -6,7 +6,7 @@
 
 namespace fdm::cuda {
 
-// Callers that have no result yet may want either form.
+// A caller without a result may want either form, so this is the larger size.
 int64_t selection_workspace_bytes(const fdm_selection &s) {
   int64_t bytes = 0;
   if (!present(s.keep)) bytes = interval_selection_workspace_bytes(s);

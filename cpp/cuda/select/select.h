@@ -12,10 +12,10 @@ namespace fdm::cuda {
 
 int64_t selection_workspace_bytes(const fdm_selection &s);
 
-// Enqueues the selection; the same result as the cpu pack's, bit for bit.
+// Enqueues the selection. Its result equals that of the cpu pack bit for bit.
 cudaError_t select_keys(const fdm_selection &s, void *workspace, cudaStream_t stream);
 
-// The two forms of results, and rows of the second that are shared.
+// The two forms of results: intervals, and booleans (keep). With select_keep_parts several thread blocks share a row.
 int64_t interval_selection_workspace_bytes(const fdm_selection &s);
 cudaError_t select_intervals(const fdm_selection &s, const SelectionRoute &route, void *workspace, cudaStream_t stream);
 cudaError_t select_keep(const fdm_selection &s, const SelectionRoute &route, cudaStream_t stream);

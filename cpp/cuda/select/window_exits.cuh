@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Which keys leave a causal window, and with whose arrival, for a row of keys that a thread block holds.
+// Finds which keys leave a causal window, and with which arrival, for a row of keys that a thread block holds.
 //
-// Keys arrive in order. A key leaves when the window-th key better than it arrives; if that one came before it, it
-// never enters. So the keys are sorted, the best first, and of the key with rank r the window-th smallest position
-// among the first r in that order is looked for. A wavelet matrix of the positions finds it in a step for each bit of a
-// position: level by level the positions are divided by a bit, those with 0 first, and how many ones come before each
-// place is kept.
+// Keys arrive in order. A key leaves when the window-th better key arrives; if that key comes before it, it never
+// enters. The keys are sorted, best first. The exit of the key of rank r is then the window-th smallest position
+// among the first r keys. A wavelet matrix of the positions finds it in one step per bit of a position: each level
+// divides the positions by a bit, zeros first, and stores how many ones come before each place.
 #pragma once
 
 #include "../tile/block_sort.cuh"
@@ -17,7 +16,7 @@ template <int kThreads, int kItemsPerThread> struct WindowExits {
   static constexpr int kLevels = kKeys <= 512 ? 9 : (kKeys <= 1024 ? 10 : (kKeys <= 2048 ? 11 : 12));
   static_assert(kKeys <= 1 << kLevels && kLevels <= 16, "positions have 16 bits here");
 
-  // 32 places of a level: which of them have a 1, and how many ones come before.
+  // 32 places of a level: bits of those with a 1, and the number of ones before them.
   struct Word {
     uint32_t bits, before;
   };
@@ -26,7 +25,7 @@ template <int kThreads, int kItemsPerThread> struct WindowExits {
     DigitRanks<kThreads, kItemsPerThread> ranks;
   };
   struct Dividing {
-    Word words[kLevels][kWords + 1]; // the last one is behind all places
+    Word words[kLevels][kWords + 1]; // the last one follows all places
     uint32_t zeros[kLevels];
     uint16_t positions[kKeys];
     int32_t exit[kKeys]; // of each key, for the caller
@@ -36,12 +35,12 @@ template <int kThreads, int kItemsPerThread> struct WindowExits {
     Dividing dividing;
   };
 
-  // Facts about the key of each rank that a thread has: rank i * kThreads + t.
+  // The keys of this thread's ranks, i * kThreads + t.
   uint32_t key[kItemsPerThread];
   bool candidate[kItemsPerThread];
 
-  // value[i] belongs to key i * kThreads + t: the larger the better, ties to the lower key; 0 is never selected. The
-  // lower bits, of which there are `unused`, are all 0.
+  // value[i] belongs to key i * kThreads + t. Larger values are better, ties go to the lower key, and 0 is never
+  // selected. The lower `unused` bits are 0.
   __device__ void sort(Sorting &shared, const uint32_t (&value)[kItemsPerThread], int unused) {
     uint64_t item[kItemsPerThread];
 #pragma unroll
@@ -56,7 +55,7 @@ template <int kThreads, int kItemsPerThread> struct WindowExits {
     __syncthreads();
   }
 
-  // Each warp counts the ones of all groups of 32 places for itself, which takes a barrier less than to share sums.
+  // Each warp counts the ones of all groups of 32 places by itself, which takes one barrier less than shared sums.
   __device__ void divide(Dividing &shared) const {
     constexpr int kWarps = kThreads / 32, kPerLane = (kWords + 31) / 32;
     uint32_t position[kItemsPerThread];
@@ -100,7 +99,7 @@ template <int kThreads, int kItemsPerThread> struct WindowExits {
     }
   }
 
-  // The position of the key with whose arrival key[i] leaves a window of `size`; kKeys if it stays; no more than key[i]
+  // The position of the key whose arrival drives key[i] out of a window of `size`. kKeys if it stays; at most key[i]
   // if it never enters.
   __device__ uint32_t exit_of(const Dividing &shared, int i, int64_t size) const {
     const uint32_t rank = i * kThreads + threadIdx.x;
