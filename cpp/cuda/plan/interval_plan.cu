@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Interval plans: the kept keys of each list, and the columns of each tile.
 //
-// Tiles of long lists look at kept keys only: a window of w keys over K keys in random order keeps about w (1 + ln(K /
-// w)) of them, so the work of a tile hardly grows with K. Where there are fewer keys, looking at all of them takes less
-// time than waiting for the kept ones, so one kernel makes the plan. Problems of few keys have a kernel of their own
+// Tiles of long lists read kept keys only: a window of w keys over K keys in random order keeps about
+// w (1 + ln(K / w)) of them, so the work of a tile hardly grows with K. With fewer keys, reading all of them takes
+// less time than waiting for the kept ones, so one kernel makes the plan. Problems of few keys have their own kernel
 // (short_lists.cu).
 #include "../host/launch.cuh"
 #include "../tile/block_scan.cuh"
@@ -15,9 +15,9 @@
 namespace fdm::cuda {
 namespace {
 
-// Tiles look at all keys of lists of up to so many keys. The kept keys are listed by other thread blocks meanwhile,
-// each of which has a part of a list, and counts for itself how many keys of it are kept before. Longer lists are
-// compacted chunk by chunk; small chunks keep more SMs at work.
+// Tiles of shorter lists read all keys. Other thread blocks list the kept keys at the same time: each has a part of a
+// list, and counts the kept keys before that part by itself. Longer lists are compacted chunk by chunk; small chunks
+// keep more SMs busy.
 constexpr int kChunkThreads = 1024, kChunkItems = kPlanChunkKeys / kChunkThreads, kChunkKeys = kPlanChunkKeys;
 
 template <int kThreads, int kItemsPerThread>
@@ -50,14 +50,14 @@ __global__ void __launch_bounds__(kChunkThreads)
   if (threadIdx.x == 0) chunk_counts(counts, p, work, chunks)[work.part] = static_cast<int32_t>(total);
 }
 
-// The kept keys of all chunks before a block's. All lanes of a warp get them.
+// The kept keys of all chunks before a block's. All lanes of a warp get the sum.
 __device__ int32_t count_before(const int32_t *counts, int64_t part) {
   int32_t before = 0;
   for (int64_t n = lane_id(); n < part; n += 32) before += counts[n];
   return __reduce_add_sync(kAllLanes, before);
 }
 
-// Writes what a plan has of the keys of a part of a list.
+// Writes the plan's entries for the keys of a part of a list.
 struct KeptWriter {
   const Plan &plan;
   const ListWork &work;
@@ -76,7 +76,7 @@ struct KeptWriter {
     plan.kept_start[n] = rows.start;
     plan.kept_end[n] = rows.end;
   }
-  // A thread block calls this for the last part, of which so many keys are kept.
+  // A thread block calls this for the last part, of which `kept` keys are kept.
   __device__ void finish(const fdm_problem &p, int32_t kept, int threads) const {
     if (threadIdx.x == 0) plan.kept_count[work.list * list_sequences(p) + work.sequence_index] = before + kept;
     tile_counts.finish(before + kept, threads);
@@ -124,7 +124,7 @@ __device__ void compact_part(BlockSum<kThreads> &sums, const fdm_problem &p, con
   RowInterval rows[kThreadKeys];
 #pragma unroll
   for (int i = 0; i < kThreadKeys; ++i) rows[i] = first + 32 * i < keys ? reader(first + 32 * i) : RowInterval{0, 0};
-  // A lane has the ballot of a step.
+  // Lane i has the ballot of step i.
   uint32_t own_kept = 0, total;
 #pragma unroll
   for (int i = 0; i < kThreadKeys; ++i) {
@@ -154,8 +154,8 @@ __device__ void list_tile(TileColumnsShared<kThreads> &shared, const fdm_problem
   if (threadIdx.x == 0) plan.counts[list_tile] = counts;
 }
 
-// The first thread blocks have the parts of lists, the others the tiles. Without parts the kept keys are listed
-// already, and tiles look at those.
+// The first thread blocks have the parts of lists, the others the tiles. Without parts, an earlier launch has listed
+// the kept keys, and tiles read those.
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads, 1024 / kThreads)
     list_keys_and_tiles(const __grid_constant__ fdm_problem p, const __grid_constant__ Plan plan, uint32_t parts) {

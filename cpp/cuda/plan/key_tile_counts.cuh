@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The tiles of a key mask.
+// The counts of the tiles of a key mask.
 #pragma once
 
 #include "list_work.cuh"
 
 namespace fdm::cuda {
 
-// The columns of the tiles of a key mask are the first kept keys of the list: those that the tile's last row sees, and
-// as full columns those that its first row sees.
+// The columns of the tiles of a key mask are the first kept keys of the list: those that the tile's last row sees.
+// Full columns are those that its first row sees.
 struct KeyTileCounts {
   TileCounts *counts; // of the sequence's first tile; null: no key mask
   int64_t causal_off;
@@ -21,7 +21,8 @@ struct KeyTileCounts {
       counts = plan.counts + work.list * plan.tiles + tile_number(p, work.s, work.sequence_index, 0);
   }
 
-  // Key j is the last that a row sees; up to it there are `kept` keys. Each key is given once.
+  // Stores the counts that key j determines, the last key that a row sees. `kept` keys up to j are kept. Called once
+  // per key.
   __device__ void pass(int64_t j, int32_t kept) const {
     if (!counts || !causal) return;
     const int64_t row = j - causal_off;
@@ -30,7 +31,7 @@ struct KeyTileCounts {
     if (row % kTileRows == kTileRows - 1 || row == queries - 1) counts[row / kTileRows].columns = kept;
   }
 
-  // What no key tells: tiles that see no key, or without a causal limit all of them. A thread block calls this.
+  // Stores the other counts: of tiles that see no key, and without a causal limit of all. A thread block calls this.
   __device__ void finish(int32_t kept, int threads) const {
     if (!counts) return;
     const int32_t tiles = (queries + kTileRows - 1) / kTileRows;

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The rows that keep each key of a list, and what they are to a row tile.
+// The rows that keep each key of a list, and whether these cover a row tile.
 #pragma once
 
 #include "list_work.cuh"
 
 namespace fdm::cuda {
 
-// Rows of the own sequence: start <= row < end.
+// Rows within the sequence: start <= row < end.
 struct RowInterval {
   int32_t start, end;
 
@@ -48,13 +48,13 @@ struct ListRows {
     } else if (!__ldg(mask + j * mask_stride)) {
       rows.end = 0;
     }
-    // The limit is beyond int32 only for keys that no row sees; rows.end is at most the limit then.
+    // A key of the sequence has j - causal_off < queries, so the maximum fits int32.
     if (causal) rows.start = static_cast<int32_t>(max64(rows.start, j - causal_off));
     return rows;
   }
 };
 
-// Whether every row of a tile keeps a key, or only some rows do.
+// Whether every row of a tile keeps a key (full), or only some rows do (partial).
 struct TileKey {
   bool full, partial;
 

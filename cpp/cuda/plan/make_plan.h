@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Making the plans of the CUDA packs; plan.cuh describes them.
+// Makes the plans of the CUDA packs. plan.cuh describes them.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -24,7 +24,7 @@ cudaError_t launch_chunk_lists(const fdm_problem &p, const Plan &plan, const Pla
 
 cudaError_t launch_runs(const fdm_problem &p, const Plan &plan, const PlanRoute &route, cudaStream_t stream);
 
-// SelectionKernel::list, and the plan of a problem at once.
+// The launch of SelectionKernel::list. The second also makes the plan of a problem.
 cudaError_t launch_short_selection(const fdm_selection &s, const SelectionRoute &route, cudaStream_t stream);
 cudaError_t launch_short_lists(const fdm_selection &s, const fdm_problem &p, const Plan &plan,
                                const SelectionRoute &route, cudaStream_t stream);

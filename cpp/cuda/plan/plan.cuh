@@ -1,24 +1,24 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The plans of the CUDA packs: their layout in memory.
+// The layout of the plans of the CUDA packs in memory.
 //
-// A plan has, for each list (a batch and a head of the mask) and each tile of kTileRows query rows of each sequence,
-// the columns (keys) that any row of the tile keeps: first those that all rows keep (full), then the partial ones.
-// Without a mask (range) there is no plan: the columns are consecutive and computed.
+// A plan has the columns (keys) of each list (a batch element and a head of the mask) and each tile of kTileRows
+// query rows of each sequence: the keys that any row of the tile keeps. Full columns, which all rows keep, come
+// first, then the partial ones. Without a mask (range) there is no plan: the columns are consecutive and computed.
 //
-// Interval plans (a mask per key, or intervals; the causal limit is part of the intervals) also have, for each list,
-// the keys that any query keeps, in key order, each with its first and past-the-last row. Row plans (a boolean mask per
-// query) have a word of kTileRows bits for each tile and key instead. The backward pass, which goes by keys, can look
-// up any of them. A byte for each tile and kByteKeys keys tells it which tiles it need not look at.
+// Interval plans serve a mask per key, or intervals, which include the causal limit. They also have, for each list,
+// the keys that any query keeps, in key order, each with its first and past-the-last row. Row plans serve a boolean
+// mask per query. They have a word of kTileRows bits for each tile and key instead. The backward pass goes by keys
+// and can look up any of them. In row plans, a byte for each tile and kByteKeys keys tells it which tiles it can
+// skip.
 //
-// Memory is linear in the keys, other than in row plans. A tile has room for as many columns as a selection leaves it
-// (fdm_problem.max_kept), or for kTileKeyRoom. A tile that keeps more overflows: its columns are then all kept keys of
-// the list from the tile's first to its last, as partial ones, of which some may be kept by no row. With a key mask the
-// columns of a tile are the first kept keys of the list, and need no memory of their own.
+// Memory is linear in the keys, except in row plans. A tile has room for as many columns as a selection leaves it
+// (fdm_problem.max_kept), or for kTileKeyRoom. A tile that keeps more overflows: its columns are then all kept keys
+// of the list from the tile's first to its last, as partial ones, and some of these may be kept by no row. With a key
+// mask the columns of a tile are the first kept keys of the list, and need no memory of their own.
 //
-// A plan of runs (FDM_KEEPS_RUNS, with a causal limit) has no lists at all. The columns of a tile are all keys from the
-// first that a row keeps to the last that one sees, and the full ones a run among them. Where some of these keys are
-// kept by no row, they are columns that are computed for nothing. Key blocks of the backward pass have consecutive
-// keys.
+// A plan of runs (FDM_KEEPS_RUNS, with a causal limit) has no lists. The columns of a tile are all keys from the
+// first that a row keeps to the last that a row sees, and the full ones are a run among them. Columns that no row
+// keeps are computed for nothing. Key blocks of the backward pass have consecutive keys.
 #pragma once
 
 #include <cstdint>
@@ -28,8 +28,8 @@
 namespace fdm::cuda {
 
 constexpr int kTileRows = 128;
-constexpr int kMaskBytes = 4;        // booleans of a mask that a thread loads at once where they lie side by side
-constexpr int kPlanChunkKeys = 2048; // that a thread block counts and compacts
+constexpr int kMaskBytes = 4;        // adjacent booleans of a mask that a thread loads at once
+constexpr int kPlanChunkKeys = 2048; // keys that a thread block counts and compacts
 constexpr int kThreadKeys = 4;       // keys of a thread in a part of a list of kept keys
 
 // A word of a row plan: bit r % 32 of part r / 32 says whether row r of the tile keeps the key.
@@ -37,39 +37,40 @@ struct alignas(16) RowWord {
   uint32_t part[kTileRows / 32];
 };
 
-// Keys of a row plan of which a byte tells whether any row of a tile keeps any of them, and whether all rows keep all.
+// Keys of a row plan per byte. The byte tells whether any row of a tile keeps any of them, and whether all rows keep
+// all.
 constexpr int kByteKeys = 32;
 enum TileKeeps : uint8_t { kKeptByAny = 1, kKeptByAll = 2 };
 
-// Columns of a tile, and how many of them are full. In a tile that overflows none is, and `full` is ~n, with n the
-// position of its first column among the kept keys.
+// The columns of a tile, and how many of them are full. A tile that overflows has no full ones, and `full` is ~n,
+// with n the position of its first column among the kept keys.
 struct TileCounts {
   int32_t columns, full;
 
   FDM_MEMBER bool overflows() const { return full < 0; }
 };
 
-// Keys of a plan of runs of which it is known together which rows keep them, and how many of these spans are a section.
+// Keys of a span, which a KeySpan describes together in a plan of runs, and spans of a section.
 constexpr int kSpanKeys = 64, kSectionSpans = 32, kSectionKeys = kSpanKeys * kSectionSpans;
 
-// Which rows keep keys: none before `first`, or from `past` on, keeps any of them; each of [full_from, full_past) keeps
-// all.
+// The rows that keep some keys: no row before `first`, or from `past` on, keeps any of them; each row of [full_from,
+// full_past) keeps all.
 struct alignas(16) KeySpan {
   int32_t first, past, full_from, full_past;
 };
 
-// The columns of a tile in a plan of runs: keys [first, first + count), of which all rows keep [full_first, full_first
-// + full).
+// The columns of a tile in a plan of runs: keys [first, first + count). All rows keep the keys [full_first,
+// full_first + full).
 struct alignas(16) TileRun {
   int32_t first, count, full_first, full;
 };
 
-// Room for the columns of a tile where nothing is known of how many keys it keeps. It takes 128 bytes for each query of
-// a list, as a query of head dimension 64 does. Plans for up to as many keys never overflow.
+// Room for the columns of a tile if nothing is known of how many keys it keeps. It takes 128 bytes for each query of
+// a list, as a query of head dimension 64 does. Plans for up to this many keys never overflow.
 constexpr int kTileKeyRoom = 4096;
 
-// Pointers into a plan. The host makes this, and kernels get it by value: laying it out takes divisions and 64-bit
-// products, which are no work for each thread block.
+// Pointers into a plan. The host computes them, and kernels get them by value: the layout takes divisions and 64-bit
+// products, which should not be repeated in each thread block.
 struct Plan {
   int64_t lists;       // shape[0] * shape[1] of the list tensor
   int64_t list_keys;   // keys of a list: K, for varlen total_k
@@ -77,25 +78,25 @@ struct Plan {
   int32_t tiles;       // tiles of a list over all sequences
   int32_t tile_keys;   // entries of the column list of a tile
 
-  int32_t *kept_count; // [list][sequence of the batch, or 1]: kept keys of the sequence
-  int32_t *kept_index; // [list][list_keys]: those of a sequence from its k_begin on, keys of the own sequence
-  int32_t *kept_start, *kept_end; // rows of the own sequence, causal limit included: start <= row < end
+  int32_t *kept_count;            // [list][sequence of the batch, or 1]: kept keys of the sequence
+  int32_t *kept_index;            // [list][list_keys]: a sequence's from its k_begin on; keys within the sequence
+  int32_t *kept_start, *kept_end; // rows within the sequence, causal limit included: start <= row < end
 
   TileCounts *counts;  // [list][tile]
   int32_t *columns;    // [list][tile][tile_keys]: full ones from the front; partial ones from the back, reversed.
-                       // Null: those of a tile are the first kept keys of its list
-  RowWord *words;      // [list][tile][tile_keys]: of every key, in key order; row plans only
-  uint8_t *tile_keeps; // [list][tile][keeps_per_tile]: of kByteKeys keys, TileKeeps; row plans only
+                       // Null: the columns of a tile are the first kept keys of its list
+  RowWord *words;      // [list][tile][tile_keys]: every key, in key order; row plans only
+  uint8_t *tile_keeps; // [list][tile][keeps_per_tile]: a TileKeeps per kByteKeys keys; row plans only
   int32_t keeps_per_tile;
 
-  int32_t list_spans, list_sections; // those of a list over all sequences
-  KeySpan *spans, *sections;         // [list][span], [list][section]; plans of runs, which have nothing else but runs
+  int32_t list_spans, list_sections; // of a list, over all sequences
+  KeySpan *spans, *sections;         // [list][span], [list][section]; plans of runs, which have only these and runs
   TileRun *runs;                     // [list][tile]
 };
 
 FDM_INLINE int64_t align_256(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
-// Keys of the per-key dimension. cu_seqlens cannot be read by the host, so paged problems take the list's own size.
+// Keys of the per-key dimension. The host cannot read cu_seqlens, so paged problems take the size of the list tensor.
 FDM_INLINE int64_t list_keys(const fdm_problem &p) {
   if (!is_varlen(p)) return p.keys;
   if (!present(p.block_table)) return p.k.shape[1];
@@ -104,12 +105,11 @@ FDM_INLINE int64_t list_keys(const fdm_problem &p) {
 
 FDM_INLINE bool is_interval_plan(fdm_mask_kind kind) { return kind == FDM_MASK_KEYS || kind == FDM_MASK_INTERVALS; }
 
-// Whether the plan is one of runs.
 FDM_INLINE bool plans_runs(const fdm_problem &p) {
   return p.flags & FDM_KEEPS_RUNS && is_causal(p) && mask_kind(p) == FDM_MASK_INTERVALS && !present(p.block_table);
 }
 
-// Takes consecutive parts of a buffer. Without one, `used` still tells how long it must be.
+// Takes consecutive parts of a buffer. Without a buffer, `used` still gives the length that it needs.
 struct BufferParts {
   char *base;
   int64_t used = 0;
@@ -121,7 +121,7 @@ struct BufferParts {
   }
 };
 
-// The pointers of the plan of a problem, and the plan's size: none without a mask.
+// The pointers of the plan of a problem, and the plan's size. Without a mask there is no plan.
 inline Plan lay_out_plan(const fdm_problem &p, void *base, int64_t *bytes) {
   *bytes = 0;
   const fdm_mask_kind kind = mask_kind(p);
@@ -167,20 +167,20 @@ inline Plan lay_out_plan(const fdm_problem &p, void *base, int64_t *bytes) {
   return plan;
 }
 
-// The plan that lies at `base`; of a problem without a mask, none.
+// The plan at `base`. A problem without a mask has none.
 inline Plan plan_of(const fdm_problem &p, const void *base) {
   int64_t bytes;
   return lay_out_plan(p, const_cast<void *>(base), &bytes);
 }
 
-// The value of fdm_pack.plan_layouts: an upper bound of the above by pack.h's formula.
+// The value of fdm_pack.plan_layouts: an upper bound of the size from lay_out_plan(), by the formula of pack.h.
 inline fdm_plan_layout plan_layout(fdm_mask_kind kind) {
   switch (kind) {
-  case FDM_MASK_ROWS: // a byte for each key of a tile is more than one for kByteKeys
+  case FDM_MASK_ROWS: // a byte for each key is more than one for each kByteKeys keys
     return {4 * 256, 0, 0, sizeof(TileCounts), sizeof(int32_t) + sizeof(RowWord) + 1, kTileRows, INT64_MAX};
-  case FDM_MASK_KEYS: // a tile for each sequence pays for its kept_count
+  case FDM_MASK_KEYS: // each sequence has a tile, which includes its kept_count
     return {5 * 256, 0, 3 * sizeof(int32_t), sizeof(TileCounts) + sizeof(int32_t), 0, kTileRows, 0};
-  case FDM_MASK_INTERVALS: // in a plan of runs a tile pays for its run, and for a span and a section of each sequence
+  case FDM_MASK_INTERVALS: // for a plan of runs: a tile includes its run, and a span and a section per sequence
     return {6 * 256,         0,         3 * sizeof(int32_t), sizeof(TileRun) + 2 * sizeof(KeySpan),
             sizeof(int32_t), kTileRows, kTileKeyRoom};
   default:
@@ -188,20 +188,21 @@ inline fdm_plan_layout plan_layout(fdm_mask_kind kind) {
   }
 }
 
-// Tiles of all sequences, for one head. Packed sequences have no more than their rows need, and one more each.
+// Tiles of all sequences, for one head. Packed sequences have at most as many as all rows need, plus one per
+// sequence.
 FDM_INLINE int64_t sequence_tiles(const fdm_problem &p) {
   return is_varlen(p) ? total_rows(p) / kTileRows + p.batch : p.batch * ceil_div(p.queries, kTileRows);
 }
 
-// Whether the query heads of a group keep the same keys, as far as the mask tells.
+// Whether the query heads of a group share the mask. Masks with rows count as shared.
 FDM_INLINE bool group_shares_mask(const fdm_problem &p) {
   const fdm_mask_kind kind = mask_kind(p);
   return !is_interval_plan(kind) || group_size(p) == 1 || list_tensor(p).shape[1] != p.heads;
 }
 
-// Numbers for parts of a packed dimension, `size` each, of all sequences: those of a sequence follow those of the
-// sequences before it. Kernels whose thread blocks go by them have no more of them than there is work, give or take one
-// for each sequence; with as many for each sequence as the longest has, most would find nothing to do.
+// A part of a packed dimension. The parts of all sequences have `size` each, and those of a sequence are numbered
+// after those of the sequences before it. Kernels with a thread block per number have at most one idle block for each
+// sequence. If each sequence had as many blocks as the longest needs, most would be idle.
 struct NumberedPart {
   int64_t sequence_index, part;
 };
@@ -210,18 +211,18 @@ FDM_INLINE int64_t first_number(int64_t begin, int64_t sequence_index, int64_t s
   return begin / size + sequence_index;
 }
 
-// The number of a tile of a sequence among the tiles of its list. No two tiles have the same number, and no scan over
-// the sequences is needed.
+// The number of a tile of a sequence among the tiles of its list. Numbers are unique, and need no scan over
+// sequences.
 FDM_INLINE int64_t tile_number(const fdm_problem &p, const Sequence &s, int64_t sequence_index, int64_t tile) {
   return is_varlen(p) ? first_number(s.q_begin, sequence_index, kTileRows) + tile : tile;
 }
 
-// The number of a span or a section of a sequence among those of its list, which have `size` keys each.
+// The number of a sequence's first span or section among those of its list, which have `size` keys each.
 FDM_INLINE int64_t span_number(const fdm_problem &p, const Sequence &s, int64_t sequence_index, int64_t size) {
   return is_varlen(p) ? first_number(s.k_begin, sequence_index, size) : 0;
 }
 
-// begin_of(sequence) is where the sequence begins in the packed dimension, of an attention problem or a selection.
+// Finds the part with a number. begin_of(sequence) is where the sequence begins in the packed dimension.
 template <class Problem, class Begin>
 FDM_DEVICE NumberedPart numbered_part(const Problem &p, int64_t number, int64_t size, const Begin &begin_of) {
   if (!is_varlen(p)) return {0, number};
@@ -237,7 +238,7 @@ FDM_DEVICE NumberedPart numbered_part(const Problem &p, int64_t number, int64_t 
   return {low, number - first(low)};
 }
 
-// The number of a sequence of a list, where each list has one for each packed sequence.
+// The number of a sequence of a list among those of all lists. Each list has all packed sequences.
 FDM_INLINE int64_t list_sequence(const fdm_problem &p, int64_t list, int64_t sequence_index) {
   return is_varlen(p) ? list * p.batch + sequence_index : list;
 }

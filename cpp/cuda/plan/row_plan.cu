@@ -2,9 +2,9 @@
 // Row plans: a boolean mask per query, read exactly once.
 //
 // A block turns the rows of one tile into columns, kStepKeys keys at a time. A warp reads 32 rows of 128 keys, four
-// keys a thread: a row is one request of 128 bytes, and 32 requests are under way at a time. The bytes of eight rows
-// become the bits of one register by shifts (for four keys at once), and a transposition of four such registers gives a
-// word of 32 rows for each key. Then each thread takes one key, classifies it and ranks it among the others.
+// keys a thread: a row is one request of 128 bytes, and 32 requests are in flight. Shifts pack the bytes of eight
+// rows into the bits of one register, for four keys at once. A transposition of four such registers gives a word of
+// 32 rows for each key. Then each thread takes one key, classifies it and ranks it among the others.
 #include "../host/launch.cuh"
 #include "../tile/block_scan.cuh"
 #include "../tile/mask_bytes.cuh"
@@ -30,7 +30,7 @@ __device__ __forceinline__ void load_rows(const uint8_t *first, int64_t row, int
       loaded[r] = 8 * b + r < rows ? load_mask<kLoad>(first + (8 * b + r) * row, col, keys) : 0;
     bits[b] = 0;
 #pragma unroll
-    for (int r = 0; r < 8; ++r) bits[b] = bits[b] >> 1 | upper_bits(loaded[r]); // bit 0 of a byte is set by the last
+    for (int r = 0; r < 8; ++r) bits[b] = bits[b] >> 1 | upper_bits(loaded[r]); // only the last shift fills a bit 0
   }
 }
 
@@ -47,7 +47,7 @@ __device__ __forceinline__ uint32_t bits_from(int64_t first) {
   return first <= 0 ? ~0u : (first >= 32 ? 0u : ~0u << first);
 }
 
-// How a thread loads booleans: four at once, if the key stride is 1 and every row starts at a multiple of four bytes.
+// How a thread loads booleans: four at once if the key stride is 1 and every row begins at a multiple of four bytes.
 enum class MaskLoads { single, of_four };
 
 template <MaskLoads kLoadsInFlight>
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(kRowThreads, 2)
     full_count += ranks.first_of(total);
     partial_count += ranks.second_of(total);
   }
-  // Keys behind the causal limit have been left out, or begin in the last step.
+  // Clears the keys beyond the causal limit that no step has written.
   for (int64_t key = ceil_div(max64(0, visible), kStepKeys) * kStepKeys + threadIdx.x; key < work.s.k_count;
        key += kRowThreads) {
     key_words[key] = RowWord{};

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Plans of runs: which rows keep the keys of each span and section, and the run of keys of each row tile.
+// Plans of runs: the rows that keep the keys of each span and section, and the run of keys of each row tile.
 //
-// Spans are found from all keys. A warp then finds the first key that a row of its tile keeps, and the last that not
-// all rows keep, by sections, spans and keys: so it looks at few of them, and is right for any intervals.
+// Spans are found from all keys. A warp then finds the first key that a row of its tile keeps, and the last key that
+// not all rows keep, by sections, spans and keys. So it reads few keys, and is correct for any intervals.
 #include "../host/launch.cuh"
 #include "../route/helper_work.h"
 #include "../tile/block_scan.cuh"
@@ -25,7 +25,7 @@ __device__ __forceinline__ KeySpan merged(const KeySpan &one, const KeySpan &oth
   return {min(one.first, other.first), max(one.past, other.past), max(one.full_from, other.full_from),
           min(one.full_past, other.full_past)};
 }
-// Of the keys of all lanes.
+// Merges the spans of all lanes.
 __device__ __forceinline__ KeySpan merged_lanes(const KeySpan &lane_span) {
   return {__reduce_min_sync(kAllLanes, lane_span.first), __reduce_max_sync(kAllLanes, lane_span.past),
           __reduce_max_sync(kAllLanes, lane_span.full_from), __reduce_min_sync(kAllLanes, lane_span.full_past)};
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kSpanThreads)
                   work.part] = section;
 }
 
-// A warp looks for keys of a tile's rows [first, past).
+// A warp searches the keys of a tile's rows [first, past).
 struct RunSearch {
   const ListRows reader;
   const KeySpan *spans, *sections;
@@ -80,7 +80,7 @@ struct RunSearch {
   __device__ bool meets(const KeySpan &span) const { return span.first < past && span.past > first; }
   __device__ bool is_full(const KeySpan &span) const { return span.full_from <= first && span.full_past >= past; }
 
-  // The first of the keys before `limit` that a row keeps, or `limit`.
+  // The first key before `limit` that a row keeps, or `limit`.
   __device__ int32_t first_kept(int32_t limit) const {
     const int32_t span_count = (limit + kSpanKeys - 1) / kSpanKeys, lane = lane_id();
     for (int32_t base = 0; base * kSectionKeys < limit; base += 32) {
@@ -101,7 +101,7 @@ struct RunSearch {
     return limit;
   }
 
-  // The key behind the last of the keys before `limit` that not all rows keep.
+  // The key after the last one before `limit` that not all rows keep, or 0.
   __device__ int32_t past_last_partial(int32_t limit) const {
     const int32_t lane = lane_id();
     for (int32_t top = (limit - 1) / kSectionKeys; limit > 0 && top >= 0; top -= 32) { // lanes count down
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kRunThreads)
   const int64_t first_row = work.part * kTileRows, past_row = min64(work.s.q_count, first_row + kTileRows);
   TileRun run{};
   if (first_row >= 0 && first_row < past_row) { // else a number without a tile
-    const auto seen = [&](int64_t rows) {       // keys that some of so many rows see
+    const auto seen = [&](int64_t rows) {       // keys that the first `rows` rows see
       return static_cast<int32_t>(clamp64(rows + work.s.causal_off, 0, work.s.k_count));
     };
     const auto place = [&](int64_t size) { return span_number(p, work.s, work.sequence_index, size); };

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Problems of few keys: one launch selects the keys, if they are to be selected, and makes the interval plan. A thread
-// block has a list in its registers and shared memory; a warp of it writes the columns of a tile. Kernels for each of
-// these steps would take longer to start than to run. Where there are few lists, several blocks make each, and divide
-// its tiles: the first of them writes all else.
+// Problems of few keys: one launch selects the keys, if a selection is wanted, and makes the interval plan. A thread
+// block has a list in its registers and shared memory; each of its warps writes the columns of a tile. Separate
+// kernels for these steps take longer to start than to run. If there are few lists, several blocks make each list and
+// divide its tiles. The first of them writes all else.
 #include "../host/launch.cuh"
 #include "../select/candidates.cuh"
 #include "../select/chunk_exits.cuh"
@@ -22,10 +22,10 @@ struct ShortParams {
   Plan plan;
   bool plans;
   uint32_t lists; // over all sequences
-  int32_t parts;  // blocks for each
+  int32_t parts;  // blocks per list
 };
 
-// Where the rows of each key come from.
+// The source of each key's rows.
 enum class RowsFrom { mask, selection };
 
 // The kept keys of a list, in key order.
@@ -34,9 +34,9 @@ template <int kKeys> struct KeptIntervals {
   int32_t start[kKeys], end[kKeys];
 };
 
-// How a thread block finds when its keys leave the window.
+// The method by which a thread block finds when its keys leave the window.
 template <int kThreads, int kItemsPerThread> struct Selecting {
-  // With more keys the steps that each makes for every chunk take longer.
+  // With more keys ChunkExits takes longer, because each key makes steps for every chunk.
   static constexpr bool kInChunks = kItemsPerThread == 2 && kThreads <= 512;
   template <int kBits> using Chunks = ChunkExits<std::conditional_t<kBits == 32, uint64_t, uint32_t>, kThreads>;
 
@@ -64,7 +64,7 @@ template <int kThreads, int kItemsPerThread> struct ShortShared {
   SeenWord seen[kKeys / 32];
 };
 
-// The place of a list of a selection's result, as list_work has it of a plan's.
+// The list of a selection's result with a number, like list_work() for a plan.
 __device__ ListWork selected_list(const fdm_selection &s, uint32_t number) {
   const auto heads = static_cast<uint32_t>(s.start.shape[1]);
   const bool varlen = present(s.cu_seqlens_q);
@@ -73,7 +73,8 @@ __device__ ListWork selected_list(const fdm_selection &s, uint32_t number) {
   return {sequence(s, varlen ? index : batch), list, index, batch, list % heads, 0};
 }
 
-// usable[i] becomes whether key i * kThreads + t may be kept at all. The first keys are not ranked.
+// Finds the exits of all keys. If keep_last or keep_first is set, usable[i] becomes whether key i * kThreads + t may
+// be kept at all.
 template <int kBits, int kThreads, int kItemsPerThread>
 __device__ const int32_t *find_exits(typename Selecting<kThreads, kItemsPerThread>::Shared &shared,
                                      const fdm_selection &s, const SelectionRow &row, int32_t first_ranked,
@@ -106,7 +107,7 @@ __device__ const int32_t *find_exits(typename Selecting<kThreads, kItemsPerThrea
   }
 }
 
-// Selects the keys of a list, causally. The first part writes their intervals.
+// Selects the keys of a list with a causal limit. The first part writes their intervals.
 template <int kThreads, int kItemsPerThread>
 __device__ void select_rows(ShortShared<kThreads, kItemsPerThread> &shared, const fdm_selection &s,
                             const ListWork &work, bool writes, RowInterval (&rows)[kItemsPerThread]) {
@@ -150,10 +151,10 @@ __device__ void select_rows(ShortShared<kThreads, kItemsPerThread> &shared, cons
     start[j * start_stride] = rows[i].start;
     end[j * end_stride] = rows[i].end;
   }
-  __syncthreads(); // the kept keys will lie where the exits are
+  __syncthreads(); // the kept keys overwrite the exits
 }
 
-// Returns the number of kept keys.
+// Compacts the kept keys of a list. Returns their number.
 template <int kThreads, int kItemsPerThread>
 __device__ int32_t compact_list(ShortShared<kThreads, kItemsPerThread> &shared, const fdm_problem &p, const Plan &plan,
                                 const ListWork &work, bool writes, const RowInterval (&rows)[kItemsPerThread]) {
@@ -185,7 +186,7 @@ __device__ int32_t compact_list(ShortShared<kThreads, kItemsPerThread> &shared, 
   return count;
 }
 
-// A warp writes the columns of the row tile [first, past), which see so many keys.
+// A warp writes the columns of the row tile [first, past), which sees the keys below `visible`.
 template <int kKeys>
 __device__ void list_columns(const KeptIntervals<kKeys> &kept, int32_t count, const Plan &plan, int64_t list_tile,
                              int32_t first, int32_t past, int64_t visible) {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // A thread block finds the columns of a tile.
 //
-// Its warps have consecutive keys each, 32 in a step, and a lane holds the ballots of one step. So what the warps know
-// of each other is exchanged once for up to 32 keys of each thread, and all keys are read before.
+// Each warp has consecutive keys, 32 in a step, and a lane holds the ballots of one step. So warps exchange their
+// counts once for up to 32 keys of each thread, after these keys have been read.
 #pragma once
 
 #include "../tile/block_scan.cuh"
@@ -12,18 +12,17 @@ namespace fdm::cuda {
 
 template <int kThreads> struct TileColumnsShared {
   BlockSum<kThreads> sums;
-  int32_t first, past; // positions, of a tile that overflows
+  int32_t first, past; // of a tile that overflows: the first position, and past the last
 };
 
-// The keys that tiles look at, in key order: all of a list, or those that any query keeps, which have been found
-// before.
+// The keys that tiles read, in key order: all keys of a list, or the kept ones, which have been found before.
 struct TileKeys {
-  const int32_t *start, *end; // of the first
+  const int32_t *start, *end; // of the first key
   int64_t start_stride, end_stride;
   const int32_t *index; // null: all keys
   int32_t count;
   int32_t seen_from,
-      seen_step; // the first row that sees the first key, and how many rows later each further one is seen
+      seen_step; // the first row that sees the first key, and the rows from each key to the next
   int32_t queries;
 
   __device__ static TileKeys all(const fdm_problem &p, const ListWork &work) {
@@ -54,8 +53,8 @@ struct TileKeys {
 
   __device__ int32_t key(int32_t n) const { return index ? index[n] : n; }
 
-  // The place among the kept keys of a tile's columns, which are at positions from `first` to before `past`, as the
-  // counts of a tile that overflows. All threads of the block call this.
+  // The counts of a tile that overflows: the place among the kept keys of its columns, which are at positions [first,
+  // past). All threads of the block call this.
   template <int kThreads>
   __device__ TileCounts kept_between(BlockSum<kThreads> &sums, int32_t first, int32_t past) const {
     if (index) return {past - first, ~first};
@@ -71,20 +70,20 @@ struct TileKeys {
   }
 };
 
-// The rows [first, past) of a tile; there is one at least.
+// The rows [first, past) of a tile. There is at least one.
 struct TileRows {
   int32_t first, past;
 };
 
-// The ballots of the step that has the number of this lane: which keys some row of the tile keeps, and which all rows.
+// The ballots of the step with this lane's number: keys that some row of the tile keeps, and keys that all rows keep.
 struct StepBallots {
   uint32_t any = 0, full = 0;
 
   __device__ uint32_t partial() const { return any & ~full; }
 };
 
-// What the keys at positions from `first` to before `past` are to a tile; a warp calls this. Threads walk along the
-// intervals and compare them with the tile's rows, since an instruction more for each key is an eighth of the time.
+// Classifies the keys at positions [first, past) for a tile; a warp calls this. Pointers advance along the intervals,
+// and these are compared with the tile's rows, because one more instruction for each key is an eighth of the time.
 __device__ __forceinline__ StepBallots classify(const TileKeys &keys, const TileRows &tile, int32_t first,
                                                 int32_t past) {
   constexpr int kStepsInFlight = 8; // steps whose loads are under way at a time
@@ -119,15 +118,15 @@ __device__ __forceinline__ StepBallots classify(const TileKeys &keys, const Tile
   return ballots;
 }
 
-// Writes the columns of a tile that sees keys below `visible`, and has room for so many columns. Returns its counts.
-// All threads of the block call this.
+// Writes the columns of a tile that sees keys below `visible`, if they fit `room`. Returns its counts. All threads of
+// the block call this.
 template <int kThreads>
 __device__ TileCounts list_columns(TileColumnsShared<kThreads> &shared, const TileKeys &keys, const TileRows &tile,
                                    int64_t visible, int32_t *columns, int32_t room) {
   constexpr int32_t kStep = 32 * kThreads;
   const int32_t lane = lane_id();
   const uint32_t below = (1u << lane) - 1;
-  const auto positions = static_cast<int32_t>(min64(keys.count, visible)); // a key's is at most its number
+  const auto positions = static_cast<int32_t>(min64(keys.count, visible)); // a key's position is at most the key
   int32_t full_count = 0, partial_count = 0, first_found = INT32_MAX, past_found = 0;
 #pragma unroll 1
   for (int32_t from = 0; from < positions; from += kStep) {
