@@ -23,7 +23,7 @@ template <int kHeadDim> struct FusedBands {
   const PairBiasBackward &work;
   BandRows rows;
   Band band;
-  int64_t later; // byte offset from the first half of a band that a later launch adds to; 0: none
+  int64_t later; // byte offset from sums().first of a band that a later launch adds to; 0: none
   FusedDbiasTile tile;
   int first_quad; // this thread's first in a tile of dbias
   bool exists = false;
@@ -67,7 +67,7 @@ template <int kHeadDim> struct FusedBands {
       if (first + row >= t.shape[1]) return -1;
       return (division.first_batch + batch) * t.stride[0] + (first + row) * t.stride[1] + head * t.stride[2];
     });
-    // No thread reads the sums of sequences 2 * batches later.
+    // No thread of this launch reads the sums of sequences 2 * batches later.
     const int64_t later_batch = 2 * int64_t(division.batches) + batch;
     later = later_batch < division.past_cleared ? later_batch * all.batch + head * all.head + first * all.row : 0;
   }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Finds the live tiles of a row mask: those with a kept pair. The first rows of a tile decide most of them, so most
-// of the mask is not read.
+// Finds the live tiles of a row mask: those with a kept pair. Most tiles are decided by their first rows, so most of
+// the mask is not read.
 #include "../host/launch.cuh"
 #include "ptx/dependent.cuh"
 #include "sources.cuh"

@@ -85,9 +85,9 @@ struct PairBiasBackward : PairBiasTiles {
   bool writes_dbias; // dq writes dbias
   DbiasWork dbias;
   // Null if the fused kernel does not run. A kernel sets it to 1 if it finds a case that the fused kernel cannot
-  // compute: a row with a large lse, whose P must be cut off at 1, or with a non-finite lse or delta (deltas.cu); or
-  // non-finite sums (fused_sums.cu), because P of a dropped pair is 0, but 0 times NaN or inf is NaN. While it is 0,
-  // the kernels of fixed order compute nothing.
+  // compute: a row with a large lse, whose P must be cut off at 1, or with a lse of NaN or +inf, or with a non-finite
+  // delta (deltas.cu); or non-finite sums (fused_sums.cu), because P of a dropped pair is 0, but 0 times NaN or inf is
+  // NaN. While it is 0, the kernels of fixed order compute nothing.
   uint32_t *non_finite;
   LiveTiles live; // of the fused kernel
   FusedWork fused;

@@ -72,7 +72,7 @@ struct PairBiasForwardConfigSm90 {
     if constexpr (kFloat32Bias) return base + row * kTile * 4 + (chunk ^ row % 4 * 2) * 16;
     return Bias::chunk_address(base, row, chunk);
   }
-  // A row mask has a byte per key. It has as many stages as the bias: those of the keys, or as many as fit.
+  // A row mask has a byte per key, and as many stages as the bias: one, or if kSharesWork those of the keys that fit.
   static constexpr int kMaskBytes = kMasks ? kRows * kTile : 0;
   static constexpr int kSmallBytes = (kDropsByProduct ? 14 : 4) * 1024; // upper bound of all else
   static constexpr int kBiasRoom = shared_limit(90) - kSmallBytes - kQueryStages * kQueryBytes - kStages * Pair::kBytes;
