@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Dynamic mask attention whose time and memory follow the kept keys.
+"""Dynamic mask attention whose time and memory grow with the number of kept keys.
 
-Importing this package imports neither torch nor a kernel: each name is looked up when it is first
-touched.
+Importing this package imports neither torch nor a kernel. Each public name is imported at its
+first use.
 """
 
 from __future__ import annotations

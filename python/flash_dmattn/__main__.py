@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""``python -m flash_dmattn``: which pack serves each device of this machine, why, whether it
-computes correctly, and whether the installed files are whole.
+"""``python -m flash_dmattn``: report which pack serves each device of this machine, and why.
+
+Options check that the packs compute correctly and that the installed files are intact.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .loader.report import make_report, render
 
 
 class ExitCode(IntEnum):
-    """What the command returns; docs/install.md explains each."""
+    """Exit codes of the command; docs/install.md explains each."""
 
     USABLE = 0
     NOT_USABLE = 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Checks and conversions that need torch; the core checks what shapes and dtypes must be."""
+"""Argument checks and conversions that need torch. The core checks shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def check_tensors(query: Tensor, **others: Any) -> None:
 
 
 def check_together(first: str, tensor: Tensor, others: dict[str, Any]) -> None:
-    """Do what `check_tensors` does where the first tensor has another name."""
+    """Do the same as `check_tensors`, for a first tensor that is not named query."""
     device = tensor.device
     for name, argument in others.items():
         if argument is None:
@@ -76,7 +76,7 @@ def check_together(first: str, tensor: Tensor, others: dict[str, Any]) -> None:
 
 
 def check_dtypes(query: Tensor, key: Tensor, value: Tensor, backend: str) -> None:
-    """Raise TypeError if dtypes are mixed, or float64 is asked of a kernel pack."""
+    """Raise TypeError if dtypes are mixed, or a backend other than reference gets float64."""
     dtype = query.dtype
     if key.dtype != dtype or value.dtype != dtype:
         raise TypeError(
@@ -91,8 +91,8 @@ def check_dtypes(query: Tensor, key: Tensor, value: Tensor, backend: str) -> Non
         )
 
 
-# Torch refuses to say whether autocast is enabled for a device type without it, such as meta, and
-# compiled code cannot ask which types have it.
+# torch.is_autocast_enabled raises for device types without autocast, such as meta. Compiled code
+# cannot call is_autocast_available, so the set is computed at import.
 _AUTOCAST_DEVICES = frozenset(
     name
     for name in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia")
@@ -104,13 +104,13 @@ def _ask_each_device() -> bool:
     return any(map(torch.is_autocast_enabled, _AUTOCAST_DEVICES))
 
 
-# Whether it is enabled for any device type. What asks for all at once is not public.
+# Whether autocast is enabled for any device type. The function for all types at once is private.
 any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", _ask_each_device)
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
-    """Return what torch.autocast casts to on a tensor's device, or None where it is off."""
-    # Not every version's compiler knows the function.
+    """Return the dtype that torch.autocast casts to on a tensor's device; None if it is off."""
+        # Dynamo of some torch versions cannot trace any_autocast.
     if not torch.compiler.is_compiling() and not any_autocast():
         return None
     device = tensor.device.type
@@ -120,10 +120,10 @@ def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
 
 
 def autocast(query: Tensor, key: Tensor, value: Tensor, *added: Tensor | None) -> tuple[Any, ...]:
-    """Cast as torch.autocast does, where it is enabled: query, key, value, and of what is added to
-    scores, a bias and a sink, what is not float32.
+    """Cast as torch.autocast does, where it is enabled.
 
-    float64, integers and booleans are left alone, as autocast leaves them everywhere.
+    query, key and value are cast. Of the added tensors (a bias, a sink), those of float32 stay.
+    float64, integers and booleans stay, as under autocast in general.
     """
     dtype = autocast_dtype(query)
     if dtype is None:
@@ -144,7 +144,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def backend_name(backend: str | None) -> str:
-    """Return the operator's name of a backend argument."""
+    """Return the operator's name for a backend argument."""
     if backend is None:
         return "auto"
     if not isinstance(backend, str):
@@ -157,14 +157,14 @@ def _default_deterministic() -> bool:
     return environment.is_given(name) and environment.get(name) == "1"
 
 
-# What torch.compiler.assume_constant_result does; but calling that imports torch._dynamo, which
-# takes a second that no one who does not compile should pay for importing flash_dmattn.
+# torch.compiler.assume_constant_result sets the same mark, but its call imports torch._dynamo,
+# which would add a second to the import of flash_dmattn.
 _default_deterministic._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def resolved_deterministic(deterministic: bool | None) -> bool:
-    """Return the argument; by default whether FLASH_DMATTN_DETERMINISTIC or
-    torch.use_deterministic_algorithms asks for it.
+    """Return the argument. None resolves to True if FLASH_DMATTN_DETERMINISTIC or
+    torch.use_deterministic_algorithms asks for determinism.
     """
     if deterministic is not None:
         return flag("deterministic", deterministic)
@@ -172,7 +172,7 @@ def resolved_deterministic(deterministic: bool | None) -> bool:
 
 
 def scale_of(softmax_scale: float | None, query: Tensor) -> float:
-    """Return the factor of scores; by default what the head dimension tells."""
+    """Return the scale of the scores; by default ``D ** -0.5`` of query's head dimension D."""
     if softmax_scale is not None:
         return number("softmax_scale", softmax_scale)
     head_dim = query.shape[-1]
@@ -182,11 +182,11 @@ def scale_of(softmax_scale: float | None, query: Tensor) -> float:
 def to_4d(name: str, tensor: Tensor, *, batch: int, heads: int, kv_heads: int, keys: int) -> Tensor:
     """View a mask or bias that is the same for every query, (B, K) or (B, h, K), as (B, h, 1, K).
 
-    Only the heads are broadcast: a mask of one key, or of one sequence, among several is more often
-    a mistake, such as that of the new token alone in decoding. Four dimensions say what is meant.
+    Only the heads broadcast. A batch size or key count of 1 is more often a mistake, for example
+    the mask of only the new token in decoding. Four dimensions state the intent explicitly.
 
     Raises:
-        ValueError: such a tensor does not fit; what has four dimensions is checked by the backend.
+        ValueError: such a tensor does not fit. The backend checks 4-D tensors.
     """
     if tensor.dim() == 4:
         return tensor
@@ -211,18 +211,18 @@ def to_4d(name: str, tensor: Tensor, *, batch: int, heads: int, kv_heads: int, k
             f"{name} with {rank} dimensions must have shape {wanted}, got {tuple(sizes)}; only "
             f"with four dimensions are sizes of 1 broadcast, as of {name}[None, None], (1, 1, Q, K)"
         )
-    # A view of two dimensions takes half the time of an index with two Nones.
+    # view() takes half the time of an index with two Nones.
     return tensor.unsqueeze(2) if rank == 3 else tensor.view(sizes[0], 1, 1, sizes[1])
 
 
 class MaskParts(NamedTuple):
-    """A mask in the fields of a record: a mask, or start and end, or none of them."""
+    """A mask as the fields of a record: a mask, or start and end, or neither."""
 
     mask: Tensor | None = None
     start: Tensor | None = None
     end: Tensor | None = None
-    max_kept: int = 0  # of start and end
-    keeps_runs: bool = False  # likewise
+    max_kept: int = 0  # set with start and end only
+    keeps_runs: bool = False  # set with start and end only
 
 
 def mask_parts(mask: Tensor | IntervalMask | None) -> MaskParts:
@@ -244,15 +244,15 @@ def without_expansion(tensor: Tensor, dimensions: int) -> Tensor: ...
 @overload
 def without_expansion(tensor: Tensor | None, dimensions: int) -> Tensor | None: ...
 def without_expansion(tensor: Tensor | None, dimensions: int) -> Tensor | None:
-    """Narrow the first dimensions, where they are expanded (stride 0), to size 1.
+    """Narrow expanded (stride 0) dimensions among the first ones to size 1.
 
-    Expanded and not expanded mean the same; but one list per head, or per row, is not made where
-    one serves all. A tensor that needs a gradient is left alone, for its gradient has its shape.
+    The values stay the same, and one key list serves all heads or rows. A tensor that requires a
+    gradient is returned as it is, because its gradient has its shape.
     """
     if tensor is None:
         return tensor
     is_compiled = torch.compiler.is_compiling()
-    # torch.compile (2.13) has no stride() of a tensor whose sizes it has found.
+    # Under torch.compile (2.13) stride() fails on tensors of data-dependent sizes.
     strides = torch.ops.aten.sym_stride.default(tensor) if is_compiled else tensor.stride()
     if 0 not in strides or (tensor.requires_grad and torch.is_grad_enabled()):
         return tensor
@@ -263,10 +263,10 @@ def without_expansion(tensor: Tensor | None, dimensions: int) -> Tensor | None:
 
 
 def writable(tensor: Tensor) -> Tensor:
-    """Return the tensor, or a copy if it was made in inference mode, which must be off here.
+    """Return the tensor, or a copy of an inference tensor. Inference mode must be off here.
 
-    torch.compile cannot ask for that. Its programs copy what has no gradient by an operator, whose
-    kernel can leave the mode in which they run.
+    torch.compile cannot query ``is_inference()``. Compiled code copies each tensor that requires
+    no gradient by an operator, whose kernel can leave inference mode.
     """
     if torch.compiler.is_compiling():
         is_copied = not tensor.requires_grad
@@ -293,7 +293,7 @@ def refuse_ranks(**tensors: Tensor) -> NoReturn:
 
 
 def check_packed_ranks(query: Tensor, key: Tensor, *, paged: bool) -> None:
-    """Raise ValueError unless packed tensors have as many dimensions as they must."""
+    """Raise ValueError unless packed tensors have the required rank."""
     if query.dim() != 3:
         raise ValueError(f"query must have shape (total_q, H, D), got {tuple(query.shape)}")
     if key.dim() != (4 if paged else 3):
@@ -302,7 +302,7 @@ def check_packed_ranks(query: Tensor, key: Tensor, *, paged: bool) -> None:
 
 
 def refuse_paged_gradients(*tensors: Tensor | None) -> None:
-    """Raise ValueError where gradients would be wanted of a call with pages."""
+    """Raise ValueError if a call with pages would need gradients."""
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         raise ValueError(
             "block_table: paged keys and values are for inference, and have no gradient; call "
@@ -311,7 +311,7 @@ def refuse_paged_gradients(*tensors: Tensor | None) -> None:
 
 
 def refuse_paged_mass() -> NoReturn:
-    """Raise ValueError for what a call with pages does not compute."""
+    """Raise ValueError for return_key_mass in a call with pages."""
     raise ValueError(
         "return_key_mass must be False with block_table: the pages do not tell how many keys there "
         "are; pass packed key and value"
@@ -319,5 +319,5 @@ def refuse_paged_mass() -> NoReturn:
 
 
 def is_block_mask(mask: object) -> bool:
-    """Say whether a mask is a BlockMask, without the seconds that importing its class takes."""
+    """Say whether a mask is a BlockMask, without importing its class, which takes seconds."""
     return type(mask) is not Tensor and hasattr(mask, "kv_num_blocks")

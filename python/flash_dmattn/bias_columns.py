@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A bias of the keys as further elements of query and key.
+"""A per-key bias as extra columns of query and key.
 
-A kernel adds one bias. Where a call has a bias for each query too, that of the keys goes through
-the product of query and key: query gets elements of 1, and key the bias, over the scale. Products
-are exact and summed in float32, so that three elements of 16 bits, each the rest of the one before,
-hold what float32 holds of it.
+A kernel adds one bias. If a call also has a per-query bias, the per-key bias goes through the
+product of query and key: query gets columns of 1, and key gets columns of bias / scale. Products
+are exact and summed in float32. So three 16-bit columns, each the rounding residual of the
+previous one, keep the float32 value.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# So that rows of 16 bits stay aligned to 16 bytes.
+# Multiple of the padded width: keeps 16-bit rows aligned to 16 bytes.
 _UNIT = 8
 
 
 class Extended(NamedTuple):
-    """Query, key and value ``(..., D + more)``, the further elements of value 0."""
+    """Query, key and value ``(..., D + more)``; the extra columns of value are 0."""
 
     query: Tensor
     key: Tensor
@@ -35,7 +35,7 @@ def with_bias_columns(
         query: ``(..., Q, H, D)``.
         key, value: ``(..., K, Hk, D)``.
         bias: broadcasts to ``(..., K, Hk)``.
-        scale: of the scores; not 0.
+        scale: the scale of the scores; not 0.
     """
     full = key.shape[:-1]
     pieces: Tensor = _Pieces.apply(bias, full, key.dtype, 1.0 / scale)  # type: ignore[no-untyped-call]
@@ -53,7 +53,7 @@ def with_bias_columns(
 
 
 class _Pieces(torch.autograd.Function):
-    """``(..., count)``: numbers of a dtype that sum to those of a bias, times a factor."""
+    """``(..., count)``: pieces of a dtype that sum to the bias times a factor."""
 
     @staticmethod
     def forward(
@@ -66,7 +66,8 @@ class _Pieces(torch.autograd.Function):
         else:
             limit, pieces = torch.finfo(dtype).max, []
             for _ in range(3):
-                # A bias beyond the dtype stands for "masked" wherever there is one; NaN stays.
+                # A finite bias beyond the dtype's range means "masked", so clamping is harmless.
+                # inf and NaN stay.
                 piece = torch.where(rest.isfinite(), rest.clamp(-limit, limit), rest).to(dtype)
                 pieces.append(piece)
                 rest = torch.where(rest.isfinite(), rest - piece.to(rest.dtype), 0.0)
@@ -74,7 +75,7 @@ class _Pieces(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        # Each piece counts as the bias does.
+        # The gradient of every piece equals that of the bias, so the first one suffices.
         first = gradient[..., 0].to(torch.promote_types(gradient.dtype, torch.float32))
         total = first.sum_to_size(ctx.shape) * ctx.factor
         return total.to(ctx.dtype), None, None, None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Masks of FlexAttention, in the forms that attention takes."""
+"""BlockMasks of FlexAttention, converted to the mask forms of this package."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from .masks import IntervalMask
 
 __all__ = ["mask_of_blocks", "plain_mask"]
 
-# Elements of the part of a mask that is looked at, at a time.
+# Mask elements that are materialized at a time.
 _ELEMENTS_AT_ONCE = 1 << 24
 
 
 def mask_of_blocks(
     block_mask: Any, query: Tensor, key: Tensor, *, as_tensor: bool = False
 ) -> Tensor | IntervalMask:
-    """Return an `IntervalMask`, if each key is kept by one run of queries, else a boolean mask.
+    """Return an `IntervalMask` if one run of queries keeps each key, else a boolean mask.
 
-    The mask_mod is called for the partial blocks alone, once for each of their elements; what is
-    compiled cannot know these, and calls it for all pairs, for a boolean mask.
+    The mask_mod is called only for the elements of partial blocks, once each. Compiled code does
+    not know the partial blocks: it calls the mask_mod for all pairs and returns a boolean mask.
 
     Args:
         block_mask: a BlockMask of the sizes of query and key, or with 1 in place of B or H.
@@ -52,7 +52,7 @@ def mask_of_blocks(
 def plain_mask(
     mask: Any, query: Tensor, key: Tensor, plan: Any = None, *, as_tensor: bool = False
 ) -> Any:
-    """Return what `mask_of_blocks` makes of a BlockMask; None if the call has a plan of it."""
+    """Return `mask_of_blocks` of a BlockMask; None if the call has a plan made from that mask."""
     if plan is None:
         check_tensors(query, key=key)
         return mask_of_blocks(mask, query, key, as_tensor=as_tensor)
@@ -67,7 +67,7 @@ def plain_mask(
 
 
 class _Blocks(NamedTuple):
-    """Which blocks are partial and which are full: bool ``(B|1, H|1, rows, columns)`` of blocks."""
+    """The partial and the full blocks, each bool ``(B|1, H|1, block rows, block columns)``."""
 
     partial: Tensor
     full: Tensor
@@ -102,7 +102,7 @@ def _dense(counts: Tensor, numbers: Tensor, columns: int) -> Tensor:
     """Turn lists of blocks into booleans ``(B, H, rows, columns)``."""
     place = torch.arange(numbers.shape[-1], device=numbers.device)
     listed = (place < counts.unsqueeze(-1)) & (numbers >= 0) & (numbers < columns)
-    # One more column takes what is not listed.
+    # The extra column receives the entries that are not listed.
     kept = torch.zeros((*numbers.shape[:-1], columns + 1), dtype=torch.bool, device=numbers.device)
     return kept.scatter(-1, numbers.long().where(listed, columns), True)[..., :columns]
 
@@ -132,7 +132,7 @@ def _check(mask: Any, query: Tensor, key: Tensor) -> None:
 
 
 def _whole(mask: Any, blocks: _Blocks) -> Tensor:
-    """Return the mask, with the mask_mod called for every pair of query and key."""
+    """Return the mask by a call of the mask_mod for every pair of query and key."""
     from torch.nn.attention.flex_attention import create_mask
 
     batch, heads = blocks.partial.shape[:2]
@@ -148,7 +148,7 @@ def _whole(mask: Any, blocks: _Blocks) -> Tensor:
 
 
 def _bits(mask: Any, blocks: _Blocks, at: tuple[Tensor, ...]) -> Tensor:
-    """Return the contents of partial blocks, bool ``(n, rows, columns)``; False behind the ends."""
+    """Return bool ``(n, rows, columns)``: the partial blocks' contents, False beyond Q or K."""
     device, (rows, columns) = blocks.partial.device, blocks.size
     row, column = (torch.arange(n, device=device) for n in blocks.size)
     function = mask.mask_mod
@@ -161,7 +161,7 @@ def _bits(mask: Any, blocks: _Blocks, at: tuple[Tensor, ...]) -> Tensor:
         queries = own[2].unsqueeze(1) * rows + row
         keys = own[3].unsqueeze(1) * columns + column
         inside = (queries < blocks.queries).unsqueeze(2) & (keys < blocks.keys).unsqueeze(1)
-        # What a mask_mod looks up has no places behind the ends.
+        # Tensors that the mask_mod indexes have no elements beyond Q and K.
         limits = max(blocks.queries - 1, 0), max(blocks.keys - 1, 0)
         with _indexing():
             kept = function(*own[:2], queries.clamp(max=limits[0]), keys.clamp(max=limits[1]))
@@ -170,7 +170,7 @@ def _bits(mask: Any, blocks: _Blocks, at: tuple[Tensor, ...]) -> Tensor:
 
 
 def _indexing() -> contextlib.AbstractContextManager[Any]:
-    """Let tensors be indexed by the numbers that torch.vmap gives a mask_mod."""
+    """Let a mask_mod index tensors by the batched numbers that torch.vmap passes."""
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
     mode: contextlib.AbstractContextManager[Any] = TransformGetItemToIndex()

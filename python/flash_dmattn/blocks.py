@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Key blocks that queries or blocks of queries select, as lists of keys or as a mask."""
+"""Conversion of selected key blocks to lists of keys or to a mask."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def lists_or_mask(
     by_mask: bool,
     **excluded: Any,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return blocks as ``key_indices`` or as ``attn_mask``; the other one is None.
+    """Return blocks as ``key_indices`` or as ``attn_mask``; the other result is None.
 
     Args:
         packing, query, key: of the call.
         block_indices, block_size: as in `flash_dmattn_func`.
-        by_mask: whether the call does what calls with lists do not.
-        **excluded: arguments that do not go with blocks, and must be None.
+        by_mask: the call needs a mask, because key lists do not support it.
+        **excluded: arguments that cannot be combined with blocks; each must be None.
     """
     if block_indices is None or block_size is None:
         missing = "block_indices" if block_indices is None else "block_size"
@@ -55,8 +55,8 @@ def lists_or_mask(
     is_dense, heads = packing.is_dense, block_indices.shape[-3]
     keys = key.shape[1] if is_dense else packing.max_seqlen_k
     queries = query.shape[1] if is_dense else query.shape[0]
-    if not torch.compiler.is_compiling():  # where sizes may be symbols
-        # A larger block would be the only one, and cost what it does not hold.
+    if not torch.compiler.is_compiling():  # sizes may be symbolic there
+        # A block beyond the sequence is the only block; clamp it, or its empty part would cost.
         rows, size = min(rows, max(queries, 1)), min(size, max(keys, 1))
     if rows == 1 and not by_mask and checks.is_one_of(heads, 1, key.shape[-2]):
         return _run("block_keys", _keys, block_indices, size, keys), None
@@ -114,13 +114,13 @@ def _in_range(blocks: Tensor, size: int, keys: int) -> Tensor:
 
 
 def _keys(blocks: Tensor, size: int, keys: int) -> Tensor:
-    """List the keys of blocks; of a block that is listed twice, once."""
+    """List the keys of blocks. A block that is listed twice counts once."""
     blocks = blocks.masked_fill(~_in_range(blocks, size, keys), -1).sort(-1).values
     if blocks.shape[-1] > 1:
         again = blocks[..., 1:] == blocks[..., :-1]
         blocks = torch.cat([blocks[..., :1], blocks[..., 1:].masked_fill(again, -1)], -1)
     places = torch.arange(size, device=blocks.device, dtype=torch.int32)
-    # Negative blocks have negative keys.
+    # All keys of a negative block are negative.
     return (blocks.unsqueeze(-1) * size + places).flatten(-2)
 
 
@@ -131,7 +131,7 @@ def _keys_fake(blocks: Tensor, size: int, keys: int) -> Tensor:
 def _keep(blocks: Tensor, rows: int, size: int, queries: int, keys: int) -> Tensor:
     """Return bool ``(..., queries, keys)``."""
     columns = -(-keys // size)
-    # One more column takes what is no block.
+    # The extra column receives indices that are out of range.
     place = blocks.where(_in_range(blocks, size, keys), columns).long()
     kept = blocks.new_zeros((*blocks.shape[:-1], columns + 1), dtype=torch.bool)
     kept = kept.scatter(-1, place, True)[..., :columns]
@@ -147,8 +147,9 @@ def _keep_fake(blocks: Tensor, rows: int, size: int, queries: int, keys: int) ->
 def _keep_alone(
     blocks: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, size: int, keys: int, total: int
 ) -> Tensor:
-    """Return bool ``(h, 1, total)`` of the only query of packed sequences, whose row attention
-    reads along the keys of all sequences.
+    """Return bool ``(h, 1, total)`` for a packed batch with a single query.
+
+    Attention reads such a mask along the keys of all sequences.
     """
     kept = _keep(blocks, 1, size, 1, keys)
     own_sequence = (cu_seqlens_q[1:] == 0).sum().clamp(max=len(cu_seqlens_k) - 1).unsqueeze(0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Checks of single arguments. Each refusal names the argument, what it is and what is allowed."""
+"""Checks of single arguments. Each error names the argument, its value and the allowed values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .dispatch_state import has_values
 
-# Rows and keys are counted in int32 wherever they are stored: IntervalMask, cu_seqlens.
+# IntervalMask and cu_seqlens store row and key counts as int32.
 MOST_ROWS = 2**31 - 1
 _MOST = 2**63 - 1
 _LONGEST_TEXT = 60
@@ -21,7 +21,7 @@ INTEGERS = frozenset({torch.int8, torch.uint8, torch.int16, torch.int32, torch.i
 
 
 def described(value: object) -> str:
-    """Describe an argument in a few words; tensors, arrays and collections without values."""
+    """Describe an argument in a few words, without values of tensors, arrays and collections."""
     if value is None:
         return "None"
     if isinstance(value, Tensor):
@@ -52,7 +52,7 @@ def _is_array(value: object) -> bool:
 
 
 def refuse_type(name: str, allowed: str, value: object) -> NoReturn:
-    """Raise the TypeError of an argument of a type that is not allowed."""
+    """Raise TypeError for an argument of a type that is not allowed."""
     if isinstance(value, torch.fx.Proxy):
         raise TypeError(
             f"{name} must be {allowed}, got a torch.fx.Proxy: symbolic tracing cannot look into "
@@ -64,14 +64,18 @@ def refuse_type(name: str, allowed: str, value: object) -> NoReturn:
         hint = f"; torch.from_numpy({name}) makes a tensor of it"
     got = described(value)
     kind = type(value).__name__
-    # The type is what is wrong: of 3 one would have to guess it.
+    # Name the type of a scalar: its value, such as 3, does not show it.
     if "Tensor" in allowed and isinstance(value, _SCALARS):
         got = f"{kind}: {got}"
     raise TypeError(f"{name} must be {allowed}, got {got}{hint}")
 
 
 def tensor(name: str, value: Any, allowed: str = "a torch.Tensor") -> Tensor:
-    """Return a tensor argument; TypeError for what is none, or none of plain strides."""
+    """Return a tensor argument.
+
+    Raises:
+        TypeError: value is not a tensor, or not a strided one.
+    """
     if not isinstance(value, Tensor):
         refuse_type(name, allowed, value)
     if value.layout is not _STRIDED or value.is_nested:
@@ -80,7 +84,7 @@ def tensor(name: str, value: Any, allowed: str = "a torch.Tensor") -> Tensor:
 
 
 def refuse_layout(name: str, value: Tensor) -> NoReturn:
-    """Raise the TypeError of a tensor that is sparse, nested, or of another layout."""
+    """Raise TypeError for a tensor that is sparse, nested, or of another layout."""
     if value.is_nested:
         raise TypeError(
             f"{name} must be a dense torch.Tensor, got a nested one; flash_dmattn_varlen_func "
@@ -93,30 +97,30 @@ def refuse_layout(name: str, value: Tensor) -> NoReturn:
 
 
 def same_device(name: str, value: Tensor, place: str, device: torch.device) -> None:
-    """Raise ValueError unless a tensor is on a device, which is that of a place."""
+    """Raise ValueError unless a tensor is on ``device``, the device of ``place``."""
     if value.device != device:
         raise ValueError(f"{name} must be on {place} {device}, got a tensor on {value.device}")
 
 
 def longest(name: str, cu_seqlens: Tensor, instead: str = "") -> int:
-    """Return the length of the longest packed sequence, which is read from the device."""
+    """Return the length of the longest packed sequence. This reads the device."""
     check_values(name, cu_seqlens, instead)
     lengths = cu_seqlens[1:] - cu_seqlens[:-1]
     return max(0, int(lengths.max())) if lengths.numel() else 0
 
 
 def check_values(name: str, value: Tensor, instead: str = "") -> None:
-    """Raise ValueError for what the host needs to read and cannot."""
+    """Raise ValueError for a tensor whose values the host needs but cannot read."""
     if not has_values(value):
         kind = "a meta tensor" if value.is_meta else "a fake or traced tensor"
         raise ValueError(f"{name} must have values that can be read, got {kind}{instead}")
 
 
 def is_one_of(size: int, *allowed: int) -> bool:
-    """Say whether a size is one of those that are allowed.
+    """Say whether a size is among the allowed ones.
 
-    What is compiled must not ask ``size in (1, batch)``: where torch.compile (2.13) has found the
-    value of a symbolic size, the answer is wrong.
+    Compiled code must not evaluate ``size in (1, batch)``: torch.compile (2.13) gives a wrong
+    answer once it has specialized a symbolic size.
     """
     for other in allowed:  # noqa: SIM110 - what every version of the compiler traces
         if size == other:
@@ -125,7 +129,7 @@ def is_one_of(size: int, *allowed: int) -> bool:
 
 
 def bounds(name: str, value: Any) -> Tensor:
-    """Return a cu_seqlens argument, whose values are checked where they are read."""
+    """Return a cu_seqlens argument. Its values are checked where they are read."""
     cu_seqlens = tensor(name, value)
     if cu_seqlens.dtype != torch.int32:
         raise TypeError(f"{name} must have dtype torch.int32, got {cu_seqlens.dtype}")
@@ -138,9 +142,8 @@ def index(name: str, value: Any, least: int = -_MOST - 1, most: int = _MOST) -> 
     """Return an integer argument, kept symbolic under torch.compile.
 
     Raises:
-        TypeError: it is no integer; a bool is none either.
-        ValueError: it is below ``least`` or above ``most``, which are not asked of sizes that are
-            compiled.
+        TypeError: it is not an integer, or it is a bool.
+        ValueError: it is below ``least`` or above ``most``. Compiled code does not check this.
     """
     if isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool):
         raise TypeError(f"{name} must be an integer, got {described(value)}")
@@ -165,8 +168,8 @@ def number(name: str, value: Any, alternative: str = " or None") -> float:
     """Return a float argument.
 
     Raises:
-        TypeError: it is no number, or a tensor that requires a gradient.
-        ValueError: no float is as large.
+        TypeError: it is not a number, or it is a tensor that requires a gradient.
+        ValueError: it exceeds the range of float.
     """
     if isinstance(value, Tensor) and value.requires_grad:
         raise TypeError(
@@ -184,7 +187,7 @@ def number(name: str, value: Any, alternative: str = " or None") -> float:
 
 
 def flag(name: str, value: Any) -> bool:
-    """Return a boolean argument, None being False; TypeError for what is neither."""
+    """Return a boolean argument; None is False. Raise TypeError for any other value."""
     if value is None or value is False:
         return False
     if value is True:
@@ -197,10 +200,10 @@ def flag(name: str, value: Any) -> bool:
 
 
 def device(name: str, value: Any) -> torch.device | None:
-    """Return a device argument, None staying None.
+    """Return a device argument; None stays None.
 
     Raises:
-        TypeError: it is neither a name nor a number nor a torch.device.
+        TypeError: it is neither a name, a number nor a torch.device.
         ValueError: no device has this name or number.
         RuntimeError: torch cannot use such a device here.
     """

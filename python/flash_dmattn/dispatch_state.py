@@ -13,15 +13,15 @@ from torch.compiler import is_compiling
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._device import DeviceContext
 
-# Tensors of any other type may change what an operation does.
+# Tensors of any other type may override operations.
 PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
-_NAMESPACES = ("flash_dmattn/", "_/")  # of our operators, and of fallbacks for all operators
+_NAMESPACES = ("flash_dmattn/", "_/")  # this library's operators, and fallbacks for all operators
 
 
 def _is_readable() -> bool:
-    """Say whether torch has all that is asked here, none of which is public.
+    """Say whether this torch has all private names that this module reads.
 
-    Without it every call takes the way that is right for all.
+    Without them every call takes the general path, which is always correct.
     """
     core = torch._C
     wanted = (
@@ -42,14 +42,14 @@ def _is_readable() -> bool:
 
 
 IS_READABLE = _is_readable()
-# Each dot costs a small call as much as the question behind it.
+# Bound once: in small calls an attribute lookup costs as much as the query itself.
 if IS_READABLE:
     _KEY = torch._C.DispatchKey
     _AUTOGRAD = _KEY.AutogradFunctionality
     _is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
     _included_keys = torch._C._dispatch_tls_local_include_set
-    # What a thread includes that does nothing special, and one in inference mode. All else there is
-    # shows here: dispatch modes, also those before dispatch, functorch, both kinds of vmap,
+    # The included keys of an idle thread, outside of and in inference mode. Everything else changes
+    # the set: dispatch modes (also those before dispatch), functorch, both kinds of vmap,
     # torch.jit.trace, functionalization, the Python dispatcher, keys that a guard includes.
     _INFERENCE_KEYS = torch._C.DispatchKeySet(_KEY.BackendSelect)
     _IDLE_KEYS = (_INFERENCE_KEYS.add(_KEY.ADInplaceOrView), _INFERENCE_KEYS)
@@ -61,18 +61,18 @@ if IS_READABLE:
 
 
 class _Kernels:
-    """What is known of the kernels that torch.library was given."""
+    """State of the kernels that are registered with torch.library."""
 
     own: frozenset[str] = frozenset()
-    # Whether the dispatcher would call this library's kernels, so that calls may leave it out. It
-    # would not if torch.library was given other kernels for these operators. Kernels that C++
-    # registers for CPUs or CUDA devices are not seen.
+    # Whether the dispatcher would call this library's kernels, so that calls may bypass it. It
+    # would not if torch.library holds other kernels for these operators. Kernels that C++ registers
+    # for CPUs or CUDA devices are not detected.
     are_own = False
-    counted = -1  # how many there were, of all operators, when that was found out
+    counted = -1  # number of kernels of all operators at the last check
 
 
 def watch_kernels(library: torch.library.Library) -> None:
-    """Take the kernels of a library for our own, and any other of our operators for foreign."""
+    """Treat the kernels of ``library`` as own, and all others for its operators as foreign."""
     _Kernels.own = frozenset(getattr(library, "_op_impls", ()))
 
 
@@ -83,11 +83,12 @@ def _count_kernels() -> None:
 
 
 def is_idle(tensors: tuple[Any, ...], *, or_profiled: bool = False) -> bool:
-    """Say whether the dispatcher, most of the cost of a small call, would have nothing to do; with
-    ``or_profiled`` also where it would only tell a profiler.
+    """Say whether the dispatcher, most of the cost of a small call, would have nothing to do.
 
-    That is: plain tensors of a CPU or a CUDA device, our own kernels, and no tracing, mode,
-    profiler or functorch transform. Of what records calls one thing cannot be seen: a
+    With ``or_profiled``, also return True if it would only notify a profiler.
+
+    The conditions: plain tensors of a CPU or a CUDA device, the library's own kernels, and no
+    tracing, mode, profiler or functorch transform. One recorder cannot be detected: a
     torch.profiler.ExecutionTraceObserver that is started without a profiler.
     """
     if is_compiling() or not IS_READABLE:
@@ -103,42 +104,42 @@ def is_idle(tensors: tuple[Any, ...], *, or_profiled: bool = False) -> bool:
     for tensor in tensors:
         if tensor is not None and (type(tensor) not in PLAIN_TYPES or tensor.is_neg()):
             return False
-    # All tensors of a call are on one device. Others may have kernels of their own; and meta
-    # tensors have no data to compute on, the fake kernels give their results.
+    # All tensors of a call are on one device. Other devices may have kernels of their own. Meta
+    # tensors have no data, so fake kernels must compute their results.
     first = tensors[0]
     return first is not None and (first.is_cpu or first.is_cuda)
 
 
 def _has_function_mode() -> bool:
-    """Say whether a mode is on that may look at calls.
+    """Say whether a torch function mode is on that may observe calls.
 
-    That of torch.set_default_device, on for a whole program, only adds to what makes tensors.
+    The mode of torch.set_default_device is ignored: it only changes functions that make tensors.
     """
     modes = (torch._C._get_function_stack_at(level) for level in range(_function_modes()))
     return any(type(mode) is not DeviceContext for mode in modes)
 
 
 def is_below_autograd() -> bool:
-    """Say whether a kernel or a dispatch mode is calling, for which nothing is to be recorded.
+    """Say whether the caller is a kernel or a dispatch mode, for which nothing is recorded.
 
-    The question of is_idle must have been answered with yes.
+    Call this only after is_idle has returned True.
     """
     return _is_excluded(_AUTOGRAD)
 
 
 def is_recorded_by_jit() -> bool:
-    """Say whether torch.jit.trace records the calls, or torch does not tell.
+    """Say whether torch.jit.trace records the calls, or this cannot be determined.
 
-    torch.jit.is_tracing, which has no types, asks the same.
+    torch.jit.is_tracing reads the same state but has no type annotations.
     """
     return not is_compiling() and (not IS_READABLE or _is_jit_tracing())
 
 
 def is_transformed() -> bool:
-    """Say whether torch.func or forward-mode differentiation is at work.
+    """Say whether torch.func or forward-mode differentiation is active.
 
-    The autograd formula of an operator serves neither: torch.func refuses it, and a tangent is
-    dropped. Where torch does not tell, the answer is yes, since what serves both serves all.
+    The autograd formula of an operator supports neither: torch.func refuses it, and tangents are
+    dropped. If the state is not readable the answer is True: the path for both serves all calls.
     """
     if is_compiling():
         return False
@@ -146,8 +147,9 @@ def is_transformed() -> bool:
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Say whether the host can read a tensor: not a meta or fake one, nor any that make_fx traces.
-    Compiled code can, and breaks its graph.
+    """Say whether the host can read a tensor: it is not meta or fake, and make_fx does not trace.
+
+    Compiled code can read values, with a graph break.
     """
     if tensor.is_meta or is_compiling():
         return not tensor.is_meta
@@ -155,8 +157,9 @@ def has_values(tensor: Tensor) -> bool:
 
 
 def is_looked_at(tensor: Tensor) -> bool:
-    """Say whether a check may read a tensor: on a CPU, where no one waits for it, and outside of
-    what is compiled, traced or transformed, which is for other values too.
+    """Say whether a check may read a tensor: it is on a CPU, so the read does not synchronize.
+
+    Compiled, traced and transformed code is excluded, since it also serves other values.
     """
     if not tensor.is_cpu or is_compiling() or is_transformed():
         return False
@@ -166,6 +169,6 @@ def is_looked_at(tensor: Tensor) -> bool:
 def forward_mode_is_compiled() -> bool:
     """Say whether the compiler traces a call that would lose its tangents.
 
-    It cannot trace what refuses them elsewhere, and reads only this of the state.
+    The compiler cannot trace the code that refuses tangents, and reads only this part of the state.
     """
     return is_compiling() and IS_READABLE and forward_ad._current_level >= 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""How a call of attention would be computed, without computing it."""
+"""Explanations of how an attention call is computed, without computing it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["Explanation", "Obstacle", "explain"]
 
 @dataclass(frozen=True)
 class Obstacle:
-    """Why a call takes a slower way than others do, and what to do about it."""
+    """A reason why a call takes a slower path, and its remedy."""
 
     reason: str
     fix: str
@@ -34,19 +34,19 @@ class Obstacle:
 
 @dataclass(frozen=True)
 class Explanation:
-    """How a call is computed. ``str()`` tells it in a few lines."""
+    """How a call is computed. ``str()`` gives a summary of a few lines."""
 
     backend: str  # as `get_available_backends` names it
     pack: str | None  # the name of the kernel pack and its file; None: the backend has none
-    # The kernels of each step, how they divide the work, and workspace in bytes, as the pack tells.
-    # None: there is no such step, or the backend does not tell.
+    # For each step: its kernels, how they divide the work, and workspace in bytes, as the pack
+    # reports. None: there is no such step, or the backend does not report it.
     selection: Mapping[str, Any] | None
     plan: Mapping[str, Any] | None
     forward: Mapping[str, Any] | None
     backward: Mapping[str, Any] | None
-    gradients: tuple[str, ...]  # of the arguments that a backward pass would compute
+    gradients: tuple[str, ...]  # arguments whose gradients a backward pass would compute
     obstacles: tuple[Obstacle, ...]
-    # What sums the attention that each key received, of calls with return_key_mass.
+    # The step that sums the attention each key received, for calls with return_key_mass.
     key_mass: Mapping[str, Any] | None = None
 
     def __str__(self) -> str:
@@ -69,17 +69,17 @@ class Explanation:
 def explain(
     query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **named: Any
 ) -> Explanation:
-    """Tell how a call would be computed: by which backend and kernels, and what makes it slower.
+    """Explain how a call would be computed: its backend and kernels, and what makes it slower.
 
-    Nothing is computed, and nothing is launched on a GPU, but for what a BlockMask is turned into.
+    Nothing is computed or launched on a GPU, except for the conversion of a BlockMask.
 
     Args:
         query, key, value: as in the call.
-        *arguments, **named: the other arguments of `flash_dmattn_func`; of
-            `flash_dmattn_varlen_func` where ``cu_seqlens_q`` is among them, by its name.
+        *arguments, **named: the other arguments of `flash_dmattn_func`, or of
+            `flash_dmattn_varlen_func` if ``cu_seqlens_q`` is given by name.
 
     Raises:
-        TypeError, ValueError, NotImplementedError, RuntimeError: what the call would raise; and
+        TypeError, ValueError, NotImplementedError, RuntimeError: what the call would raise. Also
             RuntimeError in a function that torch.compile compiles.
     """
     if torch.compiler.is_compiling():
@@ -126,7 +126,7 @@ def explain(
 def _with_plain_mask(
     query: Tensor, key: Tensor, arguments: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments with what a call makes of its BlockMask, whose mask_mod must be called."""
+    """Return arguments with the BlockMask replaced by its plain mask, which calls the mask_mod."""
     mask = arguments[0] if arguments else named.get("attn_mask")
     if not is_block_mask(mask) or named.get("plan") is not None:
         return arguments, named
@@ -140,15 +140,16 @@ def _with_plain_mask(
 
 
 def _kernel(name: str) -> Mapping[str, Any]:
-    """Return a step of which only the kernel is told."""
+    """Return a step that reports only its kernel."""
     return types.MappingProxyType({"kernel": name})
 
 
 def _recorded(
     function: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[AttentionInputs | KeyListInputs, str, SelectionInputs | None]:
-    """Return the record of a call and the name of its backend, by the call's own code, and the
-    selection of its mask, if it makes one by itself.
+    """Return a call's record, its backend's name, and the selection of its mask if it has one.
+
+    The call's own code makes them.
     """
     try:
         with recorded_calls() as selections:
@@ -166,8 +167,8 @@ def _explain_lists(
     *,
     wants_mass: bool,
 ) -> Explanation:
-    """Tell how a call is computed whose queries list their keys."""
-    from .key_lists.ops import (  # which calls without lists do not load
+    """Explain a call whose queries list their keys."""
+    from .key_lists.ops import (  # imported here: calls without lists do not need it
         check_call,
         serving_pack,
         uses_triton,
@@ -226,7 +227,7 @@ def _explain_lists(
 def _widths(
     inputs: AttentionInputs | KeyListInputs, key: Tensor, value: Tensor
 ) -> tuple[Obstacle, ...]:
-    """Tell what a call has copied because value has another head dimension than key."""
+    """Return the copies that a call needs if value's head dimension differs from key's."""
     of_key, of_value = key.shape[-1], value.shape[-1]
     if of_key == of_value or inputs.key.shape[-1] != inputs.value.shape[-1]:
         return ()
@@ -246,7 +247,7 @@ def _widths(
 
 
 def _gradients(inputs: AttentionInputs | KeyListInputs, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names of the fields that a backward pass computes gradients of."""
+    """Return the names of the fields whose gradients a backward pass computes."""
     if not torch.is_grad_enabled():
         return ()
     given = {name: getattr(inputs, name) for name in names}
@@ -318,7 +319,7 @@ def _is_step(step: dict[str, Any] | None) -> bool:
 
 
 def _told(step: Mapping[str, Any]) -> str:
-    """Return a step in words."""
+    """Return a step as text."""
     kernels = step.get("launches", [step.get("kernel")])
     words = [", ".join(kernels) if kernels else "no launch of its own"]
     if "tile_rows" in step:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The FlexAttention function of flash-dmattn 1.2.2, where it was and with its defaults."""
+"""The FlexAttention function of flash-dmattn 1.2.2, at its path and with its defaults."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def flex_dmattn_func(
 ) -> Any:
     """Compute `flash_dmattn_func` by FlexAttention, with 1.2.2's order of arguments and defaults.
 
-    As there, None stands for a causal mask. Unlike there, ``attn_mask`` counts, and what else is
-    given by name goes to `flash_dmattn_func`. `flash_dmattn.flex_dmattn_func` has the order and the
-    defaults of that function.
+    As in 1.2.2, ``is_causal=None`` means a causal mask. Unlike 1.2.2, ``attn_mask`` has an effect,
+    and other named arguments go to `flash_dmattn_func`. `flash_dmattn.flex_dmattn_func` has the
+    order and the defaults of `flash_dmattn_func`.
 
     Raises:
-        RuntimeError: FlexAttention cannot run here; and as `flash_dmattn_func`.
+        RuntimeError: FlexAttention cannot run here. Other errors are those of `flash_dmattn_func`.
     """
     causal = True if is_causal is None else is_causal
     options = {"backend": "flex", **kwargs}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Where flash-dmattn 1.2.2 had its functions."""
+"""The functions of flash-dmattn 1.2.2 at their import path."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The Triton function of flash-dmattn 1.2.2, where it was and with its order of arguments."""
+"""The Triton function of flash-dmattn 1.2.2, at its path and with its order of arguments."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def triton_dmattn_func(
     `flash_dmattn.triton_dmattn_func` has the order of `flash_dmattn_func`, and all its arguments.
 
     Raises:
-        RuntimeError: Triton cannot run here; and as `flash_dmattn_func`.
+        RuntimeError: Triton cannot run here. Other errors are those of `flash_dmattn_func`.
     """
     out = flash_dmattn_func(
         query, key, value, attn_mask, attn_bias, softmax_scale, is_causal, backend="triton"

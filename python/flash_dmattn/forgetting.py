@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Forgetting: attention whose weights decay by learned gates, as a bias for each key.
+"""Forgetting attention: weights decay by learned gates, applied as a bias for each key.
 
 With log forget gates g_l <= 0 and their cumulated sum F_i = g_0 + ... + g_i, the score of query i
-and key j <= i gets F_i - F_j, the gates between them (FoX, arXiv:2503.02130). F_i is the same for
-all keys of a row, so that -F_j is a bias for each key. What has decayed below a threshold can be
-dropped (arXiv:2504.06949): a key is then kept for one interval of queries.
+and key j <= i gets F_i - F_j, the sum of the gates between them (FoX, arXiv:2503.02130). F_i is
+the same for all keys of a row, so -F_j is a per-key bias. Keys that have decayed below a threshold
+can be dropped (arXiv:2504.06949): one interval of queries then keeps each key.
 """
 
 from __future__ import annotations
@@ -42,30 +42,30 @@ def forgetting_bias(
     padding: Tensor | None = None,
     **unknown: NoReturn,
 ) -> tuple[Tensor, IntervalMask | None]:
-    """Return the bias of forget gates, and the mask that drops what they have let decay.
+    """Return the bias of forget gates, and the mask that drops decayed keys.
 
     They are ``attn_bias`` and ``attn_mask`` of causal self-attention, Q = K = N. Query i then adds
-    to the score of key j the sum of the gates j + 1 to i.
+    the sum of the gates j + 1 to i to the score of key j.
 
     Args:
         log_forget: ``(B, {H|Hk}, N)``, logarithms of forget gates, at most 0; packed
-            ``({H|Hk}, total)``. -inf forgets all that is before.
-        prune: drop a key for a query where the gates between them sum to less than this, at most 0;
-            `pruning_threshold` says where that can be seen. A gate below ``prune - 1`` counts as
-            that, and gets no gradient. None keeps all keys; a gate of -inf then counts as -1000.
+            ``({H|Hk}, total)``. -inf forgets all earlier keys.
+        prune: at most 0. Drop a key for a query if the gates between them sum to less than this;
+            `pruning_threshold` gives a harmless value. A gate below ``prune - 1`` counts as
+            ``prune - 1`` and gets no gradient. None keeps all keys; -inf then counts as -1000.
         cu_seqlens: int32 ``(sequences + 1,)``: 0, then where each packed sequence ends. Gates act
             within a sequence.
-        padding: bool ``(B, N)``, True is a token. Others do not decay what is before them, and
-            their keys are not kept.
+        padding: bool ``(B, N)``, True is a token. Padding does not decay earlier keys, and its keys
+            are not kept.
 
     Returns:
-        The bias ``(B, {H|Hk}, 1, N)``, packed ``({H|Hk}, 1, total)``, through which gradients flow
-        to the gates, in float64; and an `IntervalMask`, or None without prune.
+        The bias, float64 ``(B, {H|Hk}, 1, N)``, packed ``({H|Hk}, 1, total)``, differentiable with
+        respect to the gates; and an `IntervalMask`, or None without prune.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
-        ValueError: a shape or a device does not fit, or prune is above 0; or a gate is above 0
-            where keys are pruned, which is seen on CPUs only.
+        ValueError: a shape or a device does not fit, or prune is above 0; or, with prune, a gate
+            is above 0, which is checked on CPUs only.
     """
     if unknown:
         refuse_keywords(forgetting_bias, unknown)
@@ -84,7 +84,7 @@ def forgetting_attention(
     softmax_scale: float | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Return causal self-attention with what `forgetting_bias` makes of gates.
+    """Return causal self-attention with the bias and the mask of `forgetting_bias`.
 
     Args:
         query, key, value: tensors ``(B, N, heads, D)`` on the device of the gates.
@@ -92,7 +92,7 @@ def forgetting_attention(
         softmax_scale, backend: as in `flash_dmattn_func`.
     """
     prune = _checked(log_forget, prune, None, padding)
-    # What is wrong, and what is cast or padded, is left to the functions that are apart.
+    # The separate functions handle errors, casts and padding.
     is_usual = (
         backend is None
         and query.dtype == key.dtype == value.dtype != torch.float64
@@ -120,7 +120,7 @@ def forgetting_attention(
 def _checked(
     log_forget: Tensor, prune: float | None, cu_seqlens: Tensor | None, padding: Tensor | None
 ) -> float | None:
-    """Return the threshold of pruning, after a look at all arguments."""
+    """Check all arguments, and return the pruning threshold."""
     check_log_forget(log_forget, cu_seqlens, padding)
     prune = checked_prune(prune)
     if prune is not None:
@@ -136,30 +136,30 @@ def _bias_and_mask(
     if prune is None:
         return bias, None
     length = log_forget.shape[-1] if cu_seqlens is None else None
-    # What decays later comes later: only padding interrupts the keys that a query keeps.
+    # Later keys decay later, so each query keeps one run of keys. Only padding interrupts it.
     return bias, telling_runs(IntervalMask(start, end, query_length=length))
 
 
 def pruning_threshold(score_bound: float, length: int, *, error: float = 1e-4) -> float:
-    """Return the largest ``prune`` of which a bound of the scores says that it does no harm.
+    """Return the largest ``prune`` that is harmless for scores of a given bound.
 
-    A row that drops what has decayed below it drops at most the fraction ``error`` of its weights:
-    each of ``length`` keys weighs at most ``exp(score_bound + prune)``, and the query's own, which
+    A row that drops keys decayed below it drops at most the fraction ``error`` of its weights: each
+    of ``length`` keys weighs at most ``exp(score_bound + prune)``, and the query's own key, which
     has not decayed, at least ``exp(-score_bound)``. So the output changes by at most ``2 * error``
     times the largest value.
 
     Args:
-        score_bound: no scaled score ``scale * q.k`` is larger, or smaller than its negative. After
-            an RMS norm of query and key, not rotated, it is ``scale * D * max|w_q * w_k|``, with
-            the norms' weights w.
-        length: keys that a query sees.
+        score_bound: upper bound of the absolute scaled scores ``|scale * q.k|``. After an RMS norm
+            of query and key, without rotation, it is ``scale * D * max|w_q * w_k|``, with the
+            norms' weights w.
+        length: number of keys that a query sees.
         error: between 0 and 1.
 
     Returns:
         ``log(error) - log(length) - 2 * score_bound``.
 
     Raises:
-        TypeError: an argument is no number.
+        TypeError: an argument is not a number.
         ValueError: a number is outside of its range.
     """
     bound, error = checks.number("score_bound", score_bound, ""), checks.number("error", error, "")
@@ -172,7 +172,7 @@ def pruning_threshold(score_bound: float, length: int, *, error: float = 1e-4) -
 
 
 def checked_prune(prune: float | None) -> float | None:
-    """Return a threshold of log decay."""
+    """Check and return a threshold of log decay."""
     if prune is None:
         return None
     given = checks.number("prune", prune)
@@ -185,7 +185,7 @@ def checked_prune(prune: float | None) -> float | None:
 
 
 def check_log_forget(log_forget: Tensor, cu_seqlens: Tensor | None, padding: Tensor | None) -> None:
-    """Raise TypeError or ValueError as `forgetting_bias` does."""
+    """Raise TypeError or ValueError as documented by `forgetting_bias`."""
     checks.tensor("log_forget", log_forget)
     if not log_forget.is_floating_point() or log_forget.element_size() < 2:
         raise TypeError(
@@ -230,7 +230,7 @@ def _check_padding(padding: Tensor, log_forget: Tensor, cu_seqlens: Tensor | Non
 
 
 def check_gates(log_forget: Tensor) -> None:
-    """Raise ValueError where a gate, on a CPU, is above 0."""
+    """Raise ValueError if a gate is above 0. Only gates on a CPU are checked."""
     if not dispatch_state.is_looked_at(log_forget):
         return
     if bool((log_forget > 0).any()):

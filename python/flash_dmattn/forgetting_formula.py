@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The formula of forget gates in PyTorch operations, which torch transforms as all of its own."""
+"""The formula of forget gates in PyTorch operations, which support all torch transforms."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ __all__ = [
     "remembered",
 ]
 
-# The bias, start and end; the last two without elements where nothing is pruned.
+# The bias, start and end. start and end are empty without pruning.
 Results = tuple[Tensor, Tensor, Tensor]
-# What -inf counts as where nothing is pruned: no score makes up for it.
+# The value of a -inf gate without pruning. No score can compensate for it.
 _FORGETS_ALL = -1000.0
-# Gates of a chunk of which `running_sums` makes sums.
+# Gates in a chunk of `running_sums`.
 _SUMMED_TOGETHER = 128
 
 
 def plain_results(
     log_forget: Tensor, padding: Tensor | None, cu_seqlens: Tensor | None, prune: float | None
 ) -> Results:
-    """Return the bias, with gradients, start and end that `forgetting_bias` is made of."""
+    """Return the bias, with gradients, and the start and end for `forgetting_bias`."""
     tokens = _tokens(padding)
     total = running_sums(bounded_gates(log_forget, prune, tokens))
     within = None if cu_seqlens is None else _bounds_of_tokens(cu_seqlens, total.shape[-1])
@@ -56,7 +56,7 @@ def plain_gradient(
     cu_seqlens: Tensor | None,
     prune: float | None,
 ) -> Tensor:
-    """Return the gradient of the gates, which is differentiable with respect to dbias."""
+    """Return the gradient of the gates. It is differentiable with respect to dbias."""
     tokens = _tokens(padding)
     given = dbias.squeeze(-2).to(torch.float64)
     if tokens is not None:
@@ -73,7 +73,7 @@ def plain_gradient(
 
 
 def empty_results(log_forget: Tensor, prune: float | None) -> Results:
-    """Return tensors for what `plain_results` returns."""
+    """Return uninitialized tensors for the results of `plain_results`."""
     shape, device = log_forget.shape, log_forget.device
     bias = torch.empty((*shape[:-1], 1, shape[-1]), dtype=torch.float64, device=device)
     start = torch.empty((0,) if prune is None else shape, dtype=torch.int32, device=device)
@@ -81,12 +81,12 @@ def empty_results(log_forget: Tensor, prune: float | None) -> Results:
 
 
 def least_gate(prune: float | None) -> float:
-    """Return the least gate, as which smaller ones count."""
+    """Return the least gate. Smaller gates count as it."""
     return _FORGETS_ALL if prune is None else prune - 1
 
 
 def read_by(backend: str | None, bias: Tensor) -> Tensor:
-    """Return a bias of float64 in a dtype that a backend reads: portable ones read float32."""
+    """Return a float64 bias in a dtype that a backend reads: float32 for portable backends."""
     name = backend_name(backend)
     chosen = _default_backend() if name == "auto" else name
     return bias.float() if chosen in portable.NAMES else bias
@@ -96,14 +96,14 @@ def _default_backend() -> str:
     return environment.get("FLASH_DMATTN_BACKEND")
 
 
-# As torch.compiler.assume_constant_result, which imports torch._dynamo, marks it.
+# The mark of torch.compiler.assume_constant_result, whose call would import torch._dynamo.
 _default_backend._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def bounded_gates(log_forget: Tensor, prune: float | None, tokens: Tensor | None) -> Tensor:
     """Return gates in float64 that can be summed: finite, and 0 at padding."""
     gates = log_forget.to(torch.float64)
-    # Not by clamp, which gives a gate at the bound its gradient only before torch 2.14.
+    # clamp gives a gate at the bound its gradient only before torch 2.14.
     gates = gates.masked_fill(gates < least_gate(prune), least_gate(prune))
     return gates if tokens is None else gates.masked_fill(~tokens, 0)
 
@@ -111,7 +111,8 @@ def bounded_gates(log_forget: Tensor, prune: float | None, tokens: Tensor | None
 def running_sums(gates: Tensor) -> Tensor:
     """Return the cumulated sums along the last dimension.
 
-    Chunks are summed first: on a GPU one thread block goes through each row, and there are few.
+    Chunks are summed first, because cumsum runs one thread block per row on a GPU, and there are
+    few rows.
     """
     length = gates.shape[-1]
     if length < 2 * _SUMMED_TOGETHER:
@@ -126,8 +127,8 @@ def kept_until(rows: Tensor, keys: Tensor, prune: float) -> Tensor:
     """Return the first row, int64, for which each key has decayed below a threshold.
 
     Args:
-        rows: ``(..., rows)``, what the gates have summed to at each row, which only falls.
-        keys: ``(..., keys)``, the same at each key; inf for a key that no row keeps.
+        rows: ``(..., rows)``, the gates' sum at each row. It never rises.
+        keys: ``(..., keys)``, the gates' sum at each key; inf for a key that no row keeps.
         prune: the threshold.
     """
     return torch.searchsorted((-rows).contiguous(), (-prune - keys).contiguous(), right=True)
@@ -136,12 +137,12 @@ def kept_until(rows: Tensor, keys: Tensor, prune: float) -> Tensor:
 def remembered(
     rows: Tensor, keys: Tensor, prune: float | None, capacity: int | None = None
 ) -> IntervalMask:
-    """Return the mask of causal queries, whose tokens are the last of the keys.
+    """Return the mask of causal queries whose tokens are the last keys.
 
     Args:
         rows, keys: as in `kept_until`, without gradients.
         prune: the threshold, or None.
-        capacity: keys that a query sees at most, itself included; or None.
+        capacity: most keys that a query sees, including its own; or None.
     """
     count = rows.shape[-1]
     row = torch.arange(keys.shape[-1], device=keys.device) - (keys.shape[-1] - count)
@@ -170,8 +171,8 @@ def _intervals(
 
 
 def _bounds_of_tokens(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """Return int64 ``(total,)``, twice: where the sequence of each token begins and ends."""
-    # What is wrong on another device than a CPU must not be read from outside of a tensor.
+    """Return two int64 ``(total,)``: the begin and the end of each token's sequence."""
+    # On devices other than a CPU bounds are not checked, so clamp them against reads out of bounds.
     bounds = cu_seqlens.to(torch.int64).clamp(0, total)
     token = torch.arange(total, device=cu_seqlens.device)
     after = torch.searchsorted(bounds, token, right=True).clamp(1, max(len(bounds) - 1, 1))
@@ -179,5 +180,5 @@ def _bounds_of_tokens(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
 
 
 def _tokens(padding: Tensor | None) -> Tensor | None:
-    """Return ``(..., 1, N)``, which broadcasts over the heads."""
+    """Return padding as ``(..., 1, N)``, which broadcasts over the heads."""
     return None if padding is None else padding.unsqueeze(-2)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Bias and intervals of forget gates by the kernels of a pack, differentiable, and their operators.
+"""Bias and intervals of forget gates by the kernels of a pack, with autograd and operators.
 
-A pack reads the gates once and writes all results, which takes PyTorch some forty operations.
+A pack reads the gates once and writes all results. PyTorch needs about forty operations for this.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ _Gates: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 def serves(log_forget: Tensor) -> bool:
-    """Say whether `forget` is to compute a call, which then has no torch.func transform."""
+    """Say whether `forget` computes a call. The call then has no torch.func transform."""
     if not (log_forget.is_cpu or log_forget.is_cuda):
         return False
     if dispatch_state.is_transformed() or dispatch_state.forward_mode_is_compiled():
         return False
-    # Dynamo traces no question to a pack.
+    # Dynamo cannot trace the query to a pack.
     return torch.compiler.is_compiling() or _serving_pack(log_forget.device) is not None
 
 
 def forget(
     log_forget: Tensor, padding: Tensor | None, cu_seqlens: Tensor | None, prune: float | None
 ) -> Results:
-    """Return what `plain_results` does, with one operator."""
+    """Return the results of `plain_results` by one operator."""
     tensors = (log_forget, padding, cu_seqlens)
     if dispatch_state.is_idle(tensors):
         if not is_recorded((log_forget,)):
@@ -70,9 +70,9 @@ def attend(
     *,
     deterministic: bool,
 ) -> Tensor | None:
-    """Return the causal attention of a dense call over what forget gates leave of it, in one step
-    forward and one backward; None, with nothing done, where the gates are to be computed apart.
+    """Return the causal attention of a dense call with forget gates, in one autograd step.
 
+    Return None, without any computation, if the gates must be computed separately.
     Args:
         tensors: query, key, value and the gates.
         padding, prune: as in `forget`.
@@ -97,7 +97,7 @@ def _call(
     log_forget: Tensor,
     settings: tuple[PackBackend, Tensor | None, float | None, float, bool],
 ) -> Any:
-    """Return a call of the attention, whose bias and intervals have been computed."""
+    """Compute the bias and the intervals, and return a call of the attention."""
     pack, padding, prune, scale, deterministic = settings
     bias, start, end = _results(pack, (log_forget, padding, None), prune)
     is_pruned = prune is not None
@@ -157,7 +157,7 @@ def _forget_backward(dbias: Tensor, *arguments: Any) -> Tensor:
     if pack is None:
         plain = plain_gradient(dbias, log_forget, padding, cu_seqlens, prune)
         return torch.empty_like(log_forget).copy_(plain)
-    gradient = torch.empty_like(log_forget)  # in the gates' order, as autograd keeps it
+    gradient = torch.empty_like(log_forget)  # in the gates' memory layout, which autograd keeps
     gates = (log_forget, padding, _contiguous(cu_seqlens))
     pack.forget_backward(gradient, dbias, gates, least_gate(prune))
     return gradient
@@ -168,9 +168,9 @@ def _forget_backward_fake(dbias: Tensor, log_forget: Tensor, *arguments: Any) ->
 
 
 def _gradient(dbias: Tensor, gates: _Gates, prune: float | None) -> Tensor:
-    """Return the gradient of the gates, computed by whoever the state of the dispatcher wants."""
+    """Return the gradient of the gates by the path that the dispatcher state requires."""
     backward: Callable[..., Tensor] = torch.ops.flash_dmattn.forget_backward.default
-    if torch.is_grad_enabled():  # the gradient is to have a gradient itself
+    if torch.is_grad_enabled():  # double backward
         backward = plain_gradient
     elif dispatch_state.is_idle((dbias, *gates)):
         backward = _forget_backward
@@ -191,7 +191,7 @@ def _differentiate(ctx: Any, dbias: Tensor | None, *_: Any) -> tuple[Tensor | No
 
 
 class _Forget(torch.autograd.Function):
-    """The same without the dispatcher."""
+    """`forget` without the dispatcher."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Results:
@@ -203,7 +203,7 @@ class _Forget(torch.autograd.Function):
 
 
 class _ForgettingAttention(torch.autograd.Function):
-    """Attention with the bias and the mask of its gates, which no other function sees."""
+    """Attention with the bias and the mask of its gates, which stay internal."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
@@ -218,7 +218,7 @@ class _ForgettingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
         *saved, log_forget, padding = ctx.saved_tensors
-        # Those of query, key and value, and of the bias for that of the gates.
+        # Flags of query, key, value and bias. The gates need their gradient through the bias.
         flags = ctx.needs_input_grad[:4]
         found = kept_gradients(ctx.call, tuple(saved), (*flags, False), dout, None)
         dquery, dkey, dvalue, dbias, _ = found

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The public functions, drop-in for callers of flash-dmattn 1."""
+"""The public functions, drop-in replacements for those of flash-dmattn 1."""
 
 from __future__ import annotations
 
@@ -95,72 +95,72 @@ def flash_dmattn_func(
 ) -> Output:
     """Compute attention over the keys that a mask keeps, at a cost that follows the kept keys.
 
-    A row that keeps nothing gives output 0, lse -inf and zero gradients. What a key that no query
-    keeps holds, NaN included, reaches no result. Expanded and sliced masks and biases are used as
-    they are.
+    A row that keeps no key gives output 0, lse -inf and zero gradients. The contents of a key that
+    no query keeps, NaN included, do not affect any result. Expanded and sliced masks and biases
+    are used without a copy.
 
     Args:
         query: ``(B, Q, H, D)``, D from 1 to 256; float16 or bfloat16, on CPUs also float32. Any Q,
             K >= 0.
-        key, value: ``(B, K, Hk, D)`` of query's dtype; H is a multiple of Hk. The head dimension of
-            value may be another one, Dv: but for some calls on Hopper, and the reference, kernels
-            compute with copies that zeros pad to the larger of both.
+        key, value: ``(B, K, Hk, D)`` of query's dtype; H is a multiple of Hk. The head dimension
+            of value may be another one, Dv. Except for some calls on Hopper, and for the reference,
+            kernels then compute with copies that are padded with zeros to the larger of both.
         attn_mask: bool ``({B|1}, {H|Hk|1}, {Q|1}, {K|1})``, True keeps; the same for every query:
             ``(B, {H|Hk|1}, K)`` or ``(B, K)``; or an `IntervalMask`; or a BlockMask of
-            FlexAttention, which each call turns into one of these (`make_plan` does it once).
+            FlexAttention, which each call converts to one of these (`make_plan` converts it once).
         attn_bias: added to the scaled scores; shapes as ``attn_mask``, query's dtype or float32.
-            -inf means "not kept". One that is the same for every query may be float64, and of any
-            size, for the backends cpu, cuda and reference: what float32 would round counts. Then
-            lse is float64.
+            -inf means "not kept". A bias that is the same for every query may be float64 and of
+            any magnitude, for the backends cpu, cuda and reference: it is not rounded to float32.
+            lse is then float64.
         softmax_scale: multiplies the scores; ``D ** -0.5`` by default.
         is_causal: query i sees keys ``j <= i + K - Q`` (aligned bottom right); False by default.
         softcap: if positive, scores become ``softcap * tanh(score / softcap)`` before the bias is
             added. 0 by default.
-        deterministic: equal inputs give equal bits; by default whether FLASH_DMATTN_DETERMINISTIC
-            or torch.use_deterministic_algorithms asks for it.
+        deterministic: equal inputs give equal bits. The default follows FLASH_DMATTN_DETERMINISTIC
+            and torch.use_deterministic_algorithms.
         return_attn_probs: also return the probabilities, by plain PyTorch: O(Q x K) memory.
-        window_size: keep the ``window_size`` keys with the largest bias (`dynamic_mask`) of those
-            that ``attn_mask``, a boolean one or None, keeps. However many keys there are, those
-            whose bias is NaN are never kept; without a window NaN propagates.
-        keep_last, keep_first: with ``window_size`` and causality, also keep the last and the first
-            so many keys that a query sees, and select among the others. ``window_size=0`` then
-            needs no bias.
-        plan: of `make_plan`, for a mask that serves several calls. Then ``attn_mask`` and
-            ``is_causal`` are the plan's.
+        window_size: keep the ``window_size`` keys with the largest bias (`dynamic_mask`) among
+            those that ``attn_mask``, a boolean mask or None, keeps. Keys whose bias is NaN are
+            never kept, whatever the number of keys. Without a window NaN propagates.
+        keep_last, keep_first: with ``window_size`` and causality, also keep this many of the last
+            and of the first keys that a query sees, and select among the others. ``window_size=0``
+            then needs no bias.
+        plan: of `make_plan`, for a mask that serves several calls. It replaces ``attn_mask`` and
+            ``is_causal``.
         sink: ``(H,)``, query's dtype or float32: one more score in the sum that a row's softmax
-            divides by, with nothing to attend to.
+            divides by. It has no key and no value.
         return_lse: also return the log-sum-exp of each row's scores, without the sink.
         return_key_mass: also return, last, the attention that each key received: its probabilities,
-            summed over the query rows. They sum to less than the number of rows by what sinks took.
+            summed over the query rows. Their sum is the number of rows, less the sinks' share.
         backend: None or "auto" follows the device; or a name of `get_available_backends`.
-        key_indices: int32 ``(B, {Hk|1}, Q, k)``, the keys that each query attends to. What is out
-            of range, such as -1, or beyond the causal limit is no key; a key that is listed twice
-            counts twice. Then ``attn_bias`` is the same for every query, and there is no mask,
+        key_indices: int32 ``(B, {Hk|1}, Q, k)``, the keys that each query attends to. Entries out
+            of range, such as -1, or beyond the causal limit are ignored. A key that is listed
+            twice counts twice. ``attn_bias`` must then be the same for every query, without a mask,
             window or plan.
         index_bias: ``(B, {H|Hk|1}, Q, k)``, of 16 bits or float32: added to the scores of the keys
             that ``key_indices`` lists. -inf means "not kept".
         block_indices: int32 ``(B, {H|Hk|1}, blocks of queries, k)``, the key blocks that each
-            block of consecutive queries attends to. What is out of range is no block; a block that
-            is listed twice counts once. Then there is no mask, window, plan or list of keys.
+            block of consecutive queries attends to. Entries out of range are ignored. A block that
+            is listed twice counts once. There must be no mask, window, plan or list of keys.
         block_size: ``(queries of a block, keys of a block)`` of ``block_indices``; the last blocks
-            may be shorter. One query, and a bias that is the same for every query, make
-            ``key_indices`` of the blocks, O(Q x keys listed) integers; else they make a boolean
-            mask of Q x K.
+            may be shorter. Blocks of one query, with a bias that is the same for every query, are
+            converted to ``key_indices``, O(Q x keys listed) integers. Others are converted to a
+            boolean mask of Q x K.
 
     Returns:
         ``out`` ``(B, Q, H, Dv)`` of query's dtype; ``(out, lse)`` with return_lse; ``(out, lse,
         probabilities)`` with return_attn_probs. lse is float32 ``(B, H, Q)``, natural logarithm;
         probabilities are ``(B, H, Q, K)`` in query's dtype. All are differentiable with respect to
-        query, key, value, attn_bias, index_bias and sink. With return_key_mass the mass is one more
-        result, behind these: float32 ``(B, H, K)``, without a gradient.
+        query, key, value, attn_bias, index_bias and sink. With return_key_mass the mass is the last
+        result: float32 ``(B, H, K)``, without a gradient.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
-        ValueError: a shape, a device or a number does not fit; the text names the argument and what
-            is allowed.
+        ValueError: a shape, a device or a number does not fit; the text names the argument and the
+            allowed values.
         NotImplementedError: the kernel pack was not built for this valid problem.
-        RuntimeError: the backend cannot run here; on double backward, forward-mode
-            differentiation and torch.vmap, all of which ``backend="reference"`` supports.
+        RuntimeError: the backend cannot run here; or double backward, forward-mode
+            differentiation or torch.vmap, all of which ``backend="reference"`` supports.
     """
     if unknown:
         refuse_keywords(flash_dmattn_func, unknown)
@@ -224,11 +224,11 @@ def flash_dmattn_func(
             return out if lse is None else (out, lse)
     mask: Any = attn_mask
     if is_block_mask(mask):
-        from .block_masks import plain_mask  # which calls without one do not load
+        from .block_masks import plain_mask  # imported here: other calls do not need it
 
         mask = plain_mask(mask, query, key, plan, as_tensor=window_size is not None)
     check_tensors(query, key=key, value=value, attn_mask=mask, attn_bias=attn_bias, sink=sink)
-    # Arguments by position cost half of those by name.
+    # Positional arguments cost half as much as keyword arguments.
     return _attention(
         DENSE,
         query,
@@ -289,26 +289,26 @@ def flash_dmattn_varlen_func(
     Args:
         query: ``(total_q, H, D)``, the sequences' rows one after another.
         key, value: ``(total_k, Hk, D)``; or pages ``(pages, page, Hk, D)`` with ``block_table``.
-            The head dimension of value may be another one, Dv; of pages then those that
-            ``block_table`` lists, as far as ``max_seqlen_k`` tells, are copied.
+            The head dimension of value may be another one, Dv. With pages, the pages that
+            ``block_table`` lists, as far as ``max_seqlen_k`` reaches, are then copied.
         cu_seqlens_q, cu_seqlens_k: int32 ``(B + 1,)``: 0, then where each sequence ends.
         max_seqlen_q, max_seqlen_k: at least the length of the longest sequence.
         softmax_scale, is_causal, softcap, deterministic: as in `flash_dmattn_func`.
-        window_size, keep_last, keep_first, plan, sink, return_lse, backend: likewise, for each
-            sequence by itself.
-        return_key_mass: likewise; not with ``block_table``.
+        window_size, keep_last, keep_first, plan, sink, return_lse, backend: as in
+            `flash_dmattn_func`, for each sequence separately.
+        return_key_mass: as in `flash_dmattn_func`; not with ``block_table``.
         return_attn_probs: also return the probabilities.
-        block_table: int32 ``(B, pages of a sequence)``, the number of each page of a sequence.
-            Forward only.
+        block_table: int32 ``(B, pages of a sequence)``, the page numbers of each sequence. Forward
+            only.
         attn_mask: bool per key ``({H|Hk|1}, 1, total_k)`` or, with total_q > 1, per query
             ``({H|Hk|1}, total_q, max_seqlen_k)``; or an `IntervalMask` of shape ``({H|Hk|1},
-            total_k)``, rows counted in the own sequence.
-        attn_bias: as a boolean ``attn_mask``, in query's dtype or float32; per key also float64,
-            as in `flash_dmattn_func`.
+            total_k)``, whose rows are numbered within each sequence.
+        attn_bias: shapes as a boolean ``attn_mask``, query's dtype or float32; per key also
+            float64, as in `flash_dmattn_func`.
         key_indices, index_bias: as in `flash_dmattn_func`, int32 ``({Hk|1}, total_q, k)`` and
-            ``({H|Hk|1}, total_q, k)``; keys are counted in the query's own sequence.
+            ``({H|Hk|1}, total_q, k)``; keys are numbered within the query's sequence.
         block_indices, block_size: as in `flash_dmattn_func`, int32 ``({H|Hk|1}, total_q, k)``, of
-            one query each; blocks are counted in the query's own sequence.
+            one query each; blocks are numbered within the query's sequence.
 
     Returns:
         As `flash_dmattn_func`, with ``out`` ``(total_q, H, Dv)``, lse ``(H, total_q)``, the mass
@@ -417,8 +417,8 @@ def _blocks(
     return_attn_probs: bool | None,
     **excluded: Any,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the blocks that a call lists as ``key_indices`` and ``attn_mask``."""
-    from .blocks import lists_or_mask  # which calls without blocks do not load
+    """Return the listed blocks as ``key_indices`` and ``attn_mask``."""
+    from .blocks import lists_or_mask  # imported here: other calls do not need it
 
     check_tensors(query, key=key, attn_bias=attn_bias)
     rank = 4 if packing.is_dense else 3
@@ -436,13 +436,13 @@ def _blocks(
 
 def _listed(*arguments: Any, **settings: Any) -> Output:
     """Compute a call that lists the keys of each query."""
-    from .key_lists import listed_attention  # which calls without lists do not load
+    from .key_lists import listed_attention  # imported here: other calls do not need it
 
     return listed_attention(*arguments, **settings)
 
 
 def get_available_backends() -> list[str]:
-    """Return the names of the backends that can run here, the preferred first."""
+    """Return the names of the backends that can run here, in order of preference."""
     return available_backends()
 
 
@@ -456,7 +456,7 @@ def flash_dmattn_func_auto(backend: str | None = None, **kwargs: Any) -> Callabl
     Raises:
         ValueError: no backend has this name.
         RuntimeError: the backend cannot run here.
-        TypeError: an argument that `flash_dmattn_func` does not have, or that has no default.
+        TypeError: `flash_dmattn_func` does not have the argument, or it has no default.
     """
     if backend_name(backend) != "auto":
         assert backend is not None
@@ -475,7 +475,7 @@ def flash_dmattn_func_auto(backend: str | None = None, **kwargs: Any) -> Callabl
             f"are {', '.join(defaults)}"
         )
     defaults.update(kwargs, backend=backend)
-    # The same code with other defaults: the signature stays, and a call costs nothing more.
+    # The same code object with other defaults keeps the signature and adds no cost per call.
     bound = types.FunctionType(
         flash_dmattn_func.__code__, flash_dmattn_func.__globals__, flash_dmattn_func.__name__
     )
@@ -509,7 +509,7 @@ def _attention(
     return_key_mass: bool,
     backend: str | None,
 ) -> Output:
-    """Compute a call of either form, whose tensors are on one device."""
+    """Compute a dense or a packed call whose tensors are on one device."""
     name = backend_name(backend)
     query, key, value, bias, sink = autocast(query, key, value, attn_bias, sink)
     check_dtypes(query, key, value, name)
@@ -547,7 +547,7 @@ def _attention(
             bias = None if bias is None else without_nan(bias)
         else:
             limited = causal and not (dense and is_one_row(query.shape[1]))
-            # What is computed apart from the output takes a mask.
+            # Steps that run apart from the output, probabilities and mass, need a mask.
             is_alone = not (return_probabilities or return_key_mass)
             if limited and is_alone and is_per_key(bias, parts.mask, dense):
                 within = counts
@@ -555,8 +555,8 @@ def _attention(
                 shape = call_shape(query, key, packing)
                 ranking = place_bias(key, packing) if bias is None else bias
                 parts = select(ranking, parts.mask, packing, shape, counts, limited, name)
-    # Only the head dimension of packed tensors is expandable: the size of the next one tells
-    # whether a mask is per key or per query.
+    # Of packed tensors only the head dimension may be narrowed: the size of the next one
+    # distinguishes per-key from per-query masks.
     expandable = 4 if dense else 1
     inputs = AttentionInputs(
         query,
@@ -599,7 +599,7 @@ def _attention(
 
 
 def _selected(inputs: AttentionInputs, backend: str) -> AttentionInputs:
-    """Return a call with a mask in place of its window, for who does not select in the call."""
+    """Return a call with a mask in place of its window, for backends that select separately."""
     packing = Packing(*(getattr(inputs, name) for name in Packing._fields))
     shape = call_shape(inputs.query, inputs.key, packing)
     assert inputs.bias is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The public names of the package, imported when they are first used."""
+"""The public names of the package, imported at their first use."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _MODULES = {
     "pruning_threshold": "forgetting",
 }
 _AVAILABILITY = {"CUDA_AVAILABLE": "cuda", "TRITON_AVAILABLE": "triton", "FLEX_AVAILABLE": "flex"}
-# None where the backend is absent, as callers of 1.2.2 test for.
+# Each is None if its backend is absent, because callers of 1.2.2 test for None.
 _BOUND_FUNCTIONS = {"triton_dmattn_func": "triton", "flex_dmattn_func": "flex"}
 
 
 def look_up(name: str) -> Any:
-    """Return what a name of the package stands for.
+    """Return the object of a public name of the package.
 
     Raises:
         AttributeError: the package has no such name.
-        ImportError: it needs PyTorch, which is not installed.
+        ImportError: the name needs PyTorch, which is not installed.
     """
     if name == "__version__":
         return importlib.metadata.version("flash-dmattn")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Checks of the arguments that masks are made from."""
+"""Checks of the arguments of mask constructors."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from .checks import MOST_ROWS
 
 
 def checked_length(name: str, length: int) -> int:
-    """Return a number of queries or keys."""
+    """Check and return a number of queries or keys."""
     return checks.index(name, length, 0, MOST_ROWS)
 
 
 def checked_side(name: str, side: int | None) -> int | None:
-    """Return how far a window reaches to a side, None being no limit."""
+    """Check and return the reach of a window to one side; None means no limit."""
     if side is None:
         return None
     side = checks.index(name, side)
     if side < 0:
         raise ValueError(f"{name} must be at least 0, or None for no limit, got {side}")
-    # A side longer than any sequence is no limit, and sums with it must not overflow.
+    # A side longer than any sequence is no limit. The clamp prevents overflow of sums with it.
     return side if torch.compiler.is_compiling() else min(side, MOST_ROWS)
 
 
 def last_bound(cu_seqlens: Tensor) -> int:
-    """Return the last value, which is the length."""
+    """Return the last value of cu_seqlens, which is the total length."""
     if cu_seqlens.shape[0] == 0:
         raise ValueError("cu_seqlens must have a last value unless length is given, got shape (0,)")
     checks.check_values("cu_seqlens", cu_seqlens, "; pass length")
@@ -35,7 +35,7 @@ def last_bound(cu_seqlens: Tensor) -> int:
 
 
 def check_integers(name: str, tensor: Tensor, dimensions: int, shape: str) -> None:
-    """Raise unless a tensor holds integers, in so many dimensions."""
+    """Raise unless a tensor holds integers and has the given number of dimensions."""
     checks.tensor(name, tensor, "a torch.Tensor of integers")
     if tensor.dtype not in checks.INTEGERS:
         raise TypeError(f"{name} must hold integers, got {tensor.dtype}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Trees as intervals: in depth-first order the descendants of a node follow it without a gap."""
+"""Trees as intervals: in depth-first order the descendants of a node directly follow it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .mask_checks import check_integers
 
 
 class TreeOrder(NamedTuple):
-    """A forest in depth-first order: at each place a node, and where its descendants end."""
+    """A forest in depth-first order: the node at each position, and the end of its descendants."""
 
     nodes: Tensor  # int64 (B, N)
     end: Tensor  # int64 (B, N)
@@ -23,14 +23,14 @@ def depth_first(parents: Tensor) -> TreeOrder:
     """Order the nodes of each forest depth first, siblings and roots by their numbers.
 
     It takes O(N log N): ancestors are reached by doubling the distance. Values are checked on CPUs
-    only; elsewhere wrong ones make an order of all nodes that means nothing.
+    only. On other devices invalid values give a meaningless order of all nodes.
 
     Args:
         parents: integers ``(B, N)``, -1 for a root.
 
     Raises:
         TypeError: parents is not an integer tensor.
-        ValueError: parents is not 2-D; or a node is its own ancestor, or a parent is no node.
+        ValueError: parents is not 2-D, a node is its own ancestor, or a parent is not a node.
     """
     check_integers("parents", parents, 2, "(B, N)")
     count = parents.shape[1]
@@ -41,25 +41,25 @@ def depth_first(parents: Tensor) -> TreeOrder:
         raise ValueError(
             f"parents must be nodes from 0 to {count - 1}, or -1 for a root, got {int(wrong)}"
         )
-    # The node with the number N stands above all roots, and above itself.
+    # Node number N is a virtual parent of all roots and of itself.
     above = torch.cat([parents, parents.new_zeros((len(parents), 1))], 1).to(torch.int64)
     above = torch.where(above < 0, count, above)
     above[:, count] = count
     steps = _ancestors(above)
     sizes = torch.ones_like(above)
     for ancestor in steps:
-        # Adds the descendants that are further away, up to twice as far.
+        # Adds the descendants up to twice as far away.
         sizes = sizes.scatter_add(1, ancestor, sizes)
     place = _behind_parents(above, sizes)
     for ancestor in steps:
         place = place + place.gather(1, ancestor)
-    place = place[:, :count] - 1  # the first root stands one behind the node above
+    place = place[:, :count] - 1  # the first root directly follows the virtual node
     nodes = place.argsort(1)
     return TreeOrder(nodes, (place + sizes[:, :count]).gather(1, nodes))
 
 
 def _ancestors(above: Tensor) -> list[Tensor]:
-    """Return the ancestors 1, 2, 4, ... steps above each node, until all are above the roots."""
+    """Return the ancestors 1, 2, 4, ... steps above each node, until all are the virtual node."""
     count = above.shape[1] - 1
     steps, ancestor = [], above
     for _ in range(count.bit_length()):
@@ -75,7 +75,7 @@ def _ancestors(above: Tensor) -> list[Tensor]:
 
 
 def _behind_parents(above: Tensor, sizes: Tensor) -> Tensor:
-    """Return how far behind its parent each node stands, 0 for the node above all."""
+    """Return each node's distance from its parent in the order; 0 for the virtual node."""
     count = above.shape[1] - 1
     families = above.clone()
     families[:, count] = count + 1
@@ -83,7 +83,7 @@ def _behind_parents(above: Tensor, sizes: Tensor) -> Tensor:
     total = sizes.gather(1, members).cumsum(1)
     earlier = torch.nn.functional.pad(total[:, :-1], (1, 0))
     is_first = torch.nn.functional.pad(families[:, 1:] != families[:, :-1], (1, 0), value=True)
-    # Totals only grow, so the largest that a family began with is that of the latest family.
+    # Totals only grow, so cummax gives the start of the current family.
     siblings = earlier - torch.where(is_first, earlier, 0).cummax(1).values
     behind = torch.zeros_like(sizes).scatter(1, members, siblings + 1)
     behind[:, count] = 0

@@ -15,7 +15,7 @@ from .wrong_keywords import refuse_keywords, telling_keywords, without_unknown
 
 
 def intervals_to_bool(start: Tensor, end: Tensor, query_length: int) -> Tensor:
-    """Return bool ``(..., query_length, K)``: is ``start <= i < end`` for row i and each key."""
+    """Return bool ``(..., query_length, K)``: ``start <= i < end`` for each row i and key."""
     row = torch.arange(query_length, device=start.device, dtype=start.dtype).unsqueeze(-1)
     return (start.unsqueeze(-2) <= row) & (row < end.unsqueeze(-2))
 
@@ -24,27 +24,26 @@ def intervals_to_bool(start: Tensor, end: Tensor, query_length: int) -> Tensor:
 class IntervalMask:
     """A mask that keeps each key for one contiguous range of queries: O(K) memory.
 
-    Key j is kept by the queries ``start_j <= i < end_j``; where ``end_j <= start_j`` no query keeps
-    it. This expresses key padding, documents, sliding windows, prefix-LM and causal top-w selection
-    exactly.
+    The queries ``start_j <= i < end_j`` keep key j; if ``end_j <= start_j`` no query keeps it. This
+    expresses key padding, documents, sliding windows, prefix-LM and causal top-w selection exactly.
 
     Attributes:
-        start: int32 ``({B|1}, {H|Hk|1}, K)``; varlen ``({H|Hk|1}, total_k)``, rows counted in the
-            key's own sequence.
+        start: int32 ``({B|1}, {H|Hk|1}, K)``; varlen ``({H|Hk|1}, total_k)``, with rows numbered
+            within the key's sequence.
         end: as ``start``, and of the same shape, one past the last row.
-        query_length: the Q that the mask was made for, which attention over another Q refuses; None
-            is not checked.
-        max_kept: any n queries in a row keep at most ``max_kept + n - 1`` keys together, as after a
-            causal selection of so many keys; None is not known. A plan has room for so many, so it
-            says how much memory attention takes. Where it is not so, results are right but slower.
+        query_length: the Q of the mask. Attention over another Q refuses the mask. None is not
+            checked.
+        max_kept: any n consecutive queries keep at most ``max_kept + n - 1`` keys together, as
+            after a causal selection of ``max_kept`` keys; None is unknown. It sizes the plan, and
+            so the memory of attention. If it is too small, results are correct but slower.
     """
 
     start: Tensor
     end: Tensor
     query_length: int | None
     max_kept: int | None
-    # The keys that a query keeps follow each other, but for few: kernels then compute runs of keys.
-    # Results do not depend on it, where no key's rows begin behind the last query.
+    # Each query keeps consecutive keys, with few exceptions: kernels then compute runs of keys.
+    # Results do not depend on this hint, unless some key's rows begin beyond the last query.
     _keeps_runs: bool = False
 
     def __init__(
@@ -58,8 +57,8 @@ class IntervalMask:
         """Make a mask of two int32 tensors.
 
         Raises:
-            TypeError: start or end is not a tensor, or not int32; query_length or max_kept is no
-                integer.
+            TypeError: start or end is not a tensor, or not int32; query_length or max_kept is not
+                an integer.
             ValueError: the number of dimensions is not 2 or 3, shapes or devices differ,
                 query_length is negative, or max_kept is below 1.
         """
@@ -89,14 +88,14 @@ class IntervalMask:
         self.max_kept = None if max_kept is None else checks.index("max_kept", max_kept, 1)
 
     def __repr__(self) -> str:
-        """Show the shape and the device; the values would need a transfer from the device."""
+        """Show the shape and the device, but no values, which would need a transfer."""
         return (
             f"IntervalMask(shape={tuple(self.start.shape)}, query_length={self.query_length}, "
             f"device={str(self.start.device)!r})"
         )
 
     def __and__(self, other: IntervalMask) -> IntervalMask:
-        """Return the mask that keeps what both keep; batch and head dimensions of 1 broadcast.
+        """Return the mask that keeps the keys of both; batch and head dimensions of 1 broadcast.
 
         Raises:
             TypeError: the other is not an IntervalMask.
@@ -115,7 +114,7 @@ class IntervalMask:
         return both
 
     def __rand__(self, other: object) -> NoReturn:
-        """Refuse what is not an IntervalMask.
+        """Refuse any operand that is not an IntervalMask.
 
         Raises:
             TypeError: always.
@@ -151,8 +150,8 @@ class IntervalMask:
         """Return the same mask as bool ``({B|1}, {H|Hk|1}, query_length, K)``: O(Q x K) memory.
 
         Raises:
-            ValueError: the mask is a varlen one, whose boolean form depends on the cu_seqlens; or
-                query_length is not the one that the mask was made for.
+            ValueError: the mask is varlen, so its boolean form depends on the cu_seqlens; or
+                query_length differs from the mask's.
         """
         query_length = checked_length("query_length", query_length)
         if self.start.dim() == 2:
@@ -212,11 +211,11 @@ class IntervalMask:
         """Keep the keys near the position of each query.
 
         The query at position ``p = i + K - Q`` keeps the keys ``p - left <= j <= p + right``. None
-        is no limit on that side. Positions are aligned to the bottom right, as causal attention is.
+        means no limit on that side. Positions are aligned bottom right, as in causal attention.
         Without a device the mask is made on torch's default device.
 
         Raises:
-            TypeError: a length or a side is no integer.
+            TypeError: a length or a side is not an integer.
             ValueError: a length or a side is negative, or too large for int32; or no device has
                 this name.
         """
@@ -226,7 +225,7 @@ class IntervalMask:
         query_length = checked_length("query_length", query_length)
         key_length = checked_length("key_length", key_length)
         device = checks.device("device", device)
-        # The row that stands at the position of key j.
+        # The row at the position of key j.
         row = torch.arange(key_length, device=device) - (key_length - query_length)
         start = torch.zeros_like(row) if right is None else row - right
         end = torch.full_like(row, query_length) if left is None else row + left + 1
@@ -251,17 +250,17 @@ class IntervalMask:
         This is for self-attention over packed documents: Q = K = N.
 
         Args:
-            document_ids: integers ``(B, N)``. A document is a run of equal ids: an id that returns
-                later is another one.
-            cu_seqlens: instead of ids, integers ``(documents + 1,)``: where each document begins,
-                and the last ends. Keys outside every document are kept by none.
-            length: N, with ``cu_seqlens``; its last value by default, which has to be read from the
+            document_ids: integers ``(B, N)``. A document is a run of equal ids. An id that occurs
+                again later is another document.
+            cu_seqlens: instead of ids, integers ``(documents + 1,)``: the begin of each document,
+                and the end of the last. No query keeps keys outside every document.
+            length: N, with ``cu_seqlens``; by default its last value, which is read from the
                 device.
 
         Raises:
-            TypeError: an argument is not an integer tensor, or length is no integer.
+            TypeError: an argument is not an integer tensor, or length is not an integer.
             ValueError: not exactly one of both is given, its number of dimensions is wrong, or
-                there is no last value to read.
+                cu_seqlens has no last value that can be read.
         """
         if unknown:
             refuse_keywords(IntervalMask.documents, unknown)
@@ -318,7 +317,7 @@ class IntervalMask:
         """Keep the prefix for every query and the rest causally; to be used without ``is_causal``.
 
         Args:
-            prefix_lengths: integers ``(B,)``, keys at the start that every query sees.
+            prefix_lengths: integers ``(B,)``, number of first keys that every query sees.
             query_length: Q.
             key_length: K. The causal limit is ``j <= i + K - Q``.
 
@@ -346,9 +345,9 @@ class IntervalMask:
     ) -> IntervalMask:
         """Keep some keys for every later query, and the others for ``delay`` queries.
 
-        This is for causal self-attention, Q = K = N, of models that decide for each token whether
-        it is evicted (DMS, arXiv:2506.05345). Key j is kept by the queries ``i >= j`` where
-        ``keep[..., j]``, and by ``j <= i < j + delay`` elsewhere.
+        This is for causal self-attention, Q = K = N, of models that decide per token whether to
+        evict it (DMS, arXiv:2506.05345). The queries ``i >= j`` keep key j if ``keep[..., j]``;
+        otherwise the queries ``j <= i < j + delay`` keep it.
 
             >>> keep = torch.tensor([[[True, False, False, True]]])
             >>> kept = IntervalMask.delayed_eviction(keep, 2).to_bool(4)
@@ -358,10 +357,10 @@ class IntervalMask:
 
         Args:
             keep: bool ``({B|1}, {H|Hk|1}, N)``.
-            delay: queries that a key has, its own included.
+            delay: number of queries that see an evicted key, its own query included.
 
         Raises:
-            TypeError: keep is not a bool tensor, or delay no integer.
+            TypeError: keep is not a bool tensor, or delay is not an integer.
             ValueError: keep is not 3-D, or delay is negative.
         """
         if unknown:
@@ -386,8 +385,8 @@ class IntervalMask:
     ) -> tuple[IntervalMask, Tensor]:
         """Let each node of a tree see its ancestors and itself, as drafts of a decoder do.
 
-        In depth-first order the descendants of a node follow it without a gap, so that what sees it
-        is an interval. Query and key have to be in this order, which is also returned.
+        In depth-first order the descendants of a node directly follow it, so the nodes that see it
+        form an interval. Query and key must be in this order, which is also returned.
 
             >>> parents = torch.tensor([[-1, 0, 0, 1]])
             >>> mask, order = IntervalMask.tree(parents)
@@ -401,17 +400,17 @@ class IntervalMask:
 
         Args:
             parents: integers ``(B, N)``, the parent of each node, or -1 for a root. Values are
-                checked on CPUs only; on other devices the mask of wrong ones means nothing.
-            prefix_length: keys before those of the nodes, which all of these see.
+                checked on CPUs only. On other devices invalid values give a meaningless mask.
+            prefix_length: number of keys before those of the nodes. All nodes see them.
 
         Returns:
             The mask of N queries and ``prefix_length + N`` keys, and int64 ``(B, N)``: the node at
-            each place. Siblings, and roots, keep their order.
+            each position. Siblings, and roots, keep their order.
 
         Raises:
-            TypeError: parents is not an integer tensor, or prefix_length no integer.
-            ValueError: parents is not 2-D, a parent is no node, or a node has an ancestor of
-                itself; or prefix_length is negative.
+            TypeError: parents is not an integer tensor, or prefix_length is not an integer.
+            ValueError: parents is not 2-D, a parent is not a node, or a node is its own ancestor;
+                or prefix_length is negative.
         """
         if unknown:
             refuse_keywords(IntervalMask.tree, unknown)
@@ -471,12 +470,12 @@ def _refuse_to_combine(other: object) -> NoReturn:
 
 
 def telling_runs(mask: IntervalMask) -> IntervalMask:
-    """Return a mask that is known to keep runs of keys, and tells kernels so."""
+    """Mark a mask as one that keeps runs of keys, for the kernels, and return it."""
     mask._keeps_runs = True
     return mask
 
 
-# A list, which torch.export.load makes of a tuple too.
+# A list, because torch.export.load converts tuples to lists.
 _Settings: TypeAlias = list[int | None]
 
 
@@ -493,15 +492,15 @@ def _flatten_with_keys(
 
 
 def _unflatten(children: Any, settings: _Settings) -> IntervalMask:
-    # The constructor would check tensors, but tree maps put other objects here.
+    # Bypass the constructor: it checks tensors, but tree maps pass other objects.
     mask = object.__new__(IntervalMask)
     mask.start, mask.end = children
     mask.query_length, mask.max_kept, *hint = settings
-    mask._keeps_runs = any(hint)  # programs that were exported without it have none
+    mask._keeps_runs = any(hint)  # programs exported by versions without the hint lack it
     return mask
 
 
-# So that torch.export, FSDP and DataParallel-like tree maps see the tensors.
+# Lets torch.export, FSDP and DataParallel-like tree maps see the tensors.
 pytree.register_pytree_node(
     IntervalMask,
     _flatten,
@@ -509,5 +508,5 @@ pytree.register_pytree_node(
     serialized_type_name="flash_dmattn.IntervalMask",
     flatten_with_keys_fn=_flatten_with_keys,
 )
-# So that torch.load(weights_only=True), which is how torch.export.load reads inputs, takes one.
+# torch.export.load reads inputs by torch.load(weights_only=True), which needs this.
 torch.serialization.add_safe_globals([IntervalMask])

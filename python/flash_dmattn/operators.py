@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The torch.library operators: what autograd, torch.compile, torch.export and profilers see.
+"""The torch.library operators that autograd, torch.compile, torch.export and profilers see.
 
-They are defined on a Library rather than by torch.library.custom_op, whose wrappers cost several
-times as much a call.
+They are defined on a Library instead of by torch.library.custom_op, whose wrappers cost several
+times as much per call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ library = torch.library.Library("flash_dmattn", "DEF")  # type: ignore[no-untype
 def define(
     name: str, schema: tuple[str, str], implementation: Callable[..., Any], fake: Callable[..., Any]
 ) -> None:
-    """Define an operator by its arguments and results, what computes it, and what sizes them."""
+    """Define an operator by its arguments and results, its implementation and its fake kernel."""
     definition = f"{name}({schema[0]}) -> {schema[1]}"
     library.define(definition, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
     library.impl(name, implementation, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
@@ -30,19 +30,19 @@ def define(
 
 
 def without_negation(argument: Any) -> Any:
-    """Resolve a lazy negation, which pointers and strides do not tell."""
+    """Resolve a lazy negation, which a data pointer and strides do not represent."""
     if isinstance(argument, Tensor) and argument.is_neg():
         return argument.resolve_neg()
     return argument
 
 
 def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """Return the apply of a function without its questions about functorch, which
-    `dispatch_state.is_idle` has answered for its callers.
+    """Return a function's apply without the checks for functorch.
 
-    The engine calls its backward without a look for the function, which is known.
+    The callers have done these checks by `dispatch_state.is_idle`. The autograd engine then also
+    calls backward without looking up the function.
     """
-    if node := getattr(function, "_backward_cls", None):  # the class of nodes is not public
+    if node := getattr(function, "_backward_cls", None):  # the node class is private
         node.apply = function.backward
     apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return apply

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Attention, differentiable, and its operators."""
+"""Differentiable attention, and its operators."""
 
 from __future__ import annotations
 
@@ -61,7 +61,10 @@ _NO_MASK = MaskParts()
 
 @cache
 def _usual_call() -> Callable[..., Any] | None:
-    """What reads usual calls; None where the core cannot be imported, which other calls tell of."""
+    """Return the core's reader of usual calls; None if the core fails to import.
+
+    Other calls report that failure.
+    """
     try:
         from ._core import usual_call
     except ImportError:
@@ -69,7 +72,7 @@ def _usual_call() -> Callable[..., Any] | None:
     return usual_call
 
 
-# Whether calls of attention are to raise RecordedError (recorder.py).
+# Whether attention calls raise RecordedError (recorder.py).
 RECORDS_CALLS: ContextVar[bool] = ContextVar("flash_dmattn_records_calls", default=False)
 
 
@@ -77,13 +80,13 @@ class RecordedError(Exception):
     """The record of a call and the name of its backend."""
 
     def __init__(self, inputs: AttentionInputs | KeyListInputs, backend: str) -> None:
-        """Keep both."""
+        """Store both."""
         super().__init__()
         self.inputs, self.backend = inputs, backend
 
 
 def stop_if_recorded(inputs: AttentionInputs | KeyListInputs, backend: str) -> None:
-    """Raise RecordedError in `recorded_calls`; asked where torch's dispatcher is not idle."""
+    """Raise RecordedError within `recorded_calls`. Called if torch's dispatcher is not idle."""
     if not torch.compiler.is_compiling() and RECORDS_CALLS.get():
         raise RecordedError(inputs, backend)
 
@@ -95,15 +98,15 @@ def attention(
     *,
     need_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return out and lse, differentiable; lse may be None where it is not needed.
+    """Return out and lse, both differentiable. lse may be None if it is not needed.
 
     Args:
         inputs, backend: of the call.
-        select: returns a call with a mask in place of its window, where there is one.
+        select: returns a call with a mask in place of its window, if it has one.
         need_lse: whether lse is wanted.
     """
     if backend != "reference" and has_other_width(inputs):
-        from .value_width import in_one_width, of_width  # which calls of one width do not load
+        from .value_width import in_one_width, of_width  # imported here: other calls do not need it
 
         if not _is_narrow(inputs, backend):
             width = inputs.value.shape[-1]
@@ -123,7 +126,7 @@ def attention(
     if backend == "reference" and (
         dispatch_state.is_transformed() or dispatch_state.forward_mode_is_compiled()
     ):
-        # Plain operations, which torch transforms as it transforms all of its own.
+        # Plain operations support all torch transforms.
         return _REFERENCE.forward(inputs)[:2]
     if dispatch_state.is_transformed():
         out, lse, _ = _TransformedAttention.apply(*inputs, backend)  # type: ignore[no-untyped-call]
@@ -145,7 +148,7 @@ def _narrow_widths(device: str, backend: str) -> tuple[int, int]:
     return select_backend(torch.device(device), backend).narrow_widths()
 
 
-# As torch.compiler.assume_constant_result, which imports torch._dynamo, marks it.
+# The mark of torch.compiler.assume_constant_result, whose call would import torch._dynamo.
 _narrow_widths._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -160,13 +163,14 @@ def usual_attention(
     *,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | None] | None:
-    """Return what `attention` returns, for arguments that a kernel pack computes without a closer
-    look; None, with nothing done, for others.
+    """Return the result of `attention` for arguments that a pack computes without further checks.
+
+    Return None, without any computation, for other arguments.
 
     Args:
-        tensors: query, key, value, bias and sink; they and the settings are as they were given.
+        tensors: query, key, value, bias and sink, as given by the caller.
         mask: of the call, or None.
-        scale, causal, softcap, deterministic: of the call.
+        scale, causal, softcap, deterministic: of the call, as given by the caller.
         counts: its window_size, keep_last and keep_first.
     """
     parts, query_length = _NO_MASK, None
@@ -198,7 +202,7 @@ def usual_attention(
 def _attention_of(
     chosen: Backend, backend: str, call: Any, given: tuple[Tensor | None, ...], *, need_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute a call of a backend's own form; ``given`` are the differentiable fields."""
+    """Compute a call in a backend's own form; ``given`` are its differentiable fields."""
     if not is_recorded(given) or dispatch_state.is_below_autograd():
         return chosen.attend(call, need_lse=need_lse)
     made = _apply(*given, (call, backend, chosen, need_lse))
@@ -214,7 +218,7 @@ def make_plan(inputs: AttentionInputs, backend: str) -> Tensor:
 
 
 def with_shared_plan(inputs: AttentionInputs, backend: str) -> AttentionInputs:
-    """Return a call with its plan, where the forward pass and `key_mass` can read the same one."""
+    """Return a call with its plan, if the forward pass and `key_mass` can read the same plan."""
     has_mask = inputs.mask is not None or inputs.start is not None
     if has_mask and inputs.given_plan is None and dispatch_state.is_idle(inputs[:_TENSOR_COUNT]):
         chosen = select_backend(inputs.query.device, backend)
@@ -228,8 +232,8 @@ def key_mass(inputs: AttentionInputs, backend: str, lse: Tensor) -> Tensor:
     """Return the sum of each key's probabilities, without a gradient.
 
     Args:
-        inputs, backend: of the call, which selects nothing by itself.
-        lse: what `attention` has returned.
+        inputs, backend: of the call, which must not have a window.
+        lse: of `attention`.
     """
     inputs, lse = without_values(without_gradients(inputs)), lse.detach()
     if dispatch_state.is_idle(inputs[:_TENSOR_COUNT]):
@@ -243,7 +247,7 @@ def key_mass(inputs: AttentionInputs, backend: str, lse: Tensor) -> Tensor:
 def is_recorded(tensors: tuple[Any, ...]) -> bool:
     """Say whether autograd records an operation on any of these tensors or None."""
     if torch.is_grad_enabled():
-        for tensor in tensors:  # an any() of a generator would take thrice the time
+        for tensor in tensors:  # any() of a generator takes three times as long
             if tensor is not None and tensor.requires_grad:
                 return True
     return False
@@ -262,7 +266,7 @@ def _plan_fake(*arguments: Any) -> Tensor:
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return out, lse, and what else the backward pass needs, such as a plan that was made."""
+    """Return out, lse, and other data that the backward pass needs, such as a new plan."""
     *plain, backend = map(without_negation, arguments)
     inputs = AttentionInputs(*plain)
     chosen = select_backend(inputs.query.device, backend)
@@ -321,9 +325,9 @@ def _backward_fake(
 
 
 def _as_outputs(inputs: AttentionInputs, gradients: _Slots) -> tuple[Tensor, ...]:
-    """Return the gradients as outputs of an operator: without elements where not wanted.
+    """Return the gradients as outputs of an operator: unwanted ones are empty tensors.
 
-    Of their own each, for outputs of an operator must not be the same tensor.
+    Each is a separate tensor, because outputs of an operator must not alias each other.
     """
     return tuple(
         no_gradient(inputs, name) if gradient is None else gradient
@@ -341,8 +345,8 @@ def _gradients(
 
     Args:
         inputs, backend: of the call.
-        results: the gradients of out and lse, out, lse, and what else forward has kept.
-        flags: which gradients are wanted, of fields that there are.
+        results: the gradients of out and lse, out, lse, and the data that forward kept.
+        flags: the wanted gradients. Flags of absent fields are ignored.
     """
     dout, dlse, *made = results
     assert dout is not None
@@ -379,11 +383,12 @@ def _saved_gradients(
     dout: Tensor | None,
     dlse: Tensor | None,
 ) -> _Slots:
-    """Return the gradients of the differentiable fields, None where a flag does not want one.
+    """Return the gradients of the differentiable fields, None where a flag is False.
 
     Args:
-        saved: the tensors of the call's record, then out, lse and what else is kept.
-        settings, backend, flags: of the call, and which gradients are wanted.
+        saved: the tensors of the call's record, then out, lse and other kept data.
+        settings, backend: of the call.
+        flags: the wanted gradients.
         dout, dlse: the gradients of out and lse, None for zeros.
     """
     if (dout is None and dlse is None) or not any(flags):
@@ -417,13 +422,12 @@ def kept_gradients(
     dout: Tensor | None,
     dlse: Tensor | None,
 ) -> _Slots:
-    """Return the gradients of the differentiable fields of a call, and as many None as there are
-    more flags.
+    """Return the gradients of a call's differentiable fields, then None for each further flag.
 
     Args:
-        call: a backend, its name in the call, and what its `Backend.keep` has returned second.
-        saved: what that has returned first.
-        flags: which gradients are wanted.
+        call: a backend, its name in the call, and the second result of its `Backend.keep`.
+        saved: the first result of its `Backend.keep`.
+        flags: the wanted gradients.
         dout, dlse: the gradients of out and lse, None for zeros.
     """
     chosen, backend, kept = call
@@ -444,10 +448,10 @@ def kept_gradients(
 
 
 class _Attention(torch.autograd.Function):
-    """What register_autograd makes of the operator, without the dispatcher between its halves.
+    """The autograd function of the operator, without a dispatcher call in forward and backward.
 
-    Each argument and each result costs a small call time: the arguments are the differentiable
-    fields, which autograd looks at, and the whole call.
+    Each argument and each result adds time to a small call. So the arguments are only the
+    differentiable fields, which autograd tracks, and the whole call.
     """
 
     @staticmethod
@@ -469,7 +473,7 @@ _apply = direct_apply(_Attention)
 
 
 class _TransformedAttention(torch.autograd.Function):
-    """`_Attention` in the form that torch.func wants, which costs more a call."""
+    """`_Attention` in the form that torch.func requires, which costs more per call."""
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -485,7 +489,7 @@ class _TransformedAttention(torch.autograd.Function):
 
 
 class _TransformedGradients(torch.autograd.Function):
-    """The backward operator, which refuses what its gradients cannot be."""
+    """The backward operator, which refuses transforms of its gradients."""
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, ...]:
@@ -496,7 +500,7 @@ class _TransformedGradients(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """Keep nothing: there is no further derivative."""
+        """Save nothing, because double backward is refused."""
 
     backward = staticmethod(refuse_double_backward)
     jvp = staticmethod(refuse_forward_mode)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Attention with two batch dimensions, either of which masks and biases may share."""
+"""Attention with two batch dimensions. Masks and biases may be shared along either of them."""
 
 from __future__ import annotations
 
@@ -47,27 +47,27 @@ def pair_bias_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute `flash_dmattn_func` for each element of two batch dimensions.
 
-    Masks and biases may have either of these, both or none; nothing is expanded. So one bias of
-    pairs, ``(B, 1, H, S, S)``, serves the N rows of a batch element, as in AlphaFold's attention,
-    and one mask of windows, ``(1, N, 1, S, S)``, all images of a batch, as in Swin. The gradient of
-    a bias has its shape, summed in float32 over what shares it.
+    Masks and biases may have one, both or none of these dimensions; nothing is expanded. So one
+    pair bias, ``(B, 1, H, S, S)``, serves the N rows of a batch element, as in AlphaFold's
+    attention, and one window mask, ``(1, N, 1, S, S)``, serves all images of a batch, as in Swin.
+    The gradient of a bias has the bias's shape, summed in float32 over the shared dimensions.
 
-    Where one tensor has the first dimension and not the second, and B > 1, or the other way round,
-    there is a call for each element of the shorter dimension.
+    If B > 1 and one tensor has only one of the two dimensions, there is one call for each element
+    of the shorter dimension.
 
     Args:
         query: ``(B, N, Q, H, D)``.
         key, value: ``(B, N, K, Hk, D)``.
         attn_mask: bool ``({B|1}, {N|1}, {H|Hk|1}, {Q|1}, {K|1})``, True keeps.
-        attn_bias: as ``attn_mask``, in query's dtype or float32; added to the scaled scores.
-        key_bias: ``({B|1}, {N|1}, {Hk|1}, 1, {K|1})``, any floating dtype: another bias, of each
-            key, beside an ``attn_bias`` for each query. It goes through the product of query and
-            key, as three further elements of 16 bits: D is at most 248 then, the scale not 0, and
-            its gradient is rounded as that of ``key`` is. Keys of -inf are added to ``attn_mask``,
-            which so gets the batch dimensions of both.
+        attn_bias: shape as ``attn_mask``, query's dtype or float32; added to the scaled scores.
+        key_bias: ``({B|1}, {N|1}, {Hk|1}, 1, {K|1})``, any floating dtype: a per-key bias in
+            addition to a per-query ``attn_bias``. It goes through the product of query and key, as
+            three more 16-bit columns: D is then at most 248, the scale must not be 0, and its
+            gradient is rounded like that of ``key``. Keys of -inf are dropped by ``attn_mask``,
+            which then has the batch dimensions of both.
         softmax_scale, is_causal, softcap, sink, deterministic, return_lse, backend: as in
-            `flash_dmattn_func`. With ``key_bias`` and an ``attn_bias`` for each query there is no
-            softcap.
+            `flash_dmattn_func`. softcap is not supported with ``key_bias`` and a per-query
+            ``attn_bias``.
 
     Returns:
         ``(B, N, Q, H, D)``, and with return_lse the log-sum-exp ``(B, N, H, Q)``.
@@ -90,7 +90,7 @@ def pair_bias_attention(
             attn_bias = _sum(attn_bias, key_bias)
         else:
             scale = _scale(softmax_scale, head_dim, softcap)
-            # What it drops must be known as dropped, so that it reaches nothing.
+            # The mask must drop keys of -inf, so that their contents affect no result.
             kept = key_bias != -torch.inf
             if attn_mask is None:
                 attn_mask = kept
@@ -162,7 +162,7 @@ def _scale(softmax_scale: float | None, head_dim: int, softcap: float | None) ->
 
 
 def _sum(bias: Tensor | None, key_bias: Tensor) -> Tensor:
-    """Add tensors of at most the size of the keys."""
+    """Return the float32 sum of a bias that is the same for every query and a per-key bias."""
     key_bias = key_bias.to(torch.float32)
     if bias is None:
         return key_bias
@@ -171,7 +171,7 @@ def _sum(bias: Tensor | None, key_bias: Tensor) -> Tensor:
 
 
 def _of_equal_heads(*tensors: Tensor) -> list[Tensor]:
-    """Repeat what has an entry for each KV head for the query heads of its group."""
+    """Repeat entries per KV head for the query heads of the group, if head counts differ."""
     heads = max(t.shape[2] for t in tensors)
     return [
         t if checks.is_one_of(t.shape[2], 1, heads) else t.repeat_interleave(heads // t.shape[2], 2)
@@ -185,7 +185,7 @@ def _over_batches(
     shared: tuple[Tensor | None, ...],
     sizes: _Sizes,
 ) -> tuple[Tensor, Tensor]:
-    """Call attention of one batch dimension, as often as what is shared asks for."""
+    """Call attention of one batch dimension once, or once per element if sharing requires it."""
     batch = (sizes.outer, sizes.inner)
     if 0 in batch:
         shared = tuple(None if t is None else t.expand(*batch, *t.shape[2:]) for t in shared)
@@ -212,13 +212,13 @@ def _over_batches(
 
 
 def _is_mixed(tensor: Tensor, batch: tuple[int, int]) -> bool:
-    """Say whether a tensor has one dimension of the batch, and is the same along the other."""
+    """Say whether a tensor has exactly one of the batch dimensions and shares the other."""
     own = tuple(tensor.shape[:2])
     return own != batch and own != (1, 1)
 
 
 def _summed_in_float32(tensor: Tensor, along: int) -> Tensor:
-    """Return a tensor whose gradients of several calls are added in float32."""
+    """Return a tensor whose gradients from several calls are summed in float32."""
     if tensor.dtype == torch.bool or tensor.shape[along] > 1 or not tensor.requires_grad:
         return tensor
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

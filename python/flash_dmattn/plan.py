@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Plans: the columns that attention finds of a mask before it computes, kept for further calls."""
+"""Plans: the kept columns that attention derives from a mask, stored for further calls."""
 
 from __future__ import annotations
 
@@ -51,24 +51,24 @@ _PACKED_SIZES = (
 
 
 class AttentionPlan:
-    """A mask in the form that kernels work from, made once by `make_plan` for any number of calls.
+    """A mask in the form that kernels read, made once by `make_plan` for any number of calls.
 
-    It serves calls of the same mask, causality, device and sizes, whatever their values, biases,
-    dtypes and head dimensions: the layers of a model, or steps of decoding between which the mask
-    stays. Forward and backward read it; nothing changes it.
+    It serves calls with the same mask, causality, device and sizes, whatever their values, biases,
+    dtypes and head dimensions: for example the layers of a model, or decoding steps with an
+    unchanged mask. Forward and backward read it and do not modify it.
 
     Attributes:
-        attn_mask: the mask that it was made from, or None. After a change in place calls refuse the
-            plan; where the mask was made in inference mode, in which torch counts no changes, they
-            compare it with a copy, which waits for a GPU.
+        attn_mask: the mask that the plan is made from, or None. Calls refuse the plan after an
+            in-place change of the mask. Torch does not count changes of inference tensors: calls
+            compare such a mask with a copy, which synchronizes with a GPU.
         is_causal: whether queries see no later keys.
-        backend: the backend that it was made for.
+        backend: the backend of the plan.
     """
 
     attn_mask: Tensor | IntervalMask | None
     is_causal: bool
     backend: str
-    block_mask: Any = None  # that attn_mask was made of, if it was
+    block_mask: Any = None  # the BlockMask that attn_mask is converted from, if any
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class AttentionPlan:
         sizes: tuple[int, ...],
         packing: Packing | None,
     ) -> None:
-        """Keep the results of `make_plan`, which is how plans are made."""
+        """Store the results of `make_plan`, the only public way to make plans."""
         self.attn_mask = attn_mask
         self.is_causal = is_causal
         self.backend = backend
@@ -87,18 +87,18 @@ class AttentionPlan:
         self._sizes = sizes
         self._packing = DENSE if packing is None else packing
         self._was_changed: str | None = None
-        # What is compiled cannot tell how often a tensor was changed.
+        # Compiled code cannot read a tensor's version counter.
         self._sources = () if torch.compiler.is_compiling() else self._sources_now()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is copied or pickled: the plan, and whether it has become useless."""
+        """Return the state for copy or pickle, and whether the plan has become invalid."""
         state = {**self.__dict__, "_was_changed": self._changed(), "_sources": ()}
-        # What it computes from may be a function that cannot be pickled.
+        # The mask_mod of a BlockMask may be a function that cannot be pickled.
         state.pop("block_mask", None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take what was copied or pickled, and what it is made from now."""
+        """Restore a copied or pickled state, and record its sources anew."""
         self.__dict__.update(state)
         with torch.inference_mode(False):
             self._columns = writable(self._columns)
@@ -106,11 +106,11 @@ class AttentionPlan:
 
     @property
     def columns(self) -> Tensor:
-        """A copy of what the backend made of the mask, uint8 ``(bytes,)``."""
+        """A copy of the backend's form of the mask, uint8 ``(bytes,)``."""
         return self._columns.clone()
 
     def __repr__(self) -> str:
-        """Show what it was made for."""
+        """Show the sizes and settings of the plan."""
         names = _DENSE_SIZES if self._packing.is_dense else _PACKED_SIZES
         sizes = ", ".join(f"{n}={s}" for n, s in zip(names, self._sizes, strict=True))
         return (
@@ -133,7 +133,7 @@ class AttentionPlan:
         )
 
     def _changed(self) -> str | None:
-        """Say what is not what it was when the plan was made, and how, or return None."""
+        """Return which source has changed since the plan was made, and how; None if none has."""
         owners = self._owners()
         for owner, name, value, mark in self._sources:
             now = getattr(owners[owner], name, None)
@@ -148,27 +148,27 @@ class AttentionPlan:
 
 
 class _Source(NamedTuple):
-    """Something that a plan was made from."""
+    """A value that a plan is made from."""
 
-    owner: int  # which of `_owners`
+    owner: int  # index into `_owners`
     name: str
     value: Any
-    mark: int | Tensor | None  # by which a change in place of a tensor shows
+    mark: int | Tensor | None  # detects in-place changes of a tensor
 
 
 def mark_of(value: Any) -> int | Tensor | None:
-    """Return how often a tensor was changed in place; a copy where torch does not count that."""
+    """Return a tensor's version counter; for an inference tensor, which has none, a copy."""
     if not isinstance(value, Tensor):
         return None
     return value.clone() if value.is_inference() else value._version
 
 
 def is_changed(value: Tensor, mark: int | Tensor | None) -> bool:
-    """Say whether a tensor was changed in place since `mark_of` it."""
+    """Say whether a tensor has been changed in place since `mark_of` was taken."""
     if not isinstance(mark, Tensor):
         return value._version != mark
     if value.is_cuda and torch.cuda.is_current_stream_capturing():
-        return False  # a graph cannot wait for the comparison
+        return False  # graph capture does not allow the synchronizing comparison
     return not torch.equal(value, mark)
 
 
@@ -187,15 +187,15 @@ def make_plan(
     backend: str | None = None,
     **unknown: NoReturn,
 ) -> AttentionPlan:
-    """Turn a mask into a plan, which calls take as ``plan`` in place of ``attn_mask``.
+    """Convert a mask to a plan, which calls take as ``plan`` in place of ``attn_mask``.
 
-    Without it every call makes its own. Only the sizes, the dtype and the device of query and key
-    matter here.
+    Without a plan every call makes its own. Only the sizes, the dtype and the device of query and
+    key matter here.
 
     Args:
         query, key: as in the calls; with the cu_seqlens as in `flash_dmattn_varlen_func`.
-        attn_mask: as in the calls; what `dynamic_mask` selects, for example. The plan's
-            ``attn_mask`` is what was made of a BlockMask.
+        attn_mask: as in the calls; for example the result of `dynamic_mask`. The plan's
+            ``attn_mask`` of a BlockMask is the converted mask.
         is_causal: query i sees keys ``j <= i + K - Q`` only. False by default.
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: of packed sequences, all or none.
         block_table: of paged keys.
@@ -203,7 +203,7 @@ def make_plan(
 
     Returns:
         An `AttentionPlan`, for ``plan`` of `flash_dmattn_func` or, with the cu_seqlens, of
-        `flash_dmattn_varlen_func`. These refuse it where it does not fit the call.
+        `flash_dmattn_varlen_func`. These refuse a plan that does not fit the call.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
@@ -217,7 +217,7 @@ def make_plan(
     if is_block_mask(own_mask):
         from .block_masks import plain_mask
 
-        # Calls with gradients could not keep a mask that was made in inference mode.
+        # Autograd cannot save inference tensors, so make the mask outside of inference mode.
         with torch.inference_mode(False):
             own_mask = plain_mask(own_mask, query, key)
     check_tensors(
@@ -241,9 +241,9 @@ def make_plan(
             mask = to_4d("attn_mask", mask, batch=batch, heads=heads, kv_heads=kv_heads, keys=keys)
     parts = mask_parts(mask)
     parts = parts._replace(mask=without_expansion(parts.mask, 4 if packing.is_dense else 1))
-    # A plan is the same for any values and settings but these.
+        # A plan depends on these fields only.
     inputs = AttentionInputs(query, key, key, causal=causal, **parts._asdict(), **packing._asdict())
-    # Calls with gradients could not keep columns that were made in inference mode.
+    # Autograd cannot save inference tensors, so make the columns outside of inference mode.
     with torch.inference_mode(False):
         columns = ops.make_plan(inputs, name)
     plan = AttentionPlan(own_mask, causal, name, columns, sizes, packing)
@@ -264,9 +264,9 @@ def checked_mask(
     """Return the plan's mask; raise unless the plan fits a call.
 
     Raises:
-        TypeError: the plan is something else.
-        ValueError: it was made for another call; the text names the argument, what it is and what
-            it must be.
+        TypeError: the plan is not an AttentionPlan.
+        ValueError: it was made for another call; the text names the argument, its value and the
+            required value.
     """
     if not isinstance(plan, AttentionPlan):
         raise TypeError(
@@ -313,7 +313,7 @@ def checked_mask(
 
 def _check_packing(packing: Packing, made_for: Packing) -> None:
     for name in _BOUNDS:
-        # Values would have to be read from the device, so the tensors are compared.
+        # Compare identity: values would have to be read from the device.
         if getattr(packing, name) is not getattr(made_for, name):
             raise ValueError(
                 f"{name} must be the very tensor that plan was made with, got another of shape "

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The records of calls. Each argument is declared once, here.
 
-From the name, the type and the place of a field follow the schema of the operators and their order
-of arguments, which fields autograd saves as tensors, which have gradients, and what the core is
-given. The core lists the same names in the same order (cpp/core/record.h).
+The name, type and position of a field determine the operators' schema and argument order, which
+fields autograd saves as tensors, which have gradients, and what the core receives. The core lists
+the same names in the same order (cpp/core/record.h).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 
 from torch import Tensor
 
-# A tensor whose gradient attention computes.
+# A tensor that attention computes a gradient for.
 Differentiable: TypeAlias = Annotated[Tensor, "differentiable"]
-# Gradients by the names of the fields that they belong to.
+# Gradients by field name.
 Gradients: TypeAlias = dict[str, Tensor]
 
 
@@ -25,7 +25,7 @@ class AttentionInputs(NamedTuple):
 
     Dense: query ``(B, Q, H, D)``, key and value ``(B, K, Hk, D)``, mask and bias 4-D, start and end
     3-D. The sink is ``(H,)``. The packs also take a bias ``(B, {H|Hk|1}, K)``.
-    Packed (varlen), when the cu_seqlens are there: query ``(total_q, H, D)``, key and value
+    Packed (varlen), if the cu_seqlens are set: query ``(total_q, H, D)``, key and value
     ``(total_k, Hk, D)`` or paged ``(pages, page, Hk, D)``, mask and bias 3-D, start and end 2-D.
     """
 
@@ -39,7 +39,7 @@ class AttentionInputs(NamedTuple):
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
     block_table: Tensor | None = None
-    # Made by the backend for the same mask and sizes; None: forward makes one.
+    # A plan of the backend for the same mask and sizes; None: forward makes one.
     given_plan: Tensor | None = None
     sink: Differentiable | None = None
     max_seqlen_q: int = 0
@@ -48,24 +48,24 @@ class AttentionInputs(NamedTuple):
     causal: bool = False
     softcap: float = 0.0
     deterministic: bool = False
-    # IntervalMask.max_kept of start and end; 0: not known.
+    # IntervalMask.max_kept of start and end; 0: unknown.
     max_kept: int = 0
-    # Keys to select by the bias, causally and within the mask; -1: none. The plan then holds start
-    # and end. See KeyCounts.
+    # Number of keys to select by the bias, causally and within the mask; -1: no selection. The plan
+    # then holds start and end. See KeyCounts.
     window: int = -1
     keep_last: int = 0
     keep_first: int = 0
-    # The keys that start and end keep for a query follow each other, but for few.
+    # The keys that start and end keep for a query are consecutive, with few exceptions.
     keeps_runs: bool = False
 
     @property
     def packed(self) -> bool:
-        """Whether the sequences lie one after another."""
+        """Whether the sequences are packed."""
         return self.cu_seqlens_q is not None
 
     @property
     def sequences(self) -> int:
-        """B. Bounds of a wrong shape have a number of elements, too."""
+        """B. numel() also works for cu_seqlens of a wrong rank."""
         bounds = self.cu_seqlens_q
         return self.query.shape[0] if bounds is None else bounds.numel() - 1
 
@@ -73,8 +73,8 @@ class AttentionInputs(NamedTuple):
 class KeyListInputs(NamedTuple):
     """One attention call that lists the keys of each query.
 
-    Query, key, value, a bias for each key, and the sink are those of `AttentionInputs`. Dense:
-    indices ``(B, {Hk|1}, Q, k)``, index_bias ``(B, {H|Hk|1}, Q, k)``; packed, without B.
+    Query, key, value, a per-key bias, and the sink are those of `AttentionInputs`. Dense: indices
+    ``(B, {Hk|1}, Q, k)``, index_bias ``(B, {H|Hk|1}, Q, k)``; packed, without B.
     """
 
     query: Differentiable
@@ -96,7 +96,7 @@ class KeyListInputs(NamedTuple):
 
     @property
     def packed(self) -> bool:
-        """Whether the sequences lie one after another."""
+        """Whether the sequences are packed."""
         return self.cu_seqlens_q is not None
 
     @property
@@ -105,7 +105,7 @@ class KeyListInputs(NamedTuple):
         return self.without_lists().sequences
 
     def without_lists(self) -> AttentionInputs:
-        """Return the call that it would be with all keys."""
+        """Return the same call without lists, over all keys."""
         shared = set(AttentionInputs._fields).intersection(self._fields)
         return AttentionInputs(**{name: getattr(self, name) for name in shared})
 
@@ -120,7 +120,7 @@ class SelectionInputs(NamedTuple):
     batch: int
     heads: int
     kv_heads: int
-    queries: int  # packed: of the longest sequence
+    queries: int  # packed: the most of any sequence
     keys: int
     window: int
     causal: bool
@@ -129,20 +129,20 @@ class SelectionInputs(NamedTuple):
 
     @property
     def packed(self) -> bool:
-        """Whether the sequences lie one after another."""
+        """Whether the sequences are packed."""
         return self.cu_seqlens_q is not None
 
 
 class KeyCounts(NamedTuple):
-    """How many of the keys that it sees each query keeps, with the fields that records have for it.
+    """How many of its visible keys each query keeps, by the field names of the records.
 
-    Those that a mask drops are not seen. A key whose bias is NaN or -inf is counted among the last
-    and the first, but never kept.
+    Keys that a mask drops are not visible. A key whose bias is NaN or -inf counts among the last
+    and the first keys, but is never kept.
     """
 
     window: int = (
         -1
-    )  # with the largest bias, of those that are neither among the last nor the first
+    )  # keys with the largest bias, among those that are neither the last nor the first
     keep_last: int = 0
     keep_first: int = 0
 
@@ -153,12 +153,12 @@ class KeyCounts(NamedTuple):
 
     @property
     def by_place(self) -> bool:
-        """Whether some keys are kept for where they stand."""
+        """Whether some keys are kept for their position."""
         return self.keep_last != 0 or self.keep_first != 0
 
 
 class Packing(NamedTuple):
-    """How the sequences of a call are packed, with the fields that `AttentionInputs` has for it."""
+    """How the sequences of a call are packed, by the field names of `AttentionInputs`."""
 
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
@@ -168,12 +168,12 @@ class Packing(NamedTuple):
 
     @property
     def is_dense(self) -> bool:
-        """Whether there is nothing packed."""
+        """Whether the call is not packed."""
         return self.cu_seqlens_q is None
 
     @property
     def sequences(self) -> int:
-        """B, of packed sequences."""
+        """B of packed sequences."""
         assert self.cu_seqlens_q is not None
         return self.cu_seqlens_q.shape[0] - 1
 
@@ -182,12 +182,12 @@ DENSE = Packing()
 
 
 class Schema(NamedTuple):
-    """The facts that follow from the declaration of a record."""
+    """Facts derived from the declaration of a record."""
 
-    text: str  # of the operators' arguments
+    text: str  # schema of the operators' arguments
     tensor_count: int  # the first fields are tensors, the rest settings
     differentiable: tuple[str, ...]
-    places: tuple[int, ...]  # of the differentiable fields
+    places: tuple[int, ...]  # positions of the differentiable fields
 
 
 _SETTINGS = {int: "SymInt", float: "float", bool: "bool"}
@@ -221,7 +221,7 @@ Record = TypeVar("Record", AttentionInputs, KeyListInputs)
 
 
 def without_values(inputs: Record) -> Record:
-    """Return a call for what reads no values, with key in their place."""
+    """Return a call for code that reads no values, with key in place of value."""
     return inputs._replace(value=inputs.key)
 
 
@@ -240,7 +240,7 @@ def differentiable_tensors(inputs: AttentionInputs) -> dict[str, Tensor | None]:
 
 
 def no_gradient(inputs: AttentionInputs | KeyListInputs, name: str) -> Tensor:
-    """Return a tensor without elements, which stands for a gradient that is not wanted."""
+    """Return an empty tensor in place of an unwanted gradient."""
     like: Tensor | None = getattr(inputs, name)
     query = inputs.query
     return query.new_empty(0, dtype=query.dtype if like is None else like.dtype)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The record of a call in place of its computation."""
+"""Recording of a call's inputs instead of its computation."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .record import SelectionInputs
 
 @contextmanager
 def recorded_calls() -> Iterator[list[SelectionInputs]]:
-    """Let calls of attention of this thread raise RecordedError, and whatever operation comes
-    before that and makes a tensor make one without contents.
+    """Let attention calls of this thread raise RecordedError, without any computation.
 
-    Yields what `select_keep` got since then.
+    Operations before the error that make tensors make uninitialized ones. Yields the list of inputs
+    that `select_keep` has received.
     """
     token = RECORDS_CALLS.set(True)
     try:
-        # Under a dispatch mode no call leaves the dispatcher out.
+        # Under a dispatch mode no call bypasses the dispatcher.
         with _EmptyTensors() as mode:
             yield mode.selections
     finally:
@@ -33,7 +33,7 @@ def recorded_calls() -> Iterator[list[SelectionInputs]]:
 
 
 class _EmptyTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers operations that make tensors; what only looks at tensors runs as it is."""
+    """Replaces operations that make tensors; operations that only inspect tensors run unchanged."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -83,7 +83,7 @@ def _index_select(tensor: Tensor, dimension: int, index: Tensor) -> Tensor:
     return tensor.new_empty(shape)
 
 
-# What has the values of a block_table, which are checked on CPUs.
+# These keep the values of a block_table on CPUs, where the values are checked.
 
 
 def _arange(end: int, **options: Any) -> Tensor:

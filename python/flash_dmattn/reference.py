@@ -2,8 +2,8 @@
 """Dynamic mask attention in plain PyTorch: the definition that every kernel is compared with.
 
 It materializes the scores, so memory and time grow with Q x K. 16-bit and float32 inputs are
-computed in float32, those with a query or a bias of float64 in float64; every result is
-differentiable by autograd.
+computed in float32; a float64 query or bias is computed in float64. Every result is differentiable
+by autograd.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .wrong_keywords import refuse_keywords, without_unknown
 
 __all__ = ["attention_probabilities", "attention_reference", "key_mass"]
 
-# Scores that are held at once for sums over rows, on CPUs and elsewhere.
+# Most scores in memory at once for sums over rows, on CPUs and elsewhere.
 _SCORES_ON_CPU, _SCORES_ELSEWHERE = 2**20, 2**26
 
 
@@ -39,7 +39,7 @@ class Sequence(NamedTuple):
 
 
 class Attended(NamedTuple):
-    """What one dense problem gives, in the computing dtype."""
+    """The results of one dense problem, in the computing dtype."""
 
     out: Tensor  # (B, H, Q, Dv)
     lse: Tensor  # (B, H, Q), without the sink
@@ -63,13 +63,13 @@ def attention_reference(
     block_table: Tensor | None = None,
     **unknown: NoReturn,
 ) -> tuple[Tensor, Tensor]:
-    """Return ``(out, lse)`` of dynamic mask attention, by the formula.
+    """Return ``(out, lse)`` of dynamic mask attention by its formula.
 
     Args:
         query: ``(B, Q, H, D)``, or ``(total_q, H, D)`` with ``cu_seqlens_q``; any floating dtype,
             any device.
         key, value: ``(B, K, Hk, D)``, ``(total_k, Hk, D)``, or ``(pages, page, Hk, D)`` with
-            ``block_table``; the head dimension of value may be another one, Dv.
+            ``block_table``; the head dimension of value may differ: Dv.
         mask: bool, True keeps, ``({B|1}, {H|Hk|1}, {Q|1}, {K|1})``, also ``(B, {H|Hk|1}, K)`` and
             ``(B, K)``; varlen ``({H|Hk|1}, 1, total_k)`` or ``({H|Hk|1}, total_q, max_k)``; or an
             `IntervalMask`.
@@ -78,14 +78,14 @@ def attention_reference(
         causal: row i sees keys ``j <= i + K - Q``.
         softcap: if positive, scores become ``softcap * tanh(score / softcap)`` before the bias is
             added.
-        sink: ``(H,)``, one more score in the sum of each row's softmax, with nothing to attend to.
-        cu_seqlens_q, cu_seqlens_k: int32 ``(B + 1,)``, where each packed sequence begins.
-        block_table: int32 ``(B, pages of a sequence)``, where each page of a sequence lies.
+        sink: ``(H,)``, one more score in the sum of each row's softmax, without a key or a value.
+        cu_seqlens_q, cu_seqlens_k: int32 ``(B + 1,)``: 0, then where each packed sequence ends.
+        block_table: int32 ``(B, pages of a sequence)``, the page numbers of each sequence.
 
     Returns:
         ``out`` ``(B, Q, H, Dv)``, or ``(total_q, H, Dv)``, of query's dtype, and ``lse`` ``(B, H,
         Q)`` (varlen ``(H, total_q)``), float32 or float64, natural logarithm, without the sink. A
-        row that keeps nothing has output 0 and lse -inf.
+        row that keeps no key has output 0 and lse -inf.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
@@ -93,7 +93,7 @@ def attention_reference(
     """
     if unknown:
         refuse_keywords(attention_reference, unknown)
-    from .reference_arguments import check_reference  # which imports this for its backend
+    from .reference_arguments import check_reference  # its backend imports this module
 
     return formula(
         check_reference(
@@ -112,7 +112,7 @@ def attention_reference(
 
 
 def formula(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
-    """Do what `attention_reference` does, for a call that has been checked."""
+    """Compute `attention_reference` for a call that has been checked."""
     query = inputs.query
     parts = [(part, attend(part, inputs)) for part in sequences(inputs)]
     if not inputs.packed:
@@ -199,7 +199,7 @@ def _at(tensor: Tensor, places: Tensor, dimension: int) -> Tensor:
 def key_mass(inputs: AttentionInputs) -> Tensor:
     """Return the sum of each key's probabilities: float32 ``(B, H, K)``, or ``(H, total_k)``.
 
-    Chunks of rows one after another bound its memory. There are no pages and no window.
+    Row chunks bound its memory. The call must have no pages and no window.
     """
     parts = [inputs.query.new_zeros((inputs.query.shape[-2], 0), dtype=torch.float32)]
     for call in _dense_calls(inputs):
@@ -216,7 +216,7 @@ def key_mass(inputs: AttentionInputs) -> Tensor:
             return mass
         parts.append(mass[0])
     packed = torch.cat(parts, 1)
-    # Rows of key that are of no sequence.
+    # Pad for rows of key that belong to no sequence.
     return torch.nn.functional.pad(packed, (0, inputs.key.shape[0] - packed.shape[1]))
 
 
@@ -243,9 +243,9 @@ def _dense_calls(inputs: AttentionInputs) -> Iterator[AttentionInputs]:
 
 
 def _rows_of_call(call: AttentionInputs, begin: int, end: int) -> AttentionInputs:
-    """Return the call of some rows of a dense one, and of the keys that they may see."""
+    """Return the call of some rows of a dense one, with the keys that they may see."""
     keys = call.key.shape[1]
-    if call.causal:  # so that the limit of the last row is still the last key
+    if call.causal:  # the last row's limit must stay at the last key
         keys = max(0, keys - call.query.shape[1] + end)
     changed: dict[str, Any] = {"query": call.query[:, begin:end]}
     changed |= {name: getattr(call, name)[:, :keys] for name in ("key", "value")}
@@ -265,16 +265,16 @@ def recorded_gradients(
     gradients: tuple[Tensor | None, Tensor | None],
     wanted: tuple[str, ...],
 ) -> Gradients:
-    """Return the gradients of a call, which autograd can differentiate any number of times.
+    """Return the gradients of a call. Autograd can differentiate them any number of times.
 
     Args:
-        tensors: those of the call that have gradients, by name.
-        compute: returns out and lse of them.
+        tensors: the call's differentiable tensors, by name.
+        compute: returns out and lse of such tensors.
         gradients: of out and lse.
-        wanted: the names of those whose gradients to return.
+        wanted: the names of the tensors whose gradients to return.
     """
     with torch.enable_grad():
-        # Views, for one tensor may stand in several places, each of which has a gradient.
+        # Views: one tensor may be several arguments, each of which needs its own gradient.
         own = {name: None if t is None else t.view_as(t) for name, t in tensors.items()}
         pairs = [p for p in zip(compute(own), gradients, strict=True) if p[1] is not None]
         outputs, grads = zip(*pairs, strict=True)
@@ -290,7 +290,7 @@ def recorded_gradients(
 
 
 def computing_dtype(query: Tensor, bias: Tensor | None) -> torch.dtype:
-    """Return the dtype that a call is computed in, which is also that of lse."""
+    """Return the dtype that a call is computed in, and the dtype of lse."""
     is_exact = torch.float64 in (query.dtype, None if bias is None else bias.dtype)
     return torch.float64 if is_exact else torch.float32
 
@@ -329,24 +329,24 @@ def sequences(inputs: AttentionInputs) -> Iterator[Sequence]:
 
 
 def attend(part: Sequence, inputs: AttentionInputs) -> Attended:
-    """Compute one dense problem of a call, in full precision even where autocast is enabled."""
+    """Compute one dense problem of a call, in full precision even under autocast."""
     with without_autocast(part.query.device.type):
         return _attend(part, inputs.scale, inputs.causal, inputs.softcap, inputs.sink)
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[object]:
-    """Return a context without autocast, also for the device types that have none."""
+    """Return a context without autocast. It also serves device types that have no autocast."""
     if torch.amp.is_autocast_available(device_type):
         return torch.autocast(device_type, enabled=False)
     return nullcontext()
 
 
 def sink_share(sink: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the parts of a softmax that are of the keys and of the sink; they sum to 1.
+    """Return the keys' share and the sink's share of a softmax; they sum to 1.
 
     Args:
         sink: ``(H,)``.
-        lse: ``(B, H, Q)``, of the keys alone.
+        lse: ``(B, H, Q)``, without the sink.
     """
     margin = lse - sink.to(lse.dtype).unsqueeze(-1)
     return torch.sigmoid(margin), torch.sigmoid(-margin)
@@ -362,7 +362,7 @@ def _attend(
         scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
         scores = scores + bias
-    # An empty row takes part as a row of zeros, since softmax and logsumexp of -inf alone have no
+    # Scores of an empty row are set to 0, because softmax and logsumexp of only -inf have no
     # gradient.
     scores = scores.masked_fill(~kept, -torch.inf).masked_fill(~row_kept.unsqueeze(-1), 0)
     probabilities, lse = torch.softmax(scores, -1), torch.logsumexp(scores, -1)
@@ -378,11 +378,11 @@ def _attend(
 def computing_inputs(
     part: Sequence, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Return query, key, value ``(B, H, rows, D)``, what is kept ``(B, H, Q, K)``, and bias, in the
-    computing dtype.
+    """Return query, key, value ``(B, H, rows, D)``, the kept pairs ``(B, H, Q, K)``, and bias, all
+    floats in the computing dtype.
 
-    Keys and values are repeated for each query head of their group. Rows that keep nothing and keys
-    that no row keeps are zeros, so that whatever they hold, NaN included, reaches no result:
+    Keys and values are repeated for each query head of their group. Rows that keep no key and keys
+    that no row keeps are set to 0, so that their contents, NaN included, affect no result:
     0 * NaN would be NaN.
     """
     dtype = computing_dtype(part.query, part.bias)
@@ -408,7 +408,7 @@ def computing_inputs(
 
 
 def per_query_head(tensor: Tensor, heads: int, kv_heads: int) -> Tensor:
-    """Repeat what has an entry for each KV head for the query heads of its group."""
+    """Repeat entries per KV head for the query heads of the group."""
     if is_one_of(tensor.shape[1], 1, heads):
         return tensor
     return tensor.repeat_interleave(heads // kv_heads, 1)
@@ -422,7 +422,7 @@ def _sequence_mask(inputs: AttentionInputs, rows: slice, keys: slice) -> Tensor 
 
 
 def packed_part(tensor: Tensor, rows: slice, keys: slice) -> Tensor:
-    """Cut a sequence out of a varlen mask or bias, which is per key or per query."""
+    """Return one sequence of a varlen mask or bias, which is per key or per query."""
     if tensor.shape[1] == 1:
         return tensor[:, :, keys].unsqueeze(0)
     return tensor[:, rows, : keys.stop - keys.start].unsqueeze(0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Checks of the arguments of `attention_reference`, by the rules of its backend."""
+"""Argument checks of `attention_reference`, by the rules of its backend."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_reference(
     sink: Tensor | None,
     packing: Packing,
 ) -> AttentionInputs:
-    """Return the record of a call; raise where the formula would fail or mean nothing.
+    """Return the record of a call; raise if the formula would fail or be undefined.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
@@ -62,7 +62,7 @@ def check_reference(
         )
         check_attention(_in_query_dtype(inputs), any_width=True)
     except (TypeError, ValueError) as error:
-        # The rules are those of attention, whose arguments have other names.
+        # Translate the argument names of flash_dmattn_func, whose rules these are.
         text = str(error)
         for name, own in _NAMES.items():
             text = text.replace(name, own)
@@ -101,7 +101,7 @@ def _inputs(
 
 
 def _in_query_dtype(inputs: AttentionInputs) -> AttentionInputs:
-    """Return a call with allowed dtypes of bias and sink: the formula computes with any."""
+    """Return a call whose bias and sink dtypes pass the checks. The formula takes any dtypes."""
     dtype = inputs.query.dtype
     if dtype not in _FLOATS:
         return inputs

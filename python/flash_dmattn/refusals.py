@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Errors about derivatives and transforms that kernels do not have."""
+"""Errors for derivatives and transforms that kernels do not support."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def refuse_vmap(*_: Any) -> NoReturn:
 
 
 def current_backward() -> tuple[int, bool]:
-    """Return the number of the backward pass that calls, or -1, and whether there surely is none.
+    """Return the id of the running backward pass, or -1, and whether certainly none is running.
 
-    Compiled code is not told by which it is called.
+    Compiled code cannot determine the id.
     """
     if torch.compiler.is_compiling():
         return -1, False
@@ -49,14 +49,15 @@ def current_backward() -> tuple[int, bool]:
 
 
 def refuse_recomputation(name: str, made_during: tuple[int, bool], counter: Tensor | None) -> None:
-    """Raise RuntimeError where a backward pass would change a state that it has found.
+    """Raise RuntimeError if a backward pass would change a state that was made outside of it.
 
-    Compiled code finds out when it runs, if gradients are on, as they are in a recomputation.
+    Compiled code checks this at run time, and only if gradients are enabled, as in a recomputation.
 
     Args:
         name: of the state.
-        made_during: what `current_backward` returned when the state was made.
-        counter: integers of the state, through which compiled code depends on being asked; or None.
+        made_during: the result of `current_backward` when the state was made.
+        counter: integers of the state. The operator declares them as mutated, so that compilers
+            keep the check. None: compiled code has no check.
     """
     backward, is_outside = made_during
     if not torch.compiler.is_compiling():
@@ -74,7 +75,7 @@ def _refuse_backward(counter: Tensor | None, name: str, allowed: int = -1) -> No
         )
 
 
-# Compilers drop an operator that neither writes nor returns anything.
+# The schema declares counter as mutated: compilers drop operators that mutate and return nothing.
 define(
     "refuse_recomputation",
     ("Tensor(a!) counter, str name", "()"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Keeping the keys with the largest bias."""
+"""Selection of the keys with the largest bias."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ __all__ = [
     "without_nan",
 ]
 
-# Without the question, as in torch < 2.7, what is compiled may be exported.
+# torch < 2.7 has no is_exporting: there all compiled code counts as exported.
 _is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
 
 
@@ -69,13 +69,13 @@ def dynamic_mask(
 ) -> Tensor | IntervalMask:
     """Keep, for each query, the keys with the largest bias among those that it can see.
 
-    Ties go to the lower key index, so that exactly ``window_size`` keys are kept wherever that many
-    can be seen. NaN and -inf biases are never kept. No gradient flows through the choice.
+    Ties go to the lower key index, so exactly ``window_size`` keys are kept wherever that many can
+    be seen. NaN and -inf biases are never kept. No gradient flows through the choice.
 
-    A selection that learns also keeps the keys near each query: ``keep_last`` of them, and the
-    ``window_size`` best of the others.
+    For a learned selection, also keep the keys near each query: the last ``keep_last`` keys, and
+    the ``window_size`` best of the others.
 
-    1.2.2's function of this name, which knows nothing of causality, is
+    The function of this name in 1.2.2, which ignores causality, is
     `flash_dmattn.utils.mask.dynamic_mask`.
 
     Args:
@@ -83,19 +83,19 @@ def dynamic_mask(
             K)`` or ``(B, K)``; with the cu_seqlens ``({H|Hk|1}, 1, total_k)`` or ``({H|Hk|1},
             total_q, max_seqlen_k)``. float32, float16 or bfloat16; float64 with
             ``backend="reference"``.
-        window_size: keys to keep, at least 0.
+        window_size: number of keys to keep, at least 0.
         is_causal: query i sees keys ``j <= i + K - Q`` only.
         keep_last: also keep the last ``keep_last`` keys that a query sees, whatever their bias. It
-            needs ``is_causal``, unless there is one query. Keys that ``attention_mask`` drops are
-            not counted; those with a bias of NaN or -inf are, but are not kept.
-        keep_first: also keep the first ``keep_first`` keys; likewise.
-        attention_mask: bool, True where a key can be seen; shapes as ``attn_bias``, and
-            broadcasting against it.
-        query_length: Q, which a causal selection from a bias per key needs; by default K.
-        key_length: K, which a bias and a mask whose last dimension is 1 do not tell: such a bias
-            is the same for all K keys.
-        num_heads, num_kv_heads: H and Hk; needed only where both head counts appear but cannot be
-            told apart.
+            needs ``is_causal``, unless there is one query. Keys that ``attention_mask`` drops do
+            not count. Keys with a bias of NaN or -inf count, but are not kept.
+        keep_first: also keep the first ``keep_first`` keys, by the same rules.
+        attention_mask: bool, True where a key can be seen; shapes as ``attn_bias``, broadcast
+            against it.
+        query_length: Q, needed for a causal selection from a per-key bias; by default K.
+        key_length: K, needed if the last dimension of bias and mask is 1. Such a bias is the same
+            for all K keys.
+        num_heads, num_kv_heads: H and Hk; needed only if both head counts appear but cannot be
+            distinguished.
         cu_seqlens_q, cu_seqlens_k: int32 ``(B + 1,)``, for packed sequences, with max_seqlen_q and
             max_seqlen_k.
         max_seqlen_q, max_seqlen_k: lengths of the longest sequence; by default read from the
@@ -104,13 +104,13 @@ def dynamic_mask(
 
     Returns:
         For a causal selection from a bias and mask that are the same for every query, an
-        `IntervalMask`. Otherwise a bool tensor: ``({B|1}, {H|Hk|1}, 1, K)``, the top keys of all
-        queries alike, or with a row for each query if the bias or the mask has one.
+        `IntervalMask`. Otherwise a bool tensor: ``({B|1}, {H|Hk|1}, 1, K)``, the same top keys for
+        all queries, or with a row for each query if the bias or the mask has one.
 
     Raises:
         TypeError: a tensor has the wrong type or dtype.
-        ValueError: a shape does not fit, a number of keys is negative, K is not known, or
-            keep_last or keep_first is given without causality for several queries.
+        ValueError: a shape does not fit, a number of keys is negative, K is unknown, or keep_last
+            or keep_first is given without causality for several queries.
     """
     if unknown:
         refuse_keywords(dynamic_mask, unknown)
@@ -151,12 +151,12 @@ def dynamic_mask(
 
 
 class CallShape(NamedTuple):
-    """The sizes of the call that a selection is for."""
+    """The sizes of the call that a selection serves."""
 
     batch: int
     heads: int
     kv_heads: int
-    queries: int  # packed: of the longest sequence
+    queries: int  # packed: the most of any sequence
     keys: int
 
 
@@ -179,7 +179,7 @@ def select(
     causal: bool,
     backend: str,
 ) -> MaskParts:
-    """Do what `dynamic_mask` does, with its bias and mask in 4 dimensions, or 3 of a packed batch.
+    """Compute `dynamic_mask` from a 4-D bias and mask, 3-D for a packed batch.
 
     Returns:
         A mask, or start and end, as fields of a record.
@@ -196,22 +196,22 @@ def select(
     bias = bias.detach()
     if not packing.is_dense:
         _check_packed_form(bias, mask, "attn_mask")
-        # Only the head dimension, as in attention.
+        # Only the head dimension may be narrowed, as in attention.
         bias, mask = without_expansion(bias, 1), without_expansion(mask, 1)
     else:
         if bias.shape[3] == 1:
-            bias = bias.expand(-1, -1, -1, shape.keys)  # equal biases, of which the first are kept
+            bias = bias.expand(-1, -1, -1, shape.keys)  # equal biases: the first keys are kept
         bias, mask = without_expansion(bias, 3), without_expansion(mask, 4)
     selection = SelectionInputs(bias, mask, *packing[:2], *shape, causal=causal, **counts._asdict())
     if causal and bias.shape[-2] == 1 and (mask is None or mask.shape[-2] == 1):
-        # 0 keys are no more than 1; 0 stands for what is not known.
+        # A max_kept of 0 means unknown, so use 1 as the bound of 0 keys.
         most = max(1, counts.total)
         return MaskParts(None, *selection_ops.select_intervals(selection, backend), most)
     return MaskParts(selection_ops.select_keep(selection, backend))
 
 
 def is_per_key(bias: Tensor | None, mask: Tensor | None, dense: bool) -> bool:
-    """Say whether attention may select by itself from a bias that is the same for every query."""
+    """Say whether attention can select within the call: the bias is the same for every query."""
     rank = 4 if dense else 3
     if bias is None or bias.dim() != rank or bias.shape[-2] != 1 or bias.dtype == torch.float64:
         return False
@@ -219,14 +219,12 @@ def is_per_key(bias: Tensor | None, mask: Tensor | None, dense: bool) -> bool:
 
 
 def is_one_row(queries: int) -> bool:
-    """Say whether there is one query, which sees all keys; not asked of sizes that are compiled or
-    traced.
-    """
+    """Say whether there is a single query, which sees all keys. False for symbolic sizes."""
     return not torch.compiler.is_compiling() and type(queries) is int and queries == 1
 
 
 def key_counts(window_size: int, keep_last: int, keep_first: int) -> KeyCounts:
-    """Return how many keys to keep; TypeError or ValueError unless these are such numbers."""
+    """Return the numbers of keys to keep; TypeError or ValueError for invalid numbers."""
     return KeyCounts(
         index("window_size", window_size, 0),
         index("keep_last", keep_last, 0),
@@ -235,14 +233,14 @@ def key_counts(window_size: int, keep_last: int, keep_first: int) -> KeyCounts:
 
 
 def refuse_without_window(keep_last: int, keep_first: int, reason: str) -> None:
-    """Raise ValueError, with the reason, where the last or the first keys are asked for."""
+    """Raise ValueError, with the reason, if keep_last or keep_first is not 0."""
     for name, count in (("keep_last", keep_last), ("keep_first", keep_first)):
         if index(name, count, 0) != 0:
             raise ValueError(f"{name} must be 0 {reason}, got {checks.described(count)}")
 
 
 def check_causal(counts: KeyCounts, causal: bool, queries: int) -> None:
-    """Raise ValueError where several queries see the same keys, and some are kept by place."""
+    """Raise ValueError if keys are kept by place but several queries all see the same keys."""
     if counts.by_place and not causal and queries > 1:
         refuse_without_window(
             counts.keep_last,
@@ -252,10 +250,10 @@ def check_causal(counts: KeyCounts, causal: bool, queries: int) -> None:
 
 
 def keeps_all(counts: KeyCounts, keys: int) -> bool:
-    """Say whether a selection is known to drop no keys but those whose bias is NaN or -inf.
+    """Say whether a selection surely drops only keys whose bias is NaN or -inf.
 
-    Sizes that a program is exported or traced with do not tell of those that it will get; then the
-    answer is no, and selection runs, which is right for all.
+    A program that is exported or traced may run with other sizes. The answer is then False, and the
+    selection runs, which is always correct.
     """
     if torch.compiler.is_compiling():
         return not _is_exporting() and counts.total >= keys
@@ -263,9 +261,9 @@ def keeps_all(counts: KeyCounts, keys: int) -> bool:
 
 
 def without_nan(bias: Tensor) -> Tensor:
-    """Return a bias for attention without selection which drops what a selection never keeps.
+    """Return a bias for attention without selection that drops what a selection never keeps.
 
-    -inf is "not kept" to attention too; NaN becomes so.
+    -inf already means "not kept" in attention; NaN becomes -inf.
     """
     bias = without_expansion(bias, 4 if bias.dim() == 4 else 1)
     return bias.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
@@ -276,7 +274,7 @@ def selectable_bias(
 ) -> Tensor | None:
     """Return the bias that attention selects by; ValueError if it is absent or does not fit.
 
-    None, where it is absent and keys are kept for their places alone.
+    Return None if it is absent and keys are kept only for their places.
     """
     if bias is None:
         if counts.window == 0 and counts.by_place:
@@ -286,7 +284,7 @@ def selectable_bias(
             "a bias, or an IntervalMask.sliding_window as attn_mask, or window_size=0 and "
             "keep_last, to keep the nearest keys"
         )
-    # Otherwise the selection would have the wrong batch size, and be blamed for it.
+    # Without this check the selection would have a wrong batch size, and the error would name it.
     if batch is not None and bias.shape[0] != 1 and bias.shape[0] != batch:
         raise ValueError(
             f"attn_bias must have batch size {batch} or 1, as query, got {tuple(bias.shape)}"
@@ -295,24 +293,24 @@ def selectable_bias(
 
 
 def place_bias(key: Tensor, packing: Packing) -> Tensor:
-    """Return a bias that prefers no key, by which a call without one selects."""
+    """Return a bias of zeros, which a call without a bias selects by."""
     if packing.is_dense:
         return key.new_zeros(1, 1, 1, 1)
     return key.new_zeros(1, 1, 1).expand(1, 1, total_keys(key, packing))
 
 
 def total_keys(key: Tensor, packing: Packing) -> int:
-    """Return how many keys packed sequences have together, or no less."""
+    """Return the total number of keys of packed sequences, or an upper bound of it."""
     if packing.block_table is None:
         return key.shape[0]
     if key.device.type == "cpu" and packing.cu_seqlens_k is not None:
         return int(packing.cu_seqlens_k[-1])
-    # On a GPU only the device knows how many keys there are; the sequences have at most these.
+    # On a GPU only the device knows the number of keys; this is an upper bound.
     return packing.sequences * packing.max_seqlen_k
 
 
 def composable_mask(mask: Tensor | IntervalMask | None) -> Tensor | None:
-    """Return the mask that attention selects within; ValueError for an `IntervalMask`."""
+    """Return the boolean mask that attention selects within; ValueError for an `IntervalMask`."""
     if isinstance(mask, IntervalMask):
         raise ValueError(
             "window_size cannot be combined with an IntervalMask as attn_mask; pass a boolean "
@@ -326,7 +324,7 @@ def composable_mask(mask: Tensor | IntervalMask | None) -> Tensor | None:
 def _dense_tensors(
     bias: Tensor, mask: Tensor | None, query_length: int | None, key_length: int | None
 ) -> tuple[Tensor, Tensor | None, int, int, int]:
-    """Return bias and mask in 4 dimensions, and B, Q and K."""
+    """Return the 4-D bias and mask, and B, Q and K."""
     given = [bias] if mask is None else [bias, mask]
     for name, tensor in (("attn_bias", bias), ("attention_mask", mask)):
         if tensor is not None and tensor.dim() not in (2, 3, 4):
@@ -338,7 +336,7 @@ def _dense_tensors(
     batch = next((t.shape[0] for t in given if t.dim() and t.shape[0] != 1), 1)
 
     def in_4d(name: str, tensor: Tensor) -> Tensor:
-        # Any number of heads: what they are is seen from all tensors, and checked with them.
+        # Accept any head count here; _head_counts checks all tensors together.
         heads = tensor.shape[1] if tensor.dim() == 3 else 1
         # Bias and mask broadcast against each other.
         own_batch = 1 if tensor.dim() and tensor.shape[0] == 1 else batch
@@ -355,7 +353,7 @@ def _dense_tensors(
 def _head_counts(
     bias: Tensor, mask: Tensor | None, num_heads: int | None, num_kv_heads: int | None
 ) -> tuple[int, int]:
-    """Return H and Hk, as given or as far as bias and mask tell."""
+    """Return H and Hk, as given or as inferred from bias and mask."""
     counts = [t.shape[-3] for t in (bias, mask) if t is not None]
     counts = [count for count in counts if count != 1] or [1]
     heads = max(counts) if num_heads is None else index("num_heads", num_heads, 1)
@@ -370,7 +368,7 @@ def _head_counts(
 
 
 def _key_length(given: list[Tensor], key_length: int | None) -> int:
-    """Return K, by the argument or by the first tensor that has a size for each key."""
+    """Return K, from the argument or from the first tensor with a key dimension above 1."""
     if key_length is not None:
         return index("key_length", key_length, 0, MOST_ROWS)
     for tensor in given:
@@ -383,7 +381,7 @@ def _key_length(given: list[Tensor], key_length: int | None) -> int:
 
 
 def _packing(packing: Packing, max_seqlen_q: int | None, max_seqlen_k: int | None) -> Packing:
-    """Return how sequences are packed, with the lengths of the longest."""
+    """Return the packing, with the lengths of the longest sequences."""
     cu_seqlens_q, cu_seqlens_k = packing[:2]
     if cu_seqlens_q is None or cu_seqlens_k is None:
         missing = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
@@ -418,7 +416,7 @@ def longest(name: str, length: int | None, cu_seqlens: Tensor) -> int:
 
 
 def _check_mask(mask: Tensor, bias: Tensor, shape: CallShape) -> None:
-    """Raise ValueError, by the name of `dynamic_mask`'s argument, for a mask that does not fit."""
+    """Raise ValueError, with `dynamic_mask`'s argument name, for a mask that does not fit."""
     head_sizes = (1, shape.heads, shape.kv_heads)
     if mask.dim() == 4:
         sizes = ((1, shape.batch), head_sizes, (1, shape.queries), (1, shape.keys))
@@ -428,7 +426,7 @@ def _check_mask(mask: Tensor, bias: Tensor, shape: CallShape) -> None:
         )
         form = "({B|1}, {H|Hk|1}, {Q|1}, {K|1})"
     else:
-        # Only shapes are compared here; lengths are in the values of the cu_seqlens.
+        # Only shapes are compared here; the lengths are values of the cu_seqlens.
         same_rows = mask.shape[1] == bias.shape[1]
         fits = checks.is_one_of(mask.shape[0], *head_sizes) and (
             not same_rows or mask.shape[2] == bias.shape[2]

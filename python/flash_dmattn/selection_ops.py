@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Selection, and its operators."""
+"""Selection functions and their operators."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def select_intervals(inputs: SelectionInputs, backend: str) -> tuple[Tensor, Ten
 
 
 def select_keep(inputs: SelectionInputs, backend: str) -> Tensor:
-    """Return bool of the broadcast shape of bias and mask."""
+    """Return bool in the broadcast shape of bias and mask."""
     if dispatch_state.is_idle(inputs[:_TENSOR_COUNT]):
         return select_backend(inputs.bias.device, backend).select_keep(inputs)
     keep: Tensor = torch.ops.flash_dmattn.select_keep.default(*inputs, backend)

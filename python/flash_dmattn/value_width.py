@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Values of another head dimension than keys, for backends that compute with one."""
+"""Values whose head dimension differs from that of keys, for backends that support only one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .record import AttentionInputs, Record
 
 __all__ = ["in_one_width", "is_narrow", "of_width"]
 
-# With as few queries, kernels that have several heads in a tile are faster, on padded values.
+# Up to this many queries, kernels with several heads in a row tile are faster, on padded values.
 _FEW_QUERIES = 128
 
 
@@ -23,7 +23,7 @@ def is_narrow(inputs: AttentionInputs, widths: tuple[int, int], *, recorded: boo
     Args:
         inputs: of the call, whose value has another head dimension than its query and key.
         widths: the `Backend.narrow_widths`.
-        recorded: whether the backward pass is wanted, too.
+        recorded: whether the call also needs a backward pass.
     """
     head_dim, width = inputs.query.shape[-1], inputs.value.shape[-1]
     most, narrow = widths
@@ -37,14 +37,14 @@ def is_narrow(inputs: AttentionInputs, widths: tuple[int, int], *, recorded: boo
         return bias_rows == 1
     mask_heads, mask_rows = _heads_and_rows(inputs.mask, inputs)
     start_heads = 1 if inputs.start is None else inputs.start.shape[-2]
-    # Heads that share keys must keep the same ones, with the same biases.
+    # For a backward pass, heads that share keys must keep the same keys with the same biases.
     heads, kv_heads = inputs.query.shape[-2], inputs.key.shape[-2]
     share = heads == kv_heads or heads not in (bias_heads, mask_heads, start_heads)
     return share and mask_rows == 1 and not (inputs.deterministic or inputs.softcap > 0)
 
 
 def _heads_and_rows(tensor: Tensor | None, inputs: AttentionInputs) -> tuple[int, int]:
-    """Return how many heads and rows a mask or a bias has, 1 of both where there is none."""
+    """Return the numbers of heads and rows of a mask or a bias; 1 and 1 if there is none."""
     if tensor is None:
         return 1, 1
     if tensor.dim() == 3 and not inputs.packed:
@@ -53,10 +53,10 @@ def _heads_and_rows(tensor: Tensor | None, inputs: AttentionInputs) -> tuple[int
 
 
 def in_one_width(inputs: Record) -> Record:
-    """Pad query and key, or value, with zeros to the head dimension of the others.
+    """Pad query and key, or value, with zeros to the larger head dimension.
 
-    Zeros change no score, and what they add to out is cut off by `of_width`. Of paged keys and
-    values only the pages of ``block_table`` are copied, as far as ``max_seqlen_k`` tells.
+    Zeros change no score, and `of_width` removes the extra columns of out. For paged keys and
+    values only the pages of ``block_table``, as far as ``max_seqlen_k`` reaches, are copied.
     """
     if inputs.block_table is not None:
         inputs = _with_own_pages(inputs, inputs.block_table)
@@ -69,20 +69,20 @@ def in_one_width(inputs: Record) -> Record:
 
 
 def of_width(out: Tensor, width: int) -> Tensor:
-    """Return the first so many columns of out, contiguous."""
+    """Return the first ``width`` columns of out, contiguous."""
     return out if out.shape[-1] == width else out[..., :width].contiguous()
 
 
 def _with_own_pages(inputs: Record, table: Tensor) -> Record:
-    """Copy the pages that sequences may read, each for every place of the table that names it."""
+    """Copy the pages that sequences may read, one copy for each entry of the table."""
     pages, page = inputs.key.shape[:2]
     if table.dim() != 2 or pages == 0 or page == 0:
         return inputs
-    if type(table) in PLAIN_TYPES and table.is_cpu:  # whose values are checked
+    if type(table) in PLAIN_TYPES and table.is_cpu:  # the table's values are checked on CPUs
         call = inputs if isinstance(inputs, AttentionInputs) else inputs.without_lists()
         check_attention(call, any_width=True)
     table = table[:, : min(table.shape[1], -(-inputs.max_seqlen_k // page))]
-    # Behind the pages of a sequence the table may hold anything.
+    # Table entries beyond the pages of a sequence are arbitrary.
     numbers = table.flatten().clamp(0, pages - 1)
     key, value = (tensor.index_select(0, numbers) for tensor in (inputs.key, inputs.value))
     own = torch.arange(numbers.shape[0], dtype=table.dtype, device=table.device)

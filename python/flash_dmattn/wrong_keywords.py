@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The names that arguments of other packages' functions have here."""
+"""Names that functions of other packages use for the arguments of this package."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["refuse_keywords", "telling_keywords", "without_unknown"]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Class = TypeVar("_Class", bound=type)
 
-# Names of the same argument; that of a function is the first that it has.
+# Names of the same argument. An error suggests the first name that the function has.
 _NAMES_OF_ONE = (
     ("is_causal", "causal"),
     ("softmax_scale", "scale", "sm_scale", "scaling"),
@@ -44,7 +44,7 @@ _NAMES_OF_ONE = (
     ("log_forget", "g", "log_fgate"),
     ("group", "process_group", "cp_group"),
 )
-# And what else to do, where the function has the argument that is named, if one is.
+# Hints for keywords. A hint applies if the function has the argument that is named, if any.
 _INSTEAD: dict[str, tuple[str | None, str]] = {
     **dict.fromkeys(
         ("dropout_p", "p", "dropout", "attention_dropout"),
@@ -84,7 +84,7 @@ _INSTEAD: dict[str, tuple[str | None, str]] = {
 def refuse_keywords(
     function: Callable[..., Any], unknown: dict[str, Any], called: str | None = None
 ) -> NoReturn:
-    """Raise the TypeError of keywords that a function does not have, with what is meant by one."""
+    """Raise TypeError for keywords that a function does not have, with a hint for the first."""
     name = next(iter(unknown))
     own = inspect.signature(function).parameters
     same = (other for names in _NAMES_OF_ONE if name in names for other in names)
@@ -99,7 +99,7 @@ def refuse_keywords(
 
 
 def without_unknown(function: _Function) -> _Function:
-    """Leave the last parameter, of keywords that are refused, out of a function's signature."""
+    """Remove the last parameter, of refused keywords, from a function's signature."""
     signature = inspect.signature(function)
     known = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     function.__signature__ = signature.replace(parameters=known)  # type: ignore[attr-defined]
@@ -107,7 +107,7 @@ def without_unknown(function: _Function) -> _Function:
 
 
 def telling_keywords(cls: _Class) -> _Class:
-    """Let the constructor of a class tell what is meant by keywords that it does not have."""
+    """Let a class's constructor give hints for keywords that it does not have."""
     make: Callable[..., None] = cls.__init__  # type: ignore[misc]
     known = frozenset(inspect.signature(make).parameters)
 
