@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The backends: a kernel pack for the device, a portable backend that is asked for by name, or
+"""The backends: a kernel pack for the device, a portable backend that is requested by name, or
 the plain PyTorch reference.
 """
 

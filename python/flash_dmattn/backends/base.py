@@ -42,17 +42,17 @@ class Backend(Protocol):
     name: str
 
     def selects(self) -> bool:
-        """Say whether it takes calls that select by themselves (`AttentionInputs.window`)."""
+        """Say whether it takes calls that select within the call (`AttentionInputs.window`)."""
         return False
 
     def narrow_widths(self) -> tuple[int, int]:
-        """Return the largest head dimension beside which values may be narrower, and their most
-        columns; 0 where they may not.
+        """Return the largest head dimension of query and key for narrower values, and the largest
+        head dimension of such values; (0, 0) if narrower values are not supported.
         """
         return 0, 0
 
     def serves_lists(self, inputs: KeyListInputs) -> bool:
-        """Say whether it has kernels for a call whose queries list their keys."""
+        """Say whether it has kernels for a call that lists the keys of each query."""
         return False
 
     def forgets(self) -> bool:
@@ -60,25 +60,26 @@ class Backend(Protocol):
         return False
 
     def plan_bytes(self, inputs: AttentionInputs) -> int:
-        """Return the length of a plan; sizes may be symbolic."""
+        """Return the size of a plan in bytes; sizes may be symbolic."""
 
     def make_plan(self, inputs: AttentionInputs, *, zeroed: bool) -> Tensor:
-        """Return a plan (uint8, 1-D), which no values but the mask's and the cu_seqlens' determine.
+        """Return a plan (uint8, 1-D). It depends only on the values of the mask and the cu_seqlens.
 
-        Kernels write what they read. With ``zeroed`` equal inputs also give equal bytes elsewhere.
+        Kernels write all bytes that they read. With ``zeroed``, equal inputs give equal bytes
+        everywhere.
         """
 
     def kept_bytes(self, inputs: AttentionInputs) -> int:
-        """Return the length of what `forward` keeps; sizes may be symbolic."""
+        """Return the size in bytes of what `forward` keeps; sizes may be symbolic."""
         return self.plan_bytes(inputs) if inputs.given_plan is None else 0
 
     def forward(
         self, inputs: AttentionInputs, *, zeroed: bool = False
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return out (`out_shape`, query's dtype, contiguous), lse, and what else `backward` needs.
+        """Return out (`out_shape`, query's dtype, contiguous), lse, and other data for `backward`.
 
-        That is uint8, 1-D, and None stands for no bytes. It begins with the plan if none is given.
-        With ``zeroed`` it has `kept_bytes`, and of equal inputs it is equal.
+        The data is uint8, 1-D; None stands for no bytes. It begins with the plan if none is given.
+        With ``zeroed`` it has `kept_bytes` bytes, and equal inputs give equal bytes.
         """
 
     def call(self, inputs: AttentionInputs) -> Any:
@@ -88,27 +89,26 @@ class Backend(Protocol):
     def describe(
         self, inputs: AttentionInputs, gradients: tuple[str, ...], keep: SelectionInputs | None
     ) -> str:
-        """Tell how a call is computed, as JSON; gradients of these fields are wanted.
+        """Describe how a call is computed, as JSON, if gradients of these fields are wanted.
 
-        ``keep`` is what `select_keep` got to make the mask of the call.
-
-        What the backend tells nothing of is left out.
+        ``keep`` is the input of the `select_keep` that made the call's mask. Steps that the backend
+        has no information about are left out.
 
         Raises:
             TypeError, ValueError, NotImplementedError: what `forward` would raise.
         """
 
     def attend(self, call: Any, *, need_lse: bool) -> tuple[Tensor, Tensor | None]:
-        """Return out, and lse if it is needed, of a call that keeps nothing for backward."""
+        """Return out, and lse if needed, of a call that keeps nothing for backward."""
         out, lse, _ = self.forward(call)
         return out, lse if need_lse else None
 
     def keep(self, call: Any, *, need_lse: bool) -> tuple[tuple[Tensor | None, ...], Any]:
-        """Compute a call whose results autograd keeps.
+        """Compute a call for autograd.
 
         Returns:
-            The tensors to save: of the record, and those of `forward`; and what else the backward
-            pass needs, without references to tensors. An lse that is not needed may be None.
+            The tensors to save: those of the record and those of `forward`. And other data for the
+            backward pass, which holds no tensors. lse may be None if it is not needed.
         """
         return (*call[:_TENSORS], *self.forward(call)), call[_TENSORS:]
 
@@ -120,14 +120,14 @@ class Backend(Protocol):
         dout: Tensor,
         dlse: Tensor | None,
     ) -> tuple[Tensor | None, ...] | None:
-        """Do what `differentiate` does for what `keep` has returned, and unpacked tensors of it.
+        """Do `differentiate` on the results of `keep`, with its saved tensors unpacked.
 
-        None where that needs a closer look, with nothing done.
+        Return None, without any computation, if the call needs the general path.
         """
         return None
 
     def settings(self, kept: Any) -> tuple[Any, ...]:
-        """Return the settings of the call whose `keep` has returned this."""
+        """Return the settings of a call from the second result of its `keep`."""
         settings: tuple[Any, ...] = kept
         return settings
 
@@ -141,7 +141,7 @@ class Backend(Protocol):
         kept: Tensor | None,
         wanted: tuple[str, ...],
     ) -> Gradients:
-        """Return the gradients of the fields that are wanted, of what `forward` has returned."""
+        """Return the gradients of the wanted fields, from the results of `forward`."""
 
     def differentiate(
         self,
@@ -151,13 +151,13 @@ class Backend(Protocol):
         dout: Tensor,
         dlse: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the differentiable fields of a call, in their order, where a flag
-        wants them, else None. More flags than there are such fields give as many more of these.
+        """Return the gradients of the call's differentiable fields in their order, None where a
+        flag is False. Flags beyond these fields give None.
 
         Args:
             inputs: of the call.
             results: those of `forward`.
-            flags, dout, dlse: which gradients are wanted, and those of out and lse.
+            flags, dout, dlse: the wanted gradients, and the gradients of out and lse.
         """
         out, lse, kept = results
         assert out is not None
@@ -171,13 +171,13 @@ class Backend(Protocol):
         """Return the sum of each key's probabilities, float32 of `mass_shape`.
 
         Args:
-            inputs: of the call, without pages and without a window; tensors require no gradients.
-            lse: what forward has returned.
+            inputs: of the call, without pages and without a window; no tensor requires a gradient.
+            lse: of forward.
         """
         return key_mass(inputs)
 
     def key_mass_reads_plan(self, inputs: AttentionInputs) -> bool:
-        """Say whether `key_mass` reads the plan of a call that has one."""
+        """Say whether `key_mass` reads the plan of a call, if it has one."""
         return False
 
     def key_mass_kernel(self, inputs: AttentionInputs) -> str:
@@ -219,10 +219,10 @@ def lse_dtype(inputs: AttentionInputs) -> torch.dtype:
 
 
 def out_rest_bytes(inputs: AttentionInputs) -> int:
-    """Return the bytes of what rounding leaves of out, one an element; 0 if no gradient needs it.
+    """Return the bytes of out's rounding residual, one per element; 0 if no gradient needs it.
 
-    The gradients of a row's scores sum to 0 only as exactly as out is known, and the gradient of a
-    sink, and sums of that of a bias per key, collect what is missing of all rows.
+    The gradients of a row's scores sum to 0 only to the precision of out. The gradient of a sink,
+    and row sums of a per-key bias's gradient, accumulate these errors over all rows.
     """
     query, bias = inputs.query, inputs.bias
     sums_rows = inputs.sink is not None if bias is None else bias.shape[-2] == 1
@@ -232,13 +232,13 @@ def out_rest_bytes(inputs: AttentionInputs) -> int:
 
 
 def keep_shape(inputs: SelectionInputs) -> tuple[int, ...]:
-    """Return the broadcast shape of bias and mask, by the head rule: of Hk and H comes H."""
+    """Return the broadcast shape of bias and mask; Hk and H broadcast to H."""
     bias, mask = inputs.bias.shape, None if inputs.mask is None else inputs.mask.shape
     if mask is None:
         return tuple(bias)
     sizes = [b if m == 1 else m if b == 1 else max(b, m) for b, m in zip(bias, mask, strict=True)]
     if inputs.packed and bias[-2] != mask[-2]:
-        # Rows run along the longest sequence, tensors per key along all of them.
+        # Rows have max_seqlen_k columns; per-key tensors have total_k columns.
         sizes[-1] = bias[-1] if mask[-2] == 1 else mask[-1]
     return tuple(sizes)
 

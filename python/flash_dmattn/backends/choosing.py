@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The backends by name, and which of them can run here; the loader chooses between packs."""
+"""The backends by name, and which of them can run here. The loader chooses between packs."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def select_backend(device: torch.device, name: str) -> Backend:
 
     Raises:
         ValueError: an unknown name, or a pack's backend for tensors of another device.
-        RuntimeError: no kernel pack serves the device, where one was asked for, or a portable
-            backend cannot run on it; the text says why and what to do.
+        RuntimeError: the name needs a kernel pack and none serves the device, or a portable
+            backend cannot run on it; the text gives the reason and the remedy.
     """
     return resolver.default_loader.backend_for(name, device, _make_backend)
 
@@ -90,5 +90,5 @@ def require_available(name: str) -> None:
 
 
 def available_backends() -> list[str]:
-    """Return the names of the backends that can run here, the preferred first."""
+    """Return the names of the backends that can run here, in order of preference."""
     return [name for name in _KNOWN_BACKENDS if is_available(name)]

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Causal selection as intervals, in plain PyTorch: O(K log K) time, and O(K) memory.
 
-Number the ranked keys of a list from the best to the worst. A query at the place of key p ranks the
-keys up to p, and key j leaves the window at the first place where as many of them as the window
-holds have numbers below j's: where j's number is above the threshold of the place, the window-th
-smallest number up to there. Later places rank more, so that thresholds only fall.
+In each list, the ranked keys are numbered from best to worst. The query at the place of key p ranks
+the keys up to p. Key j leaves the window at the first place whose threshold is below j's number.
+The threshold is the window-th smallest number up to that place. Later places rank more keys, so
+thresholds only fall.
 
-The thresholds of all places are found together, bit by bit from the highest, in a wavelet matrix of
-the numbers: of those up to a place, in the order of the matrix the run [low, high), the ones whose
-bit is 0 are counted; if they reach the window, the threshold is among them.
+A wavelet matrix of the numbers finds the thresholds of all places together, bit by bit from the
+highest. The numbers up to a place are a run [low, high) in the order of the matrix. Those of the
+run whose bit is 0 are counted. If the count reaches the window, the threshold is among them.
 
-A key stays ``keep_last`` keys longer than the window holds it, of those that the mask keeps.
+After it has left the window, a key stays for ``keep_last`` more keys that the mask keeps.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ from flash_dmattn.reference import per_query_head
 
 
 def select_intervals(inputs: SelectionInputs) -> tuple[Tensor, Tensor]:
-    """Return start and end of the keys that are kept, the lower index in ties."""
+    """Return start and end of the kept keys; ties go to the lower index."""
     check_selection(inputs, read_lengths=inputs.bias.device.type == "cpu")
     shape = interval_shape(inputs)
     bias, seen = _broadcast(inputs, shape)
     keys = shape[-1]
-    # On a GPU a packed batch may have keys, but no sequence.
+    # On a GPU a packed batch may have keys but no sequences.
     if 0 in (keys, inputs.batch):
         nothing = torch.zeros(shape, dtype=torch.int32, device=bias.device)
         return nothing, nothing.clone()
     key = torch.arange(keys, device=bias.device)
     first_key, past_key, first_row, row_count = _places(inputs, key)
-    # How many seen keys of the row and its sequence come before each.
+    # The number of visible keys before each key, in the list and in its sequence.
     before = torch.nn.functional.pad(seen.cumsum(-1), (1, 0))
     rank = before[:, :-1] - before[:, first_key]
     may_be_kept = seen & ~bias.isnan() & (bias != -torch.inf)
     is_first = may_be_kept & (rank < inputs.keep_first)
     ranked = may_be_kept & ~is_first
-    # What is not ranked comes last, so that it pushes no other key out.
+    # Keys that are not ranked sort last, so they displace no other key.
     order = torch.where(ranked, bias, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
     number = torch.empty_like(order)
     number.scatter_(-1, order, key.expand_as(order))
-    left_at = key.expand_as(number)  # where the key leaves the window, or is not let in
+    left_at = key.expand_as(number)  # the place where the key leaves the window or fails to enter
     if inputs.window > 0:
         threshold = _thresholds(number, first_key, key + 1, inputs.window)
-        # Ascending over all sequences, so that one search finds the place for every key.
+        # Ascending over all sequences, so one search serves all keys.
         ascending = first_key * (keys + 1) + (keys - threshold)
         wanted = first_key * (keys + 1) + (keys - number)
         left_at = torch.searchsorted(ascending, wanted, right=True).maximum(key)
-    # The place at which so many more keys have been seen.
+    # The place at which keep_last + 1 more keys have been seen.
     seen_then = before.gather(-1, left_at) + inputs.keep_last + 1
     left_at = torch.searchsorted(before[:, 1:].contiguous(), seen_then)
     end = torch.where(left_at < past_key, first_row + (left_at - key), row_count)
@@ -65,7 +65,7 @@ def select_intervals(inputs: SelectionInputs) -> tuple[Tensor, Tensor]:
 
 
 def _thresholds(number: Tensor, low: Tensor, high: Tensor, window: int) -> Tensor:
-    """Return the window-th smallest number in the run of each place; where it is shorter, K."""
+    """Return the window-th smallest number in each place's run; K if the run is shorter."""
     lists, keys = number.shape
     low, high = (bound.expand(lists, -1) for bound in (low, high))
     wanted = torch.full_like(low, window)
@@ -77,7 +77,7 @@ def _thresholds(number: Tensor, low: Tensor, high: Tensor, window: int) -> Tenso
         zeros_low, zeros_high = zeros.gather(-1, low), zeros.gather(-1, high)
         found = zeros_high - zeros_low
         among = wanted <= found
-        ones = zeros[:, -1:]  # the numbers whose bit is 1 come behind those whose bit is 0
+        ones = zeros[:, -1:]  # numbers whose bit is 1 follow those whose bit is 0
         low = torch.where(among, zeros_low, ones + low - zeros_low)
         high = torch.where(among, zeros_high, ones + high - zeros_high)
         wanted = torch.where(among, wanted, wanted - found)
@@ -90,7 +90,7 @@ def _thresholds(number: Tensor, low: Tensor, high: Tensor, window: int) -> Tenso
 
 
 def _broadcast(inputs: SelectionInputs, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Return bias and which keys the mask keeps, both ``(lists, K)``."""
+    """Return the bias and the visible keys, both ``(lists, K)``."""
     heads = shape[-2]
 
     def lists(tensor: Tensor) -> Tensor:
@@ -105,13 +105,13 @@ def _broadcast(inputs: SelectionInputs, shape: tuple[int, ...]) -> tuple[Tensor,
 
 
 def _places(inputs: SelectionInputs, key: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the first key of each key's sequence and past its last, the row of the sequence at the
-    key's place, which may lie before the first, and how many rows there are.
+    """Return, for each key: the first key and the end of its sequence, the sequence's row at the
+    key's place, which may be negative, and the sequence's number of rows.
     """
     cu_q, cu_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
     if cu_q is None or cu_k is None:
         cu_q, cu_k = (torch.arange(2, device=key.device) * n for n in (inputs.queries, inputs.keys))
-    # Wrong bounds must not be indices.
+    # Invalid bounds must not give indices out of range.
     cu_q, cu_k = cu_q.long(), cu_k.long().clamp(0, key.shape[-1])
     own = (torch.searchsorted(cu_k, key, right=True) - 1).clamp(0, max(cu_q.shape[0] - 2, 0))
     first_key, past_key, rows = cu_k[own], cu_k[own + 1], cu_q.diff()[own]

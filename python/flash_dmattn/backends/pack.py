@@ -22,12 +22,12 @@ from .base import (
     out_rest_bytes,
 )
 
-# What the core makes results with, since each crossing between it and Python costs a small call.
+# The core makes results with these, because each crossing into Python adds time to a small call.
 _ALLOCATOR = _core.Allocator(
     torch.empty_like, torch.contiguous_format, torch.float32, torch.float64, torch.uint8
 )
 _TENSORS = ATTENTION.tensor_count
-# Whether packs of GPUs sum the attention of keys without a mask, too. Triton does it faster.
+# Whether GPU packs also sum the key mass of calls without a mask. Triton is faster there.
 KEY_MASS_WITHOUT_MASK = False
 _MOST_PLACES = 2**31 - 1
 
@@ -35,26 +35,26 @@ _MOST_PLACES = 2**31 - 1
 class PackBackend(Backend):
     """Runs calls on the device that a kernel pack was loaded for.
 
-    Where the core does nothing, `torch_memory` does it.
+    `torch_memory` handles calls that the core declines.
     """
 
     def __init__(self, pack: _core.Pack) -> None:
-        """Keep the pack, which outlives every call."""
+        """Store the pack, which outlives every call."""
         self.pack = pack
         self.name = {1: "cpu", 2: "cuda"}[pack.device_type]  # DLPack's types
         self._layouts = pack.plan_layouts
         self._threads = torch.get_num_threads if self.name == "cpu" else _one_thread
 
     def selects(self) -> bool:
-        """Say whether it takes calls that select by themselves."""
+        """Return True: packs select within the call."""
         return True
 
     def narrow_widths(self) -> tuple[int, int]:
-        """Return those of the pack."""
+        """Return the widths of the pack."""
         return self.pack.narrow_widths
 
     def plan_bytes(self, inputs: AttentionInputs) -> int:
-        """Evaluate the formula of pack.h's fdm_plan_layout, which holds for symbolic sizes too."""
+        """Evaluate the formula of pack.h's fdm_plan_layout; sizes may be symbolic."""
         mask = inputs.mask if inputs.start is None else inputs.start
         if mask is None:
             kind, lists = "none", 0
@@ -70,8 +70,8 @@ class PackBackend(Backend):
             keys = row_keys = inputs.key.shape[1]
         else:
             sequences, rows = inputs.sequences, inputs.query.shape[0]
-            # Only tensors per key tell the number of keys of a paged cache; a mask with rows is
-            # sized by row_keys.
+            # For a paged cache only per-key tensors have the number of keys. row_keys sizes a mask
+            # with rows.
             keys = inputs.key.shape[0] if mask is None or kind == "rows" else mask.shape[-1]
             row_keys = inputs.max_seqlen_k
         tiles = rows // tile_rows + sequences
@@ -84,23 +84,23 @@ class PackBackend(Backend):
         return size
 
     def kept_bytes(self, inputs: AttentionInputs) -> int:
-        """Do what kept_bytes of the core's problem does, with an lse of its own."""
+        """Return kept_bytes of the core's problem for a call with a separate lse."""
         size = super().kept_bytes(inputs)
         low = out_rest_bytes(inputs) if self.pack.wants_out_rest else 0
         return _padded(size) + _padded(low) if low else size
 
     def make_plan(self, inputs: AttentionInputs, *, zeroed: bool) -> Tensor:
-        """Turn the mask into columns."""
+        """Convert the mask to columns."""
         return torch_memory.make_plan(self.pack, self._threads(), inputs, zeroed=zeroed)
 
     def call(self, inputs: AttentionInputs) -> _core.Call:
-        """Return the call, which the core reads where it is first computed."""
+        """Return the call. The core reads it when it is first computed."""
         return _core.Call(inputs)
 
     def forward(
         self, inputs: AttentionInputs, *, zeroed: bool = False
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Run the forward pass, and plan it first if no plan is given."""
+        """Run the forward pass; make a plan first if none is given."""
         size = self.kept_bytes(inputs) if zeroed else None
         made = torch_memory.keep(self.pack, self._threads(), inputs, zeroed=size)
         out, lse, kept = made[_TENSORS:]
@@ -109,7 +109,7 @@ class PackBackend(Backend):
         return out, lse, kept
 
     def attend(self, call: _core.Call, *, need_lse: bool) -> tuple[Tensor, Tensor | None]:
-        """Run the forward pass, with one allocation for all that is not kept."""
+        """Run the forward pass, with one allocation for everything that is not returned."""
         pack, threads = self.pack, self._threads()
         made = call.attend(pack, threads, _ALLOCATOR, need_lse)
         if made is not None:
@@ -117,7 +117,7 @@ class PackBackend(Backend):
         return torch_memory.attend(pack, threads, AttentionInputs(*call.fields), need_lse=need_lse)
 
     def keep(self, call: _core.Call, *, need_lse: bool) -> tuple[tuple[Tensor | None, ...], Any]:
-        """Run the forward pass, with an allocation less if lse is not needed."""
+        """Run the forward pass, with one allocation less if lse is not needed."""
         pack, threads = self.pack, self._threads()
         made = call.keep(pack, threads, _ALLOCATOR, need_lse)
         if made is not None:
@@ -176,17 +176,17 @@ class PackBackend(Backend):
         return torch_memory.backward(self.pack, self._threads(), inputs, given, wanted)
 
     def key_mass(self, inputs: AttentionInputs, lse: Tensor) -> Tensor:
-        """Run the pack's kernel, or that of Triton in place of one that the pack has not."""
+        """Run the pack's kernel, or Triton's if the pack has none for this call."""
         if self._has_key_mass(inputs):
             return torch_memory.key_mass(self.pack, self._threads(), inputs, lse)
         if self._triton_sums(inputs):
-            # With a plan of its own: those of packs are others.
+            # Triton makes its own plan; its format differs from that of packs.
             triton = portable.load("triton", self.name, "backend=None")
             return triton.key_mass(inputs._replace(given_plan=None), lse)
         return super().key_mass(inputs, lse)
 
     def key_mass_reads_plan(self, inputs: AttentionInputs) -> bool:
-        """Say whether `key_mass` reads the plan of a call that has one."""
+        """Say whether `key_mass` reads the plan of a call, if it has one."""
         return self._has_key_mass(inputs)
 
     def key_mass_kernel(self, inputs: AttentionInputs) -> str:
@@ -196,7 +196,7 @@ class PackBackend(Backend):
         return "key_mass_kernel of Triton" if self._triton_sums(inputs) else "PyTorch operations"
 
     def serves_lists(self, inputs: KeyListInputs) -> bool:
-        """Say whether it has kernels for a call whose queries list their keys."""
+        """Say whether it has kernels for a call that lists the keys of each query."""
         query, key, bias = inputs.query, inputs.key, inputs.bias
         return (
             self.pack.lists_keys
@@ -212,18 +212,18 @@ class PackBackend(Backend):
         return self.pack.forgets
 
     def list_forward(self, inputs: KeyListInputs) -> tuple[Tensor, Tensor]:
-        """Return out and lse of a call whose queries list their keys."""
+        """Return out and lse of a call that lists the keys of each query."""
         return torch_memory.list_forward(self.pack, self._threads(), inputs)
 
     def list_backward(
         self, inputs: KeyListInputs, given: tuple[Tensor | None, ...], wanted: tuple[str, ...]
     ) -> Gradients:
-        """Return the gradients of the fields that are wanted, with sums over rows in any order.
+        """Return the gradients of the wanted fields, with row sums in any order.
 
         Args:
             inputs: of the call.
             given: the gradients of out and lse, then out and lse.
-            wanted: the names of fields.
+            wanted: names of fields.
         """
         return torch_memory.list_backward(self.pack, self._threads(), inputs, given, wanted)
 
@@ -234,13 +234,13 @@ class PackBackend(Backend):
         least: float,
         prune: float,
     ) -> None:
-        """Write the bias of forget gates, and start and end if there are any.
+        """Write the bias of forget gates, and start and end unless they are None.
 
         Args:
-            results: what is written.
+            results: the output tensors.
             gates: the gates, their padding and the bounds of packed sequences.
-            least: a gate below it counts as this.
-            prune: the threshold below which keys are dropped; 0 where none are.
+            least: lower bound of a gate; smaller gates count as it.
+            prune: the threshold below which keys are dropped; 0 without pruning.
         """
         pack, threads = self.pack, self._threads()
         if not _core.forget(pack, threads, results, gates, least, prune):
@@ -253,7 +253,7 @@ class PackBackend(Backend):
         gates: tuple[Tensor, Tensor | None, Tensor | None],
         least: float,
     ) -> None:
-        """Write the gradient of forget gates, which are as in `forget`."""
+        """Write the gradient of forget gates; ``gates`` is as in `forget`."""
         pack, threads = self.pack, self._threads()
         if not _core.forget_backward(pack, threads, dbias, gradient, gates, least):
             torch_memory.forget_backward(pack, threads, (gradient, dbias), gates, least)
@@ -276,7 +276,7 @@ class PackBackend(Backend):
         """Select for a bias that is the same for every query."""
         shape, device = interval_shape(inputs), inputs.bias.device
         start = torch.empty(shape, dtype=torch.int32, device=device)
-        end = torch.empty_like(start)  # without the sizes, which take torch longer to read
+        end = torch.empty_like(start)  # faster than torch.empty with sizes
         self._select((start, end), inputs)
         return start, end
 
@@ -294,7 +294,7 @@ class PackBackend(Backend):
     def describe(
         self, inputs: AttentionInputs, gradients: tuple[str, ...], keep: SelectionInputs | None
     ) -> str:
-        """Tell how a call is computed, as JSON; gradients of these fields are wanted."""
+        """Describe how a call is computed, as JSON, if gradients of these fields are wanted."""
         if gradients:
             gradients = torch_memory.computed_gradients(inputs, gradients)
         return torch_memory.describe(self.pack, self._threads(), inputs, gradients, keep)
@@ -305,7 +305,7 @@ def _one_thread() -> int:
 
 
 def _padded(size: int) -> int:
-    """Return the bytes of a part of what is kept, padded."""
+    """Return the padded size of a part of the kept bytes."""
     return (size + 255) // 256 * 256
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The backends that are compiled where they run, and are used only where they are asked for.
+"""The backends that are compiled at run time and used only on request.
 
-Each has a function ``why_unavailable(device_type)``: None if it can compute on this type of device,
-or for None on any that is here; else why not, and what to do. The module of its class is imported
-when it is first used, not before.
+Each has a function ``why_unavailable(device_type)``: None if it can compute on this type of device
+(for device_type None: on any type of device), else the reason and the remedy. The module of a
+backend's class is imported at its first use.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class _Entry(NamedTuple):
     class_name: str
 
 
-# In the order of preference.
+# In order of preference.
 _TABLE = {
     "triton": _Entry("triton.availability", "triton.backend", "TritonBackend"),
     "flex": _Entry("flex.backend", "flex.backend", "FlexBackend"),
@@ -41,9 +41,9 @@ def why_unavailable(name: str, device_type: str | None = None) -> str | None:
 
 
 def require(name: str, device_type: str | None = None, default: str = "backend=None") -> None:
-    """Raise RuntimeError, with the reason and what to do, if a backend cannot run.
+    """Raise RuntimeError, with the reason and the remedy, if a backend cannot run.
 
-    ``default`` is what its caller can give to have no backend asked for.
+    ``default`` is the text of the setting that requests no specific backend.
     """
     reason = why_unavailable(name, device_type)
     if reason is not None:
@@ -54,7 +54,7 @@ def require(name: str, device_type: str | None = None, default: str = "backend=N
 
 
 def load(name: str, device_type: str, default: str) -> Backend:
-    """Return a backend for tensors of a type of device; RuntimeError as `require`."""
+    """Return a backend for tensors on a type of device; RuntimeError as in `require`."""
     require(name, device_type, default)
     entry = _TABLE[name]
     backend: Backend = getattr(_module(entry.module), entry.class_name)()

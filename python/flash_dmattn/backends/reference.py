@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The reference as a backend: any device, float64 too, O(Q x K) memory."""
+"""The reference as a backend: any device, also float64, O(Q x K) memory."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from .base import (
 )
 from .shapes import check_attention, check_selection
 
-# Rows that are sorted at once: bounds the memory of selection, where a sort needs 9 bytes for each
-# key of each row.
+# Rows that are sorted at once. This bounds the memory of selection: a sort needs 9 bytes per key of
+# each row.
 _ROWS_AT_ONCE = 256
 
 
@@ -50,12 +50,12 @@ class ReferenceBackend(Backend):
         return 0
 
     def make_plan(self, inputs: AttentionInputs, *, zeroed: bool) -> Tensor:
-        """Check the inputs, and return no bytes."""
+        """Check the inputs, and return an empty tensor."""
         check_attention(inputs, any_width=True)
         return inputs.query.new_empty(0, dtype=torch.uint8)
 
     def describe(self, inputs: AttentionInputs, *_: Any) -> str:
-        """Check the inputs; there is nothing to tell."""
+        """Check the inputs; the description is empty."""
         check_attention(inputs, any_width=True)
         return "{}"
 
@@ -73,9 +73,9 @@ class ReferenceBackend(Backend):
         dlse: Tensor | None,
         wanted: tuple[str, ...],
     ) -> Gradients:
-        """Compute gradients that are differentiable themselves, which those of `backward` are not.
+        """Compute gradients that are themselves differentiable, unlike those of `backward`.
 
-        They are recorded by autograd, with all intermediate results of the formula.
+        Autograd records them, with all intermediate results of the formula.
         """
 
         def compute(tensors: dict[str, Tensor | None]) -> tuple[Tensor, Tensor]:
@@ -95,7 +95,7 @@ class ReferenceBackend(Backend):
         kept: Tensor | None,
         wanted: tuple[str, ...],
     ) -> Gradients:
-        """Compute by the formula's derivative: an operator's implementation runs below autograd."""
+        """Compute the formula's derivative explicitly: an operator's kernel runs below autograd."""
         dtype = computing_dtype(inputs.query, inputs.bias)
         totals: Gradients = {}
         for name in wanted:
@@ -117,7 +117,7 @@ class ReferenceBackend(Backend):
         return {name: total.to(getattr(inputs, name).dtype) for name, total in totals.items()}
 
     def key_mass(self, inputs: AttentionInputs, lse: Tensor) -> Tensor:
-        """Sum by the formula, by chunks of rows."""
+        """Sum by the formula, in row chunks."""
         check_attention(inputs, any_width=True)
         return key_mass(inputs)
 
@@ -133,7 +133,7 @@ class ReferenceBackend(Backend):
             if count == 0:
                 continue
             kept = _select_rows(bias, mask, inputs, count, row_count=count)
-            # argmax of booleans is the first True, and 0 if there is none.
+            # argmax of booleans is the first True, or 0 if there is none.
             any_kept, first = kept.any(-2), kept.byte().argmax(-2)
             past = count - kept.flip(-2).byte().argmax(-2)
             start[..., keys] = (first * any_kept).to(torch.int32).reshape(start[..., keys].shape)
@@ -160,14 +160,14 @@ class ReferenceBackend(Backend):
 def _dense_gradients(
     inputs: AttentionInputs, part: Sequence, dout: Tensor, dlse: Tensor
 ) -> Gradients:
-    """Return the gradients of one dense problem, laid out as the tensors of the call."""
+    """Return the gradients of one dense problem, in the layout of the call's tensors."""
     query, key, value, kept, bias = computing_inputs(part, inputs.causal)
     attended = attend(part, inputs)
     probabilities = attended.probabilities
     dout = dout.transpose(1, 2).masked_fill(~kept.any(3).unsqueeze(-1), 0)
     dvalue = probabilities.transpose(-1, -2) @ dout
     dprobabilities = (dout @ value.transpose(-1, -2)).masked_fill(~kept, 0)
-    # The same products as in dscores, whose rounding then cancels; dout * out would have others.
+    # Uses the products of dscores, so that rounding errors cancel. dout * out has other errors.
     delta = (probabilities * dprobabilities).sum(-1)
     dscores = probabilities * (dprobabilities - delta.unsqueeze(-1))
     gradients: Gradients = {}
@@ -195,14 +195,14 @@ def _dense_gradients(
 
 
 def _group_sum(gradient: Tensor, part: Sequence) -> Tensor:
-    """Sum (B, H, ...) over the query heads of each KV head."""
+    """Sum ``(B, H, ...)`` over the query heads of each KV head."""
     batch, heads, *rest = gradient.shape
     kv_heads = part.key.shape[2]
     return gradient.reshape(batch, kv_heads, heads // kv_heads, *rest).sum(2)
 
 
 def _places(inputs: AttentionInputs, part: Sequence) -> dict[str, tuple[slice, ...]]:
-    """Return the index of a sequence's gradients in those of the call."""
+    """Return the indices of one sequence's gradients within those of the call."""
     everything = slice(None)
     if not inputs.packed:
         return dict.fromkeys(ATTENTION.differentiable, (everything,))
@@ -234,8 +234,8 @@ def _selection_sequences(
 def _select_rows(
     bias: Tensor, mask: Tensor | None, inputs: SelectionInputs, queries: int, row_count: int
 ) -> Tensor:
-    """Return bool (b, h, row_count, K): the last and the first keys that each row sees, and of the
-    others those with the largest bias, the lower index in ties.
+    """Return bool ``(b, h, row_count, K)``: the last and the first keys that each row sees, and of
+    the others those with the largest bias; ties go to the lower index.
     """
     keys = bias.shape[-1]
     heads = max(bias.shape[1], 1 if mask is None else mask.shape[1])

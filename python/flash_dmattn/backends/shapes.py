@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The rules for shapes and dtypes, for the backends that compute without a pack.
+"""Shape and dtype rules for the backends that compute without a pack.
 
-The rules are the core's, which has the only copy of them. It is given sizes and strides, and the
-values of cu_seqlens and block_table where they are to be checked; tensors it does not see, since
-these backends also take what has no memory that can be read: tensors of torch.func, for example.
+The core has the only copy of these rules. It gets sizes and strides, and the values of cu_seqlens
+and block_table if they are to be checked. It gets no tensors, because these backends also take
+tensors without readable memory, for example those of torch.func.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from flash_dmattn.record import AttentionInputs, KeyListInputs, SelectionInputs
 
 MOST_HEAD_DIM = 256
-# The core reads the values of a CPU's tensors only.
+# Device types for the core, which reads values only of CPU tensors.
 _READABLE, _NOT_READABLE = 1, 2
 _WITH_VALUES = ("cu_seqlens_q", "cu_seqlens_k", "block_table")
 
@@ -29,14 +29,14 @@ def check_attention(
     any_width: bool = False,
     most_head_dim: int = MOST_HEAD_DIM,
 ) -> None:
-    """Raise TypeError or ValueError, naming the argument, its value and what is allowed.
+    """Raise TypeError or ValueError with the argument, its value and the allowed values.
 
     Args:
         inputs: of the call.
-        read_lengths: if False, the values of the cu_seqlens are believed, for their device has
-            them.
+        read_lengths: if False, the values of the cu_seqlens are not checked, because they are on
+            the device.
         any_width: whether value may have another head dimension than key.
-        most_head_dim: that of query and key, and of value with ``any_width``.
+        most_head_dim: upper bound for query and key, and with ``any_width`` for value.
     """
     _check(
         "check_attention", inputs, read_lengths, _told(inputs, most_head_dim) if any_width else {}
@@ -44,9 +44,9 @@ def check_attention(
 
 
 def _told(inputs: AttentionInputs, most_head_dim: int) -> dict[str, int]:
-    """Return the head dimensions that the core is told of in place of those that it does not know.
+    """Return the head dimensions to pass to the core instead of those that it does not support.
 
-    It knows calls of one head dimension, of at most 256.
+    It supports one head dimension for all tensors, of at most 256.
     """
     told = {}
     of_query, of_key = inputs.query.shape[-1:], inputs.key.shape[-1:]
@@ -58,10 +58,10 @@ def _told(inputs: AttentionInputs, most_head_dim: int) -> dict[str, int]:
 
 
 def has_other_width(inputs: AttentionInputs | KeyListInputs, most: int = MOST_HEAD_DIM) -> bool:
-    """Say whether the head dimension of value, and nothing else, is not that of query and key.
+    """Say whether value differs from query and key in its head dimension only.
 
     Raises:
-        ValueError: one of both is none from 1 to ``most``.
+        ValueError: a head dimension is not from 1 to ``most``.
     """
     key, value = inputs.key.shape, inputs.value.shape
     if key[-1:] == value[-1:] or key[-1:] != inputs.query.shape[-1:] or key[:-1] != value[:-1]:
@@ -75,7 +75,7 @@ def has_other_width(inputs: AttentionInputs | KeyListInputs, most: int = MOST_HE
 
 
 def check_selection(inputs: SelectionInputs, *, read_lengths: bool = True) -> None:
-    """Raise TypeError or ValueError for arguments that selection does not take."""
+    """Raise TypeError or ValueError for arguments that selection does not support."""
     _check("check_selection", inputs, read_lengths)
 
 
@@ -98,10 +98,10 @@ def _check(
     try:
         from flash_dmattn import _core
     except ImportError:
-        return  # an installation without the core has been warned of; torch's own errors must do
+        return  # the loader warns if the core is absent; torch's own errors must suffice
     if not _has_known_sizes(inputs):
         return
-    # For packs, the core also takes dense masks and biases of fewer dimensions.
+    # The core also takes dense masks and biases of fewer dimensions, but only for packs.
     rank = 3 if inputs.packed else 4
     for name, tensor in (("attn_mask", inputs.mask), ("attn_bias", inputs.bias)):
         if tensor is not None and tensor.dim() != rank:
@@ -109,7 +109,7 @@ def _check(
             raise ValueError(
                 f"{name} has shape {tuple(tensor.shape)}, but must have {rank} dimensions {form}"
             )
-    kept: list[Any] = []  # while the core reads it
+    kept: list[Any] = []  # keeps values alive while the core reads them
     described = (
         _described(name, field, kept if read_lengths else None, (told or {}).get(name))
         if isinstance(field, Tensor)
@@ -120,7 +120,7 @@ def _check(
 
 
 def _has_known_sizes(inputs: AttentionInputs | SelectionInputs) -> bool:
-    """Say whether all sizes are numbers: torch checks what is compiled or traced with others."""
+    """Say whether all sizes are numbers. Torch checks code with symbolic ones."""
     if torch.compiler.is_compiling():
         return False
     return not any(
@@ -133,12 +133,12 @@ def _has_known_sizes(inputs: AttentionInputs | SelectionInputs) -> bool:
 def _described(
     name: str, tensor: Tensor, kept: list[Any] | None, width: int | None
 ) -> tuple[Any, ...]:
-    """Return what the core reads of a tensor.
+    """Return the core's description of a tensor.
 
     Args:
         name, tensor: of the field.
-        kept: what lives while the core reads; None where no values are read.
-        width: to tell in place of the last size, or None.
+        kept: receives values that must live while the core reads; None if no values are read.
+        width: size to pass in place of the last one, or None.
     """
     shape, strides, address = tuple(tensor.shape), tensor.stride(), None
     if width is not None:

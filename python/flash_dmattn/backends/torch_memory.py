@@ -1,7 +1,7 @@
-# SPDX-License-Identifier: BSD-3-Clause
-"""Calls of the core in memory that torch is asked for: by torch before 2.10, whose tensors the core
-cannot read, and where the allocator that the core asks refuses, so that torch tells it in its own
-words.
+"""Calls of the core in memory that torch allocates.
+
+They serve torch before 2.10, whose tensors the core cannot read. They also serve calls whose
+allocation fails in the core, so that torch raises its own error.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ __all__ = [
     "select",
 ]
 
-# torch >= 2.10: the core reads the tensor itself, in a fraction of the time.
+# torch >= 2.10: the core reads the tensor itself, which is much faster.
 CORE_READS_TENSORS = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
-# From here on mapping pages costs less than writing zeros.
+# From this size mapping pages costs less than writing zeros.
 _PAGED_BYTES = 1 << 17
 _DLPACK_DEVICES = {"cpu": 1, "cuda": 2}
 
 
 def make_plan(pack: _core.Pack, threads: int, inputs: AttentionInputs, *, zeroed: bool) -> Tensor:
-    """Turn the mask into columns."""
+    """Convert the mask to columns."""
     problem, device = _problem(pack, threads, inputs), inputs.query.device
     size = problem.plan_bytes
     plan = (_zeros if zeroed else _bytes)(size, device)
@@ -64,7 +64,7 @@ def make_plan(pack: _core.Pack, threads: int, inputs: AttentionInputs, *, zeroed
 def attend(
     pack: _core.Pack, threads: int, inputs: AttentionInputs, *, need_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute what `_core.Call.attend` computes, in memory of torch."""
+    """Compute `_core.Call.attend` in memory that torch allocates."""
     inputs = _with_aligned_rows(inputs)
     problem, plan = _problem(pack, threads, inputs), inputs.given_plan
     out, lse = _out(inputs), _lse(inputs) if need_lse else None
@@ -76,11 +76,11 @@ def attend(
 def keep(
     pack: _core.Pack, threads: int, inputs: AttentionInputs, *, zeroed: int | None = None
 ) -> tuple[Tensor | None, ...]:
-    """Do what keep of `_core.Call` does, with an lse of its own.
+    """Compute keep of `_core.Call`, with a separate lse.
 
     Args:
         pack, threads, inputs: of the call.
-        zeroed: how many bytes, zeros at first, there are for what is kept. None: as many as needed.
+        zeroed: size in bytes of the kept data, which is zeroed first. None: as needed.
     """
     tensors: tuple[Any, ...] = inputs[: ATTENTION.tensor_count]
     inputs = _with_aligned_rows(inputs)
@@ -105,12 +105,12 @@ def backward(
     given: tuple[Tensor | None, ...],
     wanted: tuple[str, ...],
 ) -> Gradients:
-    """Return the gradients of the fields that are wanted.
+    """Return the gradients of the wanted fields.
 
     Args:
         pack, threads, inputs: of the call.
-        given: the gradients of out and lse, then out, lse and what else is kept.
-        wanted: the names of fields.
+        given: the gradients of out and lse, then out, lse and the other kept data.
+        wanted: names of fields.
     """
     if inputs.value.shape[-1] != inputs.key.shape[-1]:
         inputs, given = _with_aligned_rows(inputs), (_aligned(given[0]), *given[1:])
@@ -120,7 +120,10 @@ def backward(
 
 
 def computed_gradients(inputs: AttentionInputs, wanted: tuple[str, ...]) -> tuple[str, ...]:
-    """Return what is computed where these are wanted: with narrow values one kernel does all."""
+    """Return the gradients to compute for the wanted ones.
+
+    With narrow values one kernel computes those of query, key and value together.
+    """
     if inputs.value.shape[-1] == inputs.key.shape[-1]:
         return wanted
     return tuple(dict.fromkeys((*wanted, "query", "key", "value")))
@@ -138,7 +141,7 @@ def key_mass(pack: _core.Pack, threads: int, inputs: AttentionInputs, lse: Tenso
 
 
 def list_forward(pack: _core.Pack, threads: int, inputs: KeyListInputs) -> tuple[Tensor, Tensor]:
-    """Return out and lse of a call whose queries list their keys."""
+    """Return out and lse of a call that lists the keys of each query."""
     problem, call = _list_problem(pack, threads, inputs), inputs.without_lists()
     out, lse = _out(call), _lse(call)
     workspace = _scratch(problem.forward_workspace_bytes, out.device)
@@ -153,7 +156,7 @@ def list_backward(
     given: tuple[Tensor | None, ...],
     wanted: tuple[str, ...],
 ) -> Gradients:
-    """Do what `backward` does for a call whose queries list their keys; nothing else is kept."""
+    """Compute `backward` for a call that lists the keys of each query; no other data is kept."""
     return _differentiate(_list_problem(pack, threads, inputs), inputs, (*given, None), wanted)
 
 
@@ -164,7 +167,7 @@ def describe(
     gradients: tuple[str, ...],
     keep: SelectionInputs | None,
 ) -> str:
-    """Tell how a call is computed, as JSON; gradients of these fields are wanted."""
+    """Describe how a call is computed, as JSON, if gradients of these fields are wanted."""
     selection = None if keep is None else _selection(pack, threads, keep)
     return _problem(pack, threads, inputs).describe(gradients, selection)
 
@@ -191,7 +194,7 @@ def forget(
     gates: tuple[Tensor, Tensor | None, Tensor | None],
     bounds: tuple[float, float],
 ) -> None:
-    """Write the bias of forget gates, and start and end if there are any; bounds: least, prune."""
+    """Write the bias of forget gates, and start and end unless None; bounds: least, prune."""
     least, prune = bounds
     call, workspace = _forgetting(pack, threads, gates, least)
     bias, start, end = map(exchanged, results)
@@ -205,7 +208,7 @@ def forget_backward(
     gates: tuple[Tensor, Tensor | None, Tensor | None],
     least: float,
 ) -> None:
-    """Write the gradient of forget gates, the first of the gradients, from that of the bias."""
+    """Write the gradient of forget gates, the first of ``gradients``, from that of the bias."""
     call, workspace = _forgetting(pack, threads, gates, least)
     written, dbias = map(exchanged, gradients)
     call.forget_backward(dbias, written, exchanged(workspace))
@@ -217,7 +220,7 @@ def _forgetting(
     gates: tuple[Tensor, Tensor | None, Tensor | None],
     least: float,
 ) -> tuple[_core.Forgetting, Tensor | None]:
-    """Return a call and its workspace."""
+    """Return a call of the core and its workspace."""
     log_forget, padding, cu_seqlens = map(exchanged, gates)
     stream = _stream(gates[0])
     call = _core.Forgetting(pack, log_forget, padding, cu_seqlens, least, threads, stream)
@@ -225,8 +228,10 @@ def _forgetting(
 
 
 def exchanged(field: object) -> Any:
-    """Return what the core reads of a field: for a tensor, on an older torch what describes its
-    memory, and does not keep it alive; else the field itself.
+    """Return a field in the form that the core reads.
+
+    On an older torch a tensor becomes a description of its memory, which does not keep it alive.
+    All other fields stay as they are.
     """
     if CORE_READS_TENSORS or not isinstance(field, Tensor):
         return field
@@ -275,9 +280,9 @@ def _out(inputs: AttentionInputs) -> Tensor:
 
 
 def _with_aligned_rows(inputs: AttentionInputs) -> AttentionInputs:
-    """Copy the rows of a call with narrow values that lie as kernels cannot copy them.
+    """Copy tensors of a call with narrow values whose row alignment kernels cannot load.
 
-    A value without rows is left to the core, which tells the shape that it must have.
+    A value without rows is left to the core, whose error names the required shape.
     """
     width = inputs.value.shape[-1:]
     if width == inputs.key.shape[-1:] or not width:
@@ -303,7 +308,7 @@ def _public_raw_stream(device_index: int) -> int:
     return int(torch.cuda.current_stream(device_index).cuda_stream)
 
 
-# Without a Stream object, the costliest of what is asked of torch in a call. Not public.
+# Avoids a Stream object, the most expensive torch query in a call. The torch function is private.
 raw_stream: Callable[[int], int] = getattr(
     torch._C, "_cuda_getCurrentRawStream", _public_raw_stream
 )
@@ -314,14 +319,14 @@ def _stream(tensor: Tensor) -> int:
 
 
 def _zeros(size: int, device: torch.device) -> Tensor:
-    """Return zeroed bytes, for plans that an operator returns: of equal calls they are equal.
+    """Return zeroed bytes, for plans that an operator returns: equal calls give equal bytes.
 
-    Of a plan's upper bound often little is written. So on a CPU large ones are pages of the system,
-    which are zero, and cost nothing until they are written; torch.zeros would write all of them.
+    Often only a small part of a plan's upper bound is written. So on a CPU large plans are mapped
+    pages of zeros, which cost nothing until they are written; torch.zeros would write all of them.
     """
     if device.type != "cpu" or size < _PAGED_BYTES:
         return torch.zeros(size, dtype=torch.uint8, device=device)
-    # Private, since a child that is forked must not see what this process writes.
+    # MAP_PRIVATE, because a forked child must not see this process's writes.
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)
     return torch.frombuffer(pages, dtype=torch.uint8)
 

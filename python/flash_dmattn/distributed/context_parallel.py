@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Attention over a sequence whose shards lie on several ranks."""
+"""Attention over a sequence that is sharded over several ranks."""
 
 from __future__ import annotations
 
@@ -52,49 +52,48 @@ def context_parallel_dmattn(
 ) -> Output:
     """Compute causal attention over sequences that are divided among ranks.
 
-    Each rank has consecutive tokens, those of rank 0 first, and any number of them. All that its
-    queries can see of the ranks before it is ``window_size`` keys for each head of the bias, and
-    the last and the first where these are kept; these are sent to it, and no others: at most ``B *
-    (window_size + keep_last + keep_first)`` rows of key and value for each KV head, whatever
-    the length. The gradients of these rows travel back, and are summed in
-    the order of the ranks; so what attention gives in equal bits (``deterministic``) stays so.
+    Each rank has any number of consecutive tokens; those of rank 0 come first. From the ranks
+    before it, a rank's queries can see only ``window_size`` keys for each head of the bias, plus
+    the kept last and first keys. Only these are sent: at most ``B * (window_size + keep_last +
+    keep_first)`` rows of key and value for each KV head, whatever the length. The gradients of
+    these rows are sent back and summed in the order of the ranks. So ``deterministic`` calls stay
+    deterministic.
 
-    Communication: an all-gather of the biases of so many keys of each shard; an all-to-all of
-    the rows, before which the host waits once, for their numbers; and in the backward pass two of
-    their gradients. All ranks have to call it, also backward, with the same B, H, Hk, D, dtype and
-    numbers of kept keys, and either all or none with inputs that require gradients.
+    Communication: an all-gather of the biases of as many keys of each shard; an all-to-all of the
+    rows, before which the host waits once for their counts; and in the backward pass two
+    all-to-alls of their gradients. All ranks must call it, also backward, with the same B, H, Hk,
+    D, dtype and numbers of kept keys, and either all or none with inputs that require gradients.
 
-    The gradients of key, value and bias are those of the sum of all ranks' losses. So where the
-    loss of the whole is the sum of the ranks' losses, the gradient of a parameter that each rank
-    has a copy of is the sum of the ranks' gradients, not their mean: ``all_reduce`` them with its
-    default SUM. DDP and FSDP, which average over the ranks they are given, give that divided by the
-    number of these ranks.
+    The gradients of key, value and bias are those of the sum of all ranks' losses. So if the total
+    loss is the sum of the ranks' losses, the gradient of a replicated parameter is the sum of the
+    ranks' gradients, not their mean: ``all_reduce`` them with its default SUM. DDP and FSDP average
+    over their ranks, so their result is that gradient divided by the number of these ranks.
 
     Args:
         query: ``(B, N, H, D)``, this rank's tokens; or with ``cu_seqlens`` those of each sequence,
-            one after another, ``(total, H, D)``.
+            packed, ``(total, H, D)``.
         key, value: ``(B, N, Hk, D)``, or ``(total, Hk, D)``.
-        attn_bias: a number for each key, ``({B|1}, {H|Hk|1}, 1, N)``, or as `flash_dmattn_func`
-            takes it for every query alike; packed ``({H|Hk|1}, 1, total)``.
-        window_size: keys that a query keeps of all that it sees, at least 1; or 0 with keep_last or
-            keep_first.
+        attn_bias: a number for each key, ``({B|1}, {H|Hk|1}, 1, N)``, or a per-key form of
+            `flash_dmattn_func`; packed ``({H|Hk|1}, 1, total)``.
+        window_size: number of keys that a query keeps of all visible ones, at least 1; or 0 with
+            keep_last or keep_first.
         keep_last, keep_first: as in `flash_dmattn_func`, of the whole sequence.
         group: of the ranks; a `DeviceMesh` of one dimension; None is the default group.
         padding: bool ``(B, N)``, True for tokens; others are never seen.
         cu_seqlens: int32 ``(B + 1,)``: 0, then where this rank's part of each sequence ends. A
-            sequence may have any number of tokens on each rank, also none. All ranks name all
+            sequence may have any number of tokens on each rank, also none. All ranks must list all
             sequences, in the same order.
         max_seqlen: at least the length of this rank's longest part; by default read from the
-            device, which is waited for.
+            device, which synchronizes.
         softmax_scale, softcap, deterministic: as in `flash_dmattn_func`.
-        sink, return_lse, backend: likewise.
+        sink, return_lse, backend: as in `flash_dmattn_func`.
 
     Returns:
-        As `flash_dmattn_func`, for this rank's queries.
+        The results of `flash_dmattn_func`, for this rank's queries.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
-        ValueError: a shape does not fit, or a mask is given that does more than pad.
+        ValueError: a shape does not fit, or a mask other than padding is given.
         RuntimeError: torch.distributed is not initialized.
     """
     if unknown:
@@ -118,7 +117,7 @@ def context_parallel_dmattn(
         if padding is not None:
             raise ValueError("padding must be None with cu_seqlens: packed sequences have none")
         packing = packed_shard(query, key, value, attn_bias, cu_seqlens, max_seqlen)
-        if counts.by_place:  # a token that is not kept for its bias, but counted
+        if counts.by_place:  # NaN: the token counts for places, but its bias is not selected
             attn_bias = attn_bias.masked_fill(attn_bias == -torch.inf, torch.nan)
         seen = key, value, attn_bias, packing
         if dist.get_world_size(ranks) > 1:
@@ -135,7 +134,7 @@ def context_parallel_dmattn(
     heads = query.shape[2]
     shard = as_rows(key, value, attn_bias, padding, local, heads, counts_dropped=counts.by_place)
     if dist.get_world_size(ranks) > 1:
-        # A rank without tokens has candidates, too: gradients of received rows travel through them.
+        # A rank without tokens has candidates, too: gradients of received rows flow through them.
         some = shard if shard.size else concatenated(shard, empty_rows(shard, 1))
         candidates = kept_rows(some, counts, name)
         candidates = marked(candidates) if counts.by_place else candidates
@@ -145,18 +144,18 @@ def context_parallel_dmattn(
 
 
 def _tokens(bias: Tensor, counts: KeyCounts) -> Tensor | None:
-    """Return which columns are tokens, where these have to be counted."""
+    """Return the columns that are tokens, if places must be counted."""
     return bias.detach() != -torch.inf if counts.by_place else None
 
 
 def _received(candidates: Rows, counts: KeyCounts, ranks: dist.ProcessGroup, backend: str) -> Rows:
-    """Return the rows that the ranks before this one send it."""
+    """Return the rows that earlier ranks send to this rank."""
     exchange = planned(candidates, counts, ranks, backend)
     return Rows(*exchanged(candidates, exchange), exchange.places)
 
 
 def checked_group(group: Any) -> dist.ProcessGroup:
-    """Return the process group of an argument."""
+    """Check the argument, and return its process group."""
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(
             "torch.distributed is not initialized; call torch.distributed.init_process_group, and "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which rows go from which rank to which, and how they and their gradients travel."""
+"""The exchange plan: the rows that each rank sends to each rank, and the transfers."""
 
 from __future__ import annotations
 
@@ -15,43 +15,44 @@ from ..state.rows import Rows, by_place, selecting
 
 
 class Exchange(NamedTuple):
-    """The part of one rank.
+    """The exchange from the view of one rank.
 
-    Rows are counted flat, ``(B, p, window rows)`` of the rank that they come from, and lie one rank
-    after another in what is sent and received.
+    Rows are numbered flat, ``(B, p, window rows)``, on the rank that sends them. Sent and received
+    rows are ordered by rank.
     """
 
     group: dist.ProcessGroup
-    sent: list[Tensor]  # for each rank int64, which of the own candidates it is sent
+    sent: list[Tensor]  # for each rank int64: the own candidates to send to it
     received_counts: list[int]
-    # int64 (B, p, rows): the received row at each place, or one past the last if there is none
+    # int64 (B, p, rows): the received row at each place, or one past the last if it is empty
     places: Tensor
-    bias: Tensor  # (B, h, 1, rows): of the rows that are received, without a gradient
+    bias: Tensor  # (B, h, 1, rows): of the received rows, without a gradient
 
     @property
     def sent_counts(self) -> list[int]:
-        """How many rows each rank is sent."""
+        """The number of rows to send to each rank."""
         return [len(index) for index in self.sent]
 
     @property
     def received(self) -> int:
-        """How many rows are received."""
+        """The number of rows to receive."""
         return sum(self.received_counts)
 
 
 def planned(
     candidates: Rows, counts: KeyCounts, group: dist.ProcessGroup, backend: str
 ) -> Exchange:
-    """Agree on the exchange: each rank gets what its queries can see of the rows before it.
+    """Plan the exchange: each rank gets the earlier rows that its queries can see.
 
-    The biases of all candidates are gathered, from which all ranks compute the same. The host waits
+    The biases of all candidates are gathered, and all ranks compute the same plan. The host waits
     once, for the numbers of rows.
 
     Args:
-        candidates: what can be seen of this rank's shard, in order, as many rows on each rank.
+        candidates: the rows of this rank's shard that can be seen, in order, of equal size on all
+            ranks.
         counts: of the rows that each head keeps.
         group: of the ranks, in the order of their shards.
-        backend: that selects.
+        backend: for the selection.
     """
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     rows, sets = candidates.size, candidates.position.shape[1]
@@ -80,7 +81,7 @@ def planned(
     wanted = by_set.view(batch, sets, ranks, ranks, rows).permute(2, 3, 0, 1, 4)
     sizes = wanted.sum((2, 3, 4)).tolist()
     sent = [_places_of_true(wanted[to, rank].reshape(-1), sizes[to][rank]) for to in range(ranks)]
-    # Of the rows that this rank gets: their numbers in the order of arrival, and their places.
+    # The rows that this rank gets: their numbers in the order of arrival, and their places.
     mine = by_set[:, :, rank]
     arrival = wanted[rank].reshape(-1).cumsum(0).view(ranks, batch, sets, rows) - 1
     arrival = arrival.permute(1, 2, 0, 3).reshape(batch, sets, columns)
@@ -97,7 +98,7 @@ def planned(
 
 
 def exchanged(candidates: Rows, exchange: Exchange) -> tuple[Tensor, Tensor, Tensor]:
-    """Return key, value ``(B, rows, Hk, D)`` and bias of what is received, with gradients."""
+    """Return key, value ``(B, rows, Hk, D)`` and bias of the received rows, with gradients."""
     result: tuple[Tensor, Tensor, Tensor] = _Exchanged.apply(  # type: ignore[no-untyped-call]
         candidates.key, candidates.value, candidates.bias, exchange
     )
@@ -105,7 +106,7 @@ def exchanged(candidates: Rows, exchange: Exchange) -> tuple[Tensor, Tensor, Ten
 
 
 class _Exchanged(torch.autograd.Function):
-    """Rows travel to the ranks that keep them, and the gradients home."""
+    """Sends rows to the ranks that keep them, and their gradients back."""
 
     @staticmethod
     def forward(
@@ -118,7 +119,7 @@ class _Exchanged(torch.autograd.Function):
         arrived = _all_to_all(
             torch.cat([rows[index] for index in exchange.sent]), exchange, is_home=False
         )
-        # The last row is for places where nothing lies.
+        # The last row of zeros serves empty places.
         arrived = torch.cat([arrived, arrived.new_zeros(1, arrived.shape[1])])
         placed = arrived[exchange.places]  # (B, p, rows, 2 E)
         half = placed.shape[-1] // 2
@@ -141,7 +142,7 @@ class _Exchanged(torch.autograd.Function):
         biases = dbias.view(batch, sets, ctx.sharing, rows).transpose(2, 3).flatten(0, 2)
         home = []
         for gradient in (states, biases):
-            # Each received row lies in one place, so nothing is added up here.
+            # Each received row is at one place only, so this needs no sum.
             sorted_rows = gradient.new_zeros(exchange.received + 1, gradient.shape[1])
             sorted_rows[where] = gradient
             total = gradient.new_zeros(
@@ -150,7 +151,7 @@ class _Exchanged(torch.autograd.Function):
                 dtype=torch.promote_types(gradient.dtype, torch.float32),
             )
             arrived = _all_to_all(sorted_rows[:-1], exchange, is_home=True)
-            # In the order of the ranks, each of which has sent a row at most once.
+            # Summed in the order of the ranks. Each rank sends a row at most once.
             start = 0
             for index in exchange.sent:
                 total[index] += arrived[start : start + len(index)]
@@ -175,19 +176,19 @@ def _all_to_all(rows: Tensor, exchange: Exchange, *, is_home: bool) -> Tensor:
 
 
 def _flat(rows: Tensor, sets: int) -> Tensor:
-    """Lay ``(B, rows, Hk, D)`` out as ``(B p rows, Hk / p D)``."""
+    """Convert ``(B, rows, Hk, D)`` to ``(B p rows, Hk / p D)``."""
     batch, count, heads, dim = rows.shape
     by_set = rows.reshape(batch, count, sets, heads // sets * dim)
     return by_set.transpose(1, 2).reshape(batch * sets * count, heads // sets * dim)
 
 
 def _in_heads(by_set: Tensor, like: Tensor) -> Tensor:
-    """Lay ``(B, p, rows, Hk / p D)`` out as ``(B, rows, Hk, D)``."""
+    """Convert ``(B, p, rows, Hk / p D)`` to ``(B, rows, Hk, D)``."""
     batch, _, count, _ = by_set.shape
     return by_set.transpose(1, 2).reshape(batch, count, *like.shape[2:])
 
 
 def _places_of_true(flags: Tensor, count: int) -> Tensor:
-    """Return the places of the ``count`` True, without waiting for the device to count them."""
+    """Return the places of the ``count`` True values without a synchronization to count them."""
     wanted = torch.arange(1, count + 1, device=flags.device)
     return torch.searchsorted(flags.cumsum(0), wanted)

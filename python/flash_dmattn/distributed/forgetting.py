@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Forgetting attention over a sequence whose shards lie on several ranks."""
+"""Forgetting attention over a sequence that is sharded over several ranks."""
 
 from __future__ import annotations
 
@@ -46,36 +46,35 @@ def context_parallel_forgetting(
 ) -> Tensor:
     """Compute causal attention with forget gates over sequences that are divided among ranks.
 
-    Each rank has consecutive tokens, those of rank 0 first, and any number of them. It is sent the
-    keys of the ranks before it that have not decayed below ``prune`` for all heads and sequences
-    where its own tokens begin, and no others: where memory is shorter than a shard, a part of one
-    shard. The gradients of these rows travel back, and are summed in the order of the ranks.
+    Each rank has any number of consecutive tokens; those of rank 0 come first. A rank receives only
+    those keys of earlier ranks that have not decayed below ``prune`` for all heads and sequences
+    where its own tokens begin. If memory is shorter than a shard, that is a part of one shard. The
+    gradients of these rows are sent back and summed in the order of the ranks.
 
-    Communication: all-gathers of what the gates of each shard sum to, in float64, and of the
-    numbers of rows, for which the host waits; all-to-alls of keys and values, and of what the gates
-    have left of them; and their reverse in the backward pass. All ranks have to call it, also
-    backward, with the same B, H, Hk, D, dtype and prune, and either all or none with inputs that
-    require gradients.
+    Communication: all-gathers of each shard's gate sums, in float64, and of the numbers of rows,
+    which the host waits for; all-to-alls of keys and values, and of their remaining log decay; and
+    the reverse in the backward pass. All ranks must call it, also backward, with the same B, H, Hk,
+    D, dtype and prune, and either all or none with inputs that require gradients.
 
-    Gradients are those of the sum of all ranks' losses; `context_parallel_dmattn` says what that
-    means for parameters.
+    Gradients are those of the sum of all ranks' losses. `context_parallel_dmattn` explains the
+    consequence for parameters.
 
     Args:
         query: ``(B, N, H, D)``, this rank's tokens; or with ``cu_seqlens`` those of each sequence,
-            one after another, ``(total, H, D)``.
+            packed, ``(total, H, D)``.
         key, value: ``(B, N, Hk, D)`` or ``(total, Hk, D)``.
         log_forget: ``(B, {H|Hk}, N)`` or ``({H|Hk}, total)``, logarithms of forget gates, as in
-            `forgetting_bias`. -inf forgets all that is before, such as another document.
-        prune: drop a key for a query where the gates between them sum to less than this.
+            `forgetting_bias`. -inf forgets all earlier keys, such as another document.
+        prune: drop a key for a query if the gates between them sum to less than this.
         group: of the ranks; a `DeviceMesh` of one dimension; None is the default group.
         padding: bool ``(B, N)``, True for tokens; others are never seen, and decay nothing.
         cu_seqlens: int32 ``(B + 1,)``: 0, then where this rank's part of each sequence ends. A
-            sequence may have no tokens on a rank. All ranks have to give as many.
+            sequence may have no tokens on a rank. B must be equal on all ranks.
         softmax_scale, softcap, deterministic, backend: as in `flash_dmattn_func`.
 
     Returns:
-        A tensor of query's shape, as `flash_dmattn_func` with what `forgetting_bias` makes of the
-        whole.
+        A tensor of query's shape: the result of `flash_dmattn_func` with the bias and mask of
+        `forgetting_bias` for the whole sequences.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
@@ -133,12 +132,11 @@ def context_parallel_forgetting(
 
 
 class ContextParallelForgetting(ForgettingAttention):
-    """A `ForgettingAttention` that is given a rank's consecutive tokens of each sequence.
+    """A `ForgettingAttention` over a rank's consecutive tokens of each sequence.
 
-    Parameters, arguments and results are those of the layer that it extends; but it has no cache,
-    and a ``prune``. All ranks call it, forward and backward. Positions are counted along all
-    shards. Gradients of parameters are to be summed over the group, not averaged;
-    see `context_parallel_dmattn`.
+    Parameters, arguments and results are those of the base layer, but it has no cache and needs a
+    ``prune``. All ranks must call it, forward and backward. Positions are counted along all shards.
+    Sum gradients of parameters over the group, do not average them; see `context_parallel_dmattn`.
     """
 
     def __init__(
@@ -147,7 +145,7 @@ class ContextParallelForgetting(ForgettingAttention):
         process_group: dist.ProcessGroup | DeviceMesh | None = None,
         **settings: Any,
     ) -> None:
-        """Make a layer with random weights, which must be made alike on all ranks.
+        """Make a layer with random weights, which must be equal on all ranks.
 
         Args:
             *args, **settings: as in `ForgettingAttention`.
@@ -160,7 +158,7 @@ class ContextParallelForgetting(ForgettingAttention):
         self.process_group = process_group
 
     def forward(self, hidden_states: Tensor, **options: Any) -> Tensor:
-        """Attend from each token of a shard to those before it, on all ranks.
+        """Attend from each token of a shard to earlier tokens, on all ranks.
 
         Args:
             hidden_states: ``(B, N, embed_dim)``, or ``(total, embed_dim)`` with ``cu_seqlens``.
@@ -211,7 +209,7 @@ class ContextParallelForgetting(ForgettingAttention):
 class _Slots:
     """Places for a rank's parts of packed sequences in a batch, each at the end of its row.
 
-    So what is sent of each part, its last tokens, is as much as one of them needs.
+    Each rank sends the last rows of all parts, so this limits the rows to what one part needs.
     """
 
     def __init__(
@@ -223,7 +221,7 @@ class _Slots:
         cu_seqlens: Tensor,
         padding: Tensor | None,
     ) -> None:
-        """Check arguments of `context_parallel_forgetting`, and find the places."""
+        """Check arguments of `context_parallel_forgetting`, and compute the places."""
         check_log_forget(log_forget, cu_seqlens, padding)
         total = log_forget.shape[1]
         for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -247,14 +245,14 @@ class _Slots:
         self.of_token = (sequence + 1) * most - bounds[sequence + 1] + token
 
     def filled(self, rows: Tensor) -> Tensor:
-        """Return ``(B, N, ...)`` with the rows ``(total, ...)`` at their places, and zeros."""
+        """Return ``(B, N, ...)`` with the rows ``(total, ...)`` at their places, else zeros."""
         batch, most = self.shape
         made = rows.new_zeros(batch * most, *rows.shape[1:]).index_copy(0, self.of_token, rows)
         return made.view(batch, most, *rows.shape[1:])
 
 
 class _Rows(NamedTuple):
-    """How many of its last rows each rank sends to each other."""
+    """The number of last rows that each rank sends to each other rank."""
 
     group: dist.ProcessGroup
     sent: list[int]
@@ -264,24 +262,24 @@ class _Rows(NamedTuple):
 def _with_earlier(
     key: Tensor, value: Tensor, seen: Tensor, sums: Tensor, prune: float, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return key, value and what the gates have summed to, from the first key that is needed on.
+    """Return key, value and gate sums, from the first needed key on.
 
     Args:
         key, value: ``(B, N, Hk, D)``.
-        seen: ``(B, G, N)``, what the gates of the shard have summed to at each key; inf at padding.
-        sums: ``(B, G)``, and at the last token.
+        seen: ``(B, G, N)``, the sum of the shard's gates up to each key; inf at padding.
+        sums: ``(B, G)``, that sum at the last token.
         prune: the threshold.
         group: of the ranks.
     """
     rank = dist.get_rank(group)
     of_ranks: Tensor = _Gathered.apply(sums, group)  # type: ignore[no-untyped-call]
-    # What the gates have left of each key at the end of the shard, as a logarithm.
+    # The log decay from each key to the end of the shard.
     left = sums.unsqueeze(-1) - seen
     rows = _planned(left.detach(), of_ranks.detach(), prune, group)
     states = torch.cat([key, value], -1)
     arrived = _sent(states.transpose(0, 1), rows).transpose(0, 1)
     arrived_left = _sent(left.permute(2, 0, 1), rows).permute(1, 2, 0)
-    # The gates of the shards between take of it.
+    # Add the decay by the shards between.
     counts = torch.tensor(rows.received, dtype=torch.int64, device="cpu")
     source = torch.repeat_interleave(counts).to(key.device)
     other = torch.arange(len(rows.received), device=key.device)
@@ -296,31 +294,31 @@ def _with_earlier(
 
 
 def _planned(left: Tensor, sums: Tensor, prune: float, group: dist.ProcessGroup) -> _Rows:
-    """Agree on the rows that are sent: those that live where the tokens of a rank begin."""
+    """Plan the rows to send: those that have not decayed where the tokens of a rank begin."""
     ranks, rank, length = dist.get_world_size(group), dist.get_rank(group), left.shape[-1]
     counts = [torch.zeros((), dtype=torch.int64, device=left.device)] * ranks
     for to in range(rank + 1, ranks):
         lives = left + sums[rank + 1 : to].sum(0).unsqueeze(-1) >= prune
-        # One more that lives, so that the first is found where none of them does.
+        # Append True, so that argmax finds the end if no key is alive.
         first = torch.nn.functional.pad(lives.flatten(0, 1).any(0), (0, 1), value=True)
         counts[to] = length - first.byte().argmax()
     own = torch.stack([*counts, torch.full_like(counts[0], length)])
     gathered = [torch.empty_like(own) for _ in range(ranks)]
     dist.all_gather(gathered, own, group=group)
     wanted = torch.stack(gathered)
-    # A rank of no tokens needs none.
+    # A rank without tokens needs no rows.
     table = wanted[:, :ranks].masked_fill(wanted[:, ranks] == 0, 0).tolist()
     return _Rows(group, table[rank], [of_rank[rank] for of_rank in table])
 
 
 def _sent(rows: Tensor, plan: _Rows) -> Tensor:
-    """Return ``(rows, ...)``: what is received, those of the first rank first, with gradients."""
+    """Return the received rows ``(rows, ...)``, in the order of the ranks, with gradients."""
     arrived: Tensor = _Sent.apply(rows.flatten(1), plan)  # type: ignore[no-untyped-call]
     return arrived.view(len(arrived), *rows.shape[1:])
 
 
 class _Sent(torch.autograd.Function):
-    """Last rows travel to the ranks that need them, and the gradients home."""
+    """Sends last rows to the ranks that need them, and their gradients back."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, plan: _Rows) -> Tensor:
@@ -340,7 +338,7 @@ class _Sent(torch.autograd.Function):
 
 
 class _Gathered(torch.autograd.Function):
-    """A tensor of each rank is known to all, and the gradients are summed in their order."""
+    """Gathers a tensor of each rank on all ranks; sums gradients in the order of the ranks."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, group: dist.ProcessGroup) -> Tensor:

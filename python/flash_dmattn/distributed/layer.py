@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The layer for a sequence whose shards lie on several ranks."""
+"""The layer for a sequence that is sharded over several ranks."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ __all__ = ["ContextParallelAttention", "shard_positions"]
 
 
 class ContextParallelAttention(DynamicMaskAttention):
-    """A `DynamicMaskAttention` that is given a rank's consecutive tokens of each sequence.
+    """A `DynamicMaskAttention` over a rank's consecutive tokens of each sequence.
 
-    Parameters, arguments and results are those of the layer that it extends; but it has no cache,
-    and masks by ``padding`` alone. All ranks call it, forward and backward. Positions are counted
-    along all shards. Gradients of parameters are to be summed over the group, not averaged; see
+    Parameters, arguments and results are those of the base layer, but it has no cache, and
+    ``padding`` is its only mask. All ranks must call it, forward and backward. Positions are
+    counted along all shards. Sum gradients of parameters over the group, do not average them; see
     `context_parallel_dmattn`.
     """
 
@@ -37,16 +37,16 @@ class ContextParallelAttention(DynamicMaskAttention):
         process_group: dist.ProcessGroup | DeviceMesh | None = None,
         **settings: Any,
     ) -> None:
-        """Make a layer with random weights, which must be made alike on all ranks.
+        """Make a layer with random weights, which must be equal on all ranks.
 
         Args:
-            *args: as `DynamicMaskAttention`.
+            *args: as in `DynamicMaskAttention`.
             process_group: of the ranks, in the order of their shards; a DeviceMesh of one
                 dimension; None is the default group.
-            **settings: as `DynamicMaskAttention`.
+            **settings: as in `DynamicMaskAttention`.
 
         Raises:
-            ValueError: as `DynamicMaskAttention`; or there is no window, or no causality.
+            ValueError: as in `DynamicMaskAttention`; or there is no window, or no causality.
         """
         super().__init__(*args, **settings)
         if self.window_size is None or not self.is_causal:
@@ -58,11 +58,11 @@ class ContextParallelAttention(DynamicMaskAttention):
         self.process_group = process_group
 
     def forward(self, hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:
-        """Attend from each token of a shard to those before it, on all ranks.
+        """Attend from each token of a shard to earlier tokens, on all ranks.
 
         Args:
             hidden_states: ``(B, N, embed_dim)``, or ``(total, embed_dim)`` with ``cu_seqlens``.
-            *args: none but an ``attn_mask`` of None.
+            *args: only an ``attn_mask`` of None.
             **options: ``padding``, ``cu_seqlens``, ``max_seqlen`` and ``position_ids``, as in
                 `DynamicMaskAttention`; the cu_seqlens as in `context_parallel_dmattn`.
         """
@@ -123,8 +123,8 @@ class ContextParallelAttention(DynamicMaskAttention):
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def shard_positions(process_group: Any, hidden_states: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Return int64 ``(N,)`` or ``(total,)``: where the tokens stand in their sequences, behind
-    those of the ranks before.
+    """Return int64 ``(N,)`` or ``(total,)``: the tokens' positions in their whole sequences, after
+    those of earlier ranks.
     """
     group = checked_group(process_group)
     device = hidden_states.device
@@ -140,5 +140,5 @@ def shard_positions(process_group: Any, hidden_states: Tensor, cu_seqlens: Tenso
     within = packed_positions(cu_seqlens, len(hidden_states))
     token = torch.arange(len(hidden_states), device=device)
     of_token = torch.bucketize(token, cu_seqlens[1:], right=True)
-    # Tokens past the last sequence are refused, with the reason, by attention.
+    # Attention refuses tokens beyond the last sequence, with the reason.
     return within + starts[of_token.clamp(max=max(len(starts) - 1, 0))]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Shards of several sequences that lie one after another, of other lengths on each rank."""
+"""Shards of several packed sequences, whose lengths differ between ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def packed_shard(
     cu_seqlens: Tensor,
     max_seqlen: int | None,
 ) -> Packing:
-    """Check packed tensors as far as the exchange reads them, and return how they are packed.
+    """Check packed tensors as far as the exchange reads them, and return their packing.
 
     Raises:
         TypeError, ValueError: as `context_parallel_dmattn`.
@@ -63,19 +63,19 @@ def packed_best(
     key: Tensor, value: Tensor, bias: Tensor, packing: Packing, counts: KeyCounts, backend: str
 ) -> Rows:
     """Return the rows of each sequence that later queries can see: for each head those with the
-    largest biases, besides the first and the last.
+    largest biases, plus the first and the last.
 
     Args:
         key, value: ``(total, Hk, D)``.
         bias: ``(h, 1, total)``.
         packing: of the sequences.
         counts: of the rows that a head keeps of a sequence.
-        backend: that selects.
+        backend: for the selection.
     """
     bounds = packing.cu_seqlens_k
     assert bounds is not None
     if key.shape[0] == 0:
-        # One that is not kept. Gradients of what was received travel through it.
+        # Add one dropped key. Gradients of received rows flow through it.
         key, value = (torch.cat([t, t.new_zeros(1, *t.shape[1:])]) for t in (key, value))
         bias = torch.cat([bias, bias.new_full((bias.shape[0], 1, 1), -torch.inf)], 2)
         bounds = torch.cat([bounds[:-1], bounds[-1:] + 1])
@@ -95,10 +95,10 @@ def packed_best(
     keep = select(bias, others, packing, shape, KeyCounts(counts.window), False, by).mask
     assert keep is not None
     keep = keep if has_place is None else keep | has_place
-    keep = keep.expand_as(bias)  # where the bias is expanded, the selection is one for all heads
+    keep = keep.expand_as(bias)  # an expanded bias has one selection for all heads
     running = keep.reshape(sets, heads // sets, total).any(1).cumsum(-1)
-    # How many rows come before each bound, (p, B + 1). Bounds that are wrong, which only attention
-    # sees on a GPU, must not be indices there.
+    # The number of kept rows before each bound, (p, B + 1). On a GPU only attention checks the
+    # bounds, so clamp them against indices out of range.
     inside = bounds.long().clamp(0, total)
     before = torch.cat([running.new_zeros(sets, 1), running], 1)[:, inside]
     capacity = counts.keep_first + counts.window * (heads // sets) + counts.keep_last
@@ -123,7 +123,7 @@ def packed_best(
 def together(
     received: Rows, key: Tensor, value: Tensor, bias: Tensor, packing: Packing
 ) -> tuple[Tensor, Tensor, Tensor, Packing]:
-    """Put what was received for each sequence before its tokens.
+    """Insert the received rows of each sequence before its tokens.
 
     Args:
         received: ``(B, rows, ...)``.
@@ -131,7 +131,7 @@ def together(
         packing: of the shard.
 
     Returns:
-        key, value, bias, and how they are packed.
+        key, value, bias, and their packing.
     """
     bounds = packing.cu_seqlens_k
     assert bounds is not None

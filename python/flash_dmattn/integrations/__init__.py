@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""flash-dmattn in models of Hugging Face transformers, and in place of other packages' functions.
+"""flash-dmattn in models of Hugging Face transformers, and as replacement of other functions.
 
-Importing this package registers the attention implementation "flash_dmattn", where transformers is
+Importing this package registers the attention implementation "flash_dmattn" if transformers is
 installed. Nothing else in flash_dmattn imports transformers.
 """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Giving a loaded model attention with a bias for each key."""
+"""Giving a loaded model attention with a per-key bias."""
 
 from __future__ import annotations
 
@@ -32,28 +32,28 @@ def apply_flash_dmattn(
     keep_first: int = 0,
     every_key: bool = False,
 ) -> Model:
-    """Let the attention of a loaded model compute with one bias for each key, and nothing larger.
+    """Let the attention of a loaded model compute with a per-key bias and no Q x K tensor.
 
-    A Doge model computes such a bias, and then makes a mask of size Q x K of it. After this call
-    the bias goes into attention as it is, ``(B, Hk, 1, K)``, with the model's
-    ``keep_window_size``: same results, without the Q x K tensors. Any other model gets a bias by
-    ``key_bias``.
+    A Doge model computes such a bias, and then expands it to a Q x K mask. After this call the bias
+    goes into attention as it is, ``(B, Hk, 1, K)``, with the model's ``keep_window_size``: same
+    results, without the Q x K tensors. Any other model gets a bias from ``key_bias``.
 
     Args:
-        model: of transformers; changed in place. Files do not hold ``key_bias`` and what is kept:
-            ``save_pretrained`` warns of that, and notes it in the config file, by which loading
-            warns.
+        model: of transformers; changed in place. Saved files do not include ``key_bias`` and the
+            numbers of kept keys. ``save_pretrained`` warns, and records it in the config file, so
+            that loading warns, too.
         key_bias: for models other than Doge. Called as ``key_bias(module, value)`` with an
-            attention module and its values ``(B, Hk, K, D)``, those of the cache included; returns
-            ``(B, {H|Hk|1}, K)`` or ``(B, {H|Hk|1}, 1, K)``, through which gradients flow. With
-            ``window_size`` the bias of a token must depend on its own value alone: outside of
-            training a `DynamicCache` keeps only what later tokens can see, as that of a Doge.
+            attention module and its values ``(B, Hk, K, D)``, including those of the cache. Returns
+            ``(B, {H|Hk|1}, K)`` or ``(B, {H|Hk|1}, 1, K)``, differentiable. With ``window_size``
+            the bias of a token must depend only on its own value: outside of training a
+            `DynamicCache` keeps only the keys that later tokens can see, as for Doge.
         attention: with ``key_bias``: the class, or classes, of the modules that get it.
-        window_size: keep so many keys with the largest bias; by default all, or Doge's own number.
-        keep_last, keep_first: with ``key_bias`` and ``window_size``: also keep the last and the
-            first so many keys that a query sees. Doge's weights need 0.
-        every_key: with ``key_bias``: caches keep every key, for one by which the bias of a token
-            depends on its place or on other tokens.
+        window_size: the number of keys with the largest bias to keep; by default all keys, or
+            Doge's own number.
+        keep_last, keep_first: with ``key_bias`` and ``window_size``: also keep this many of the
+            last and of the first keys that a query sees. Doge's weights need 0.
+        every_key: with ``key_bias``: caches keep every key. Needed if the bias of a token depends
+            on its position or on other tokens.
 
     Returns:
         The model.
@@ -63,7 +63,7 @@ def apply_flash_dmattn(
         TypeError: an argument has the wrong type.
         ValueError: the model has no module to change, or only one of ``key_bias`` and
             ``attention`` is given.
-        RuntimeError: transformers does not let the model have another attention.
+        RuntimeError: transformers does not let the model use another attention.
     """
     require_transformers()
     register()

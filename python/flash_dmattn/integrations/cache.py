@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A layer of a transformers cache that keeps what a model with a window can still see."""
+"""A layer of a transformers cache that keeps only the keys that a window can still see."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ _Tokens = tuple[Tensor, Tensor, Tensor]
 
 
 class KeptLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
-    """What `KeptKeys` keeps of the tokens of a layer with a bias, in memory that does not grow.
+    """The tokens that `KeptKeys` keeps of a layer with a bias, in memory of constant size.
 
-    While it records the past, as `generate` asks of caches that drafts are taken back from, tokens
-    are held besides until `crop` says how many of them stay.
+    ``generate`` asks caches to record the past if it may remove draft tokens. While recording, new
+    tokens are held separately until `crop` sets how many of them stay.
     """
 
     is_sliding = False
     supports_early_init = False
 
     def __init__(self, counts: KeyCounts, *, for_doge: bool) -> None:
-        """Keep nothing yet.
+        """Make an empty layer.
 
         Args:
             counts: of the keys that a query keeps.
-            for_doge: `update` returns the last key and value alone, as the module would compute
-                biases of all that it is given; and every token has a bias, so that it is kept
-                while there are no more than the window takes.
+            for_doge: `update` returns only the last key and value, because the module would compute
+                biases for all that it gets. Every token has a bias, so all are kept until the
+                window is full.
         """
         super().__init__()
         self.for_doge = for_doge
         self.kept = KeptKeys(
             counts.window, keep_last=counts.keep_last, keep_first=counts.keep_first
         )
-        self._widths = 0, 0  # of key and value, of which the shorter one is padded
+        self._widths = 0, 0  # of key and value; the narrower one is padded
         self.record_past = False
         self.bias: Tensor | None = None  # (B, Hk, 1, rows), of `keys` and `values`
         self._held: _Tokens | None = None
@@ -60,20 +60,20 @@ class KeptLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def is_croppable(self) -> bool:
-        """Say whether `crop` can take tokens back."""
+        """Say whether `crop` can remove tokens."""
         return self.record_past
 
     @property
     def is_prepared(self) -> bool:
-        """Say whether `update` has not been called since `prepare`."""
+        """Say whether `prepare` has been called since the last `update`."""
         return self._key_bias is not None
 
     def prepare(self, key_bias: Callable[[Tensor], Tensor], padding: Tensor | None) -> None:
-        """Note what transformers does not pass to the next `update`.
+        """Store arguments for the next `update` that transformers does not pass.
 
         Args:
             key_bias: returns the bias ``(B, {H|Hk|1}, 1, N)`` of values ``(B, N, Hk, D)``.
-            padding: ``(B, keys)``, nonzero for tokens, of which the new ones are the last.
+            padding: ``(B, keys)``, nonzero for tokens; the new ones are the last.
         """
         self._key_bias, self._padding = key_bias, padding
 
@@ -84,15 +84,15 @@ class KeptLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Take in the tokens that follow.
+        """Take in the next tokens.
 
         Args:
             key_states, value_states: ``(B, Hk, N, D)``.
-            *args, **kwargs: what other layers are given.
+            *args, **kwargs: arguments of other layers, ignored.
 
         Returns:
-            What the tokens can see, which `keys`, `values` and `bias` are of; for a Doge the last
-            key and value.
+            The keys and values that the tokens can see, which `keys`, `values` and `bias` also
+            hold; for Doge the last key and value.
         """
         if self._key_bias is None:
             raise ValueError(
@@ -101,7 +101,7 @@ class KeptLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
             )
         key, value = key_states.transpose(1, 2), value_states.transpose(1, 2)
         bias = self._key_bias(value)
-        if self.kept.counts.by_place:  # a token that is not kept for its bias, but counted
+        if self.kept.counts.by_place:  # NaN: the token counts for places, but is not selected
             bias = bias.masked_fill(bias == -torch.inf, torch.nan)
         if self._padding is not None:
             padding = self._padding[:, self._padding.shape[1] - key.shape[1] :].bool()
@@ -123,9 +123,9 @@ class KeptLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         return self.keys, self.values
 
     def _take_in(self, key: Tensor, value: Tensor, bias: Tensor) -> _Tokens:
-        """Return what the tokens see, and keep of them what later ones can see.
+        """Return the keys that the tokens see, and keep those that later tokens can see.
 
-        Tokens that are recorded with gradients may be kept for good by a call without.
+        A call without gradients may permanently keep tokens that were recorded with gradients.
         """
         with _with_gradients():
             if not self.kept.takes_in_place(key, value, bias):
@@ -135,18 +135,18 @@ class KeptLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         return taken
 
     def _show(self, key: Tensor, value: Tensor, bias: Tensor) -> None:
-        """Let attention read these: key, value ``(B, rows, Hk, D)``, bias ``(B, h, 1, rows)``."""
+        """Expose key, value ``(B, rows, Hk, D)`` and bias ``(B, h, 1, rows)`` to attention."""
         of_key, of_value = self._widths
         self.keys = key.transpose(1, 2)[..., :of_key]
         self.values, self.bias = value.transpose(1, 2)[..., :of_value], bias
 
     def can_step(self, shape: tuple[int, int, int], like: Tensor, window_size: int) -> bool:
-        """Say whether `step` may do in place of `update`.
+        """Say whether `step` may replace `update`.
 
         Args:
-            shape: B, Hk and D of the token that `prepare` was told of.
+            shape: B, Hk and D of the token that `prepare` was called for.
             like: a tensor of the dtype and device of its states and biases.
-            window_size: keys that the module keeps.
+            window_size: number of keys that the module keeps.
         """
         return (
             not self.record_past
@@ -156,10 +156,10 @@ class KeptLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         )
 
     def step(self, write: Callable[[Rows, Tensor], None]) -> Rows:
-        """Let one token be written into the rows that are kept, and return these.
+        """Let one token be written into the kept rows, and return these rows.
 
         Args:
-            write: is given the rows and their counter.
+            write: called with the rows and their counter.
         """
         self._key_bias = None
         rows = self.kept.step(write)
@@ -169,13 +169,13 @@ class KeptLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         return rows
 
     def every_key(self, reason: str) -> cache_utils.DynamicLayer:
-        """Return a layer with all tokens, where padding is zeros.
+        """Return a layer with all tokens; keys and values of padding are zeros.
 
         Args:
             reason: why they are needed.
 
         Raises:
-            ValueError: some were forgotten.
+            ValueError: some tokens were dropped.
         """
         if self._seen and not self.for_doge:
             raise ValueError(
@@ -188,7 +188,7 @@ class KeptLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
             )
         layer = cache_utils.DynamicLayer()
         if kept:
-            # Rows without a token go behind all others, and are cut off.
+            # Rows without a token go to the last place, which is cut off.
             place = torch.where(kept["bias"][:, :, 0] > -torch.inf, kept["position"], count)
             key, value = (_scattered(kept[name], place, count) for name in ("key", "value"))
             layer.update(key, value)
@@ -197,30 +197,30 @@ class KeptLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         return layer
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the number of all keys so far, of which masks are made, and where they begin."""
+        """Return the number of all keys so far, which sizes masks, and their offset 0."""
         return self._seen + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Return how many tokens were seen."""
+        """Return the number of tokens so far."""
         return self._seen
 
     def get_max_length(self) -> int:
-        """Return -1, for no limit."""
+        """Return -1 for no limit."""
         return -1
 
     get_max_cache_shape = get_max_length  # its name in some versions
 
     def activate_past_recording(self) -> None:
-        """Hold tokens until `crop`."""
+        """Hold new tokens until `crop`."""
         self.record_past = True
 
     def crop(self, tokens_to_remove: SupportsIndex) -> None:
-        """Forget the last tokens of those held, of which the others are then kept for good.
+        """Remove the last held tokens, and keep the other held tokens permanently.
 
         Args:
-            tokens_to_remove: as a negative number; 0 forgets none. Some versions of `generate` give
-                a tensor, which must not become the length: masks are made otherwise by lengths that
-                only a device knows.
+            tokens_to_remove: as a negative number; 0 removes none. Some versions of `generate` pass
+                a tensor. It must not become the length, because lengths that only the device knows
+                change how masks are made.
         """
         count = -operator.index(tokens_to_remove)
         held = 0 if self._held is None else self._held[0].shape[1]
@@ -232,14 +232,14 @@ class KeptLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
             )
         if self._held is not None:
             key, value, bias = self._held
-            with _with_gradients():  # else views have none
+            with _with_gradients():  # otherwise the views have no gradients
                 left = key[:, : held - count], value[:, : held - count], bias[..., : held - count]
             self._take_in(*left)
         self._held = None
         self._seen -= count
 
     def reset(self) -> None:
-        """Forget everything, the number of sequences too."""
+        """Remove everything, including the number of sequences."""
         window, keep_last, keep_first = self.kept.counts
         self.kept = KeptKeys(window, keep_last=keep_last, keep_first=keep_first)
         self.keys = self.values = None  # type: ignore[assignment]
@@ -247,7 +247,7 @@ class KeptLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         self._seen, self.is_initialized = 0, False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Make sequence i what sequence ``beam_idx[i]`` was."""
+        """Replace sequence i by sequence ``beam_idx[i]``."""
         self.kept.reorder(beam_idx)
         if self._held is not None:
             with _with_gradients():
@@ -263,7 +263,7 @@ class KeptLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         self._choose(lambda rows: rows[indices.to(rows.device)])
 
     def _choose(self, choice: Callable[[Tensor], Tensor]) -> None:
-        # What the last call saw is not what is held: it is of the sequences of then.
+        # Not the batch of `keys`, which belongs to the sequences of the last call.
         kept = self.kept.tensors.get("key")
         key = kept if self._held is None else self._held[0]
         if key is not None:
@@ -273,25 +273,25 @@ class KeptLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
 def kept_layer_of(
     cache: Any, index: int, counts: KeyCounts, mask: object, needs_all: str, *, for_doge: bool
 ) -> KeptLayer | None:
-    """Return the layer of a cache that keeps what can be seen, or None where it keeps all.
+    """Return the layer of a cache that keeps only visible keys, or None if it keeps all keys.
 
-    A cache that grows, and holds nothing yet, is given such a layer: without gradients, and unless
-    the mask does more than pad, for then a key that has been dropped may be seen again. A call that
-    needs every key of such a layer gets them while it has dropped none.
+    An empty cache of growing size gets such a layer, if gradients are off and the mask is at most
+    padding: with another mask a dropped key may become visible again. If a call needs every key of
+    such a layer, the layer is converted, which is possible until it has dropped a key.
 
     Args:
         cache: of transformers, or None.
         index: of the layer.
         counts: of the keys that a query keeps.
         mask: of this call.
-        needs_all: why this call needs every key, and what to do where some are forgotten; or "".
+        needs_all: why this call needs every key, and the remedy if some are dropped; or "".
         for_doge: as in `KeptLayer`.
 
     Raises:
-        ValueError: the layer has forgotten keys that this call needs.
+        ValueError: the layer has dropped keys that this call needs.
     """
     is_padding = mask is None or (isinstance(mask, Tensor) and mask.dim() == 2)
-    # Before it had the method, transformers took drafts back from caches without saying so first.
+    # transformers without this method removes draft tokens from caches without notice.
     if type(cache) is not cache_utils.DynamicCache or not hasattr(cache, "activate_past_recording"):
         return None
     layers = cache.layers
@@ -331,9 +331,10 @@ def kept_layer_of(
 
 
 def remember_recording() -> None:
-    """Let caches know what they were asked before they had layers of ours. Repeating is harmless.
+    """Make caches remember a request to record the past that precedes their `KeptLayer`.
 
-    Drafts are announced to a cache before its first use, to layers that do not listen.
+    ``generate`` makes the request before a cache's first use, when its layers ignore it. Repeated
+    calls have no effect.
     """
     wrap_once(cache_utils.Cache, "activate_past_recording", _ask_and_remember)
 
@@ -344,7 +345,7 @@ def _ask_and_remember(ask: Callable[..., Any], cache: Any) -> Any:
 
 
 def _scattered(rows: Tensor, place: Tensor, count: int) -> Tensor:
-    """Return ``(B, Hk, count, D)``: rows ``(B, N, Hk, D)`` at the places ``(B, Hk, N)`` of each."""
+    """Return ``(B, Hk, count, D)``: rows ``(B, N, Hk, D)`` at their places ``(B, Hk, N)``."""
     rows = rows.transpose(1, 2)
     whole = rows.new_zeros(*rows.shape[:2], count + 1, rows.shape[3])
     return whole.scatter(2, place[..., None].expand_as(rows), rows)[:, :, :count]
@@ -358,7 +359,7 @@ def _of_width(width: int, states: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _with_gradients() -> Iterator[None]:
-    """Let gradients flow to earlier tokens, whatever the mode of this call."""
+    """Let gradients flow to earlier tokens, even if they are off in this call."""
     with torch.inference_mode(False), torch.enable_grad():
         yield
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A decoding step of a Doge attention module in few kernels, in place of some fifty."""
+"""A decoding step of a Doge attention module in few kernels instead of about fifty."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from .wrap_once import wrap_once
 
 __all__ = ["doge_step", "let_steps_be_fused"]
 
-# Arguments that do not change what a module computes when it has a cache and no gradients.
+# Arguments without effect on the results of a module that has a cache and no gradients.
 _NEUTRAL = frozenset({"cache_position", "position_ids", "use_cache"})
 _TAKEN = ("hidden_states", "position_embeddings", "attention_mask", CACHE_NAMES[0])
 _OWN = frozenset({*_TAKEN, *CACHE_NAMES, CALL})
-# What was made of modules, until they change.
+# Steps by module, valid until the module changes.
 _steps: weakref.WeakKeyDictionary[nn.Module, _Step] = weakref.WeakKeyDictionary()
 
 
 class _Step:
-    """The kernels of a module's decoding steps, and what they were made for."""
+    """The kernels of a module's decoding steps, and the parts that they were made for."""
 
     def __init__(self, module: Any, parts: tuple[Part, ...]) -> None:
         from flash_dmattn.backends.triton.kernels.project import BY_COSINES
@@ -43,7 +43,7 @@ class _Step:
         dim = module.head_dim
         norm_eps: list[Any] = [norm.module.variance_epsilon for norm in norms]
         self.parts = parts
-        # A module is converted in place, which leaves its parameters what they are.
+        # Converting a module's dtype keeps its parameter objects, so store the dtype.
         self.dtype = query.weight.dtype
         self._amplitude = module.A
         self._settings = _settings(module)
@@ -67,11 +67,12 @@ class _Step:
 
 
 def let_steps_be_fused(kind: Any) -> None:
-    """Let modules of a class that hand on a `KeptLayer` try `doge_step`. Repeating is harmless.
+    """Let modules of a class that pass on a `KeptLayer` try `doge_step`. May be repeated.
 
-    The class and not the module is changed, since data-parallel replicas share what a module has.
+    The class is changed instead of the module, because data-parallel replicas share a module's
+    attributes.
     """
-    if kind.forward.__module__ == kind.__module__:  # else somebody has put another method there
+    if kind.forward.__module__ == kind.__module__:  # otherwise the method has been replaced
         wrap_once(kind, "forward", _step_or_forward)
 
 
@@ -87,16 +88,16 @@ def _step_or_forward(forward: Callable[..., Any], module: Any, *args: Any, **kwa
 def doge_step(
     module: Any, layer: KeptLayer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor | None:
-    """Return what a module returns for one token, ``(B, 1, width)``, which its cache takes in.
+    """Return a module's output for one token, ``(B, 1, width)``, which its cache takes in.
 
     Args:
-        module: with what `apply_flash_dmattn` gave it.
+        module: changed by `apply_flash_dmattn`.
         layer: of the cache, prepared for this call.
         args, kwargs: of the call.
 
     Returns:
-        None where something has been changed, or is asked for, that the kernels do not know; then
-        nothing has been done.
+        None, without any effect, if the module is modified or the call has an argument that the
+        kernels do not support.
     """
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or module.training:
         return None
@@ -153,7 +154,7 @@ def _settings(module: Any) -> tuple[object, ...]:
 
 
 def _are_cosines(turns: Any, x: Tensor, module: Any) -> bool:
-    """Say whether these are cosines and sines for each sequence, or for all of them."""
+    """Say whether these are cosines and sines per sequence, or common to all sequences."""
     if not isinstance(turns, tuple) or len(turns) != 2:
         return False
     cos, sin = turns

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Forgetting attention with the arguments that flash-linear-attention's function has."""
+"""Forgetting attention with the arguments of flash-linear-attention's function."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def parallel_forgetting_attn(
     head_first: bool = False,
     prune: float | None = None,
 ) -> Tensor:
-    """Compute what ``parallel_forgetting_attn`` of flash-linear-attention does, on CPUs too.
+    """Compute ``parallel_forgetting_attn`` of flash-linear-attention, also on CPUs.
 
-    Each query attends causally, and to the score of a key the gates between them are added. float32
+    Attention is causal. The score of a key gets the sum of the gates between query and key. float32
     tensors on a GPU are computed by ``backend="triton"``, in products of float32 without TF32.
 
     Args:
@@ -41,13 +41,13 @@ def parallel_forgetting_attn(
         k, v: ``(B, N, Hk, D)``; H is a multiple of Hk.
         g: ``(B, N, H)``, or also ``(B, N, Hk)``: logarithms of forget gates, at most 0.
         scale: of the scores; ``D ** -0.5`` by default.
-        window_size: keys that a query sees at most, the last ones; None for all. Before version 0.6
-            cu_seqlens had this place.
+        window_size: most keys that a query sees, the last ones; None for all. Before version 0.6
+            this position was that of cu_seqlens.
         cu_seqlens: integers ``(sequences + 1,)``: 0, then where each packed sequence ends. B is
-            then 1. The length of the longest is read from the device, which waits for it.
-        head_first: of versions before 0.6, and False.
-        prune: drop what has decayed below this, as in `forgetting_bias`, which the other function
-            does not do: most of the time of a long sequence.
+            then 1. The longest length is read from the device, which synchronizes.
+        head_first: of versions before 0.6; must be False.
+        prune: drop keys that have decayed below this, as in `forgetting_bias`, which saves most of
+            the time of a long sequence. The original function has no pruning.
 
     Returns:
         ``(B, N, H, D)``, differentiable with respect to q, k, v and g.
@@ -106,9 +106,9 @@ def _within(window_size: int, mask: IntervalMask | None, row: Tensor) -> Interva
     """Return a mask that also drops keys before the window of a query.
 
     Args:
-        window_size: keys that a query sees.
+        window_size: number of keys that a query sees.
         mask: or None for all keys.
-        row: ``(1, N)``, packed ``(total,)``: that of each key.
+        row: ``(1, N)``, packed ``(total,)``: each key's row.
     """
     start = row.to(torch.int32).unsqueeze(0)
     end = (start.long() + window_size).clamp(max=checks.MOST_ROWS).int()

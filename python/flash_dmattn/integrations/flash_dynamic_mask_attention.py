@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Alias: flash-dmattn 1.2.2's name of `transformers_attention`."""
+"""Alias of `transformers_attention` by its name in flash-dmattn 1.2.2."""
 
 from __future__ import annotations
 

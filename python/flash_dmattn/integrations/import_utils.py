@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which packages are installed."""
+"""Checks of installed packages."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["is_flash_dmattn_available", "is_transformers_available", "require_tr
 
 
 def is_flash_dmattn_available() -> bool:
-    """Say whether flash_dmattn can compute here: on CPUs as on GPUs, all it takes is PyTorch."""
+    """Say whether flash_dmattn can compute here. On CPUs and GPUs it needs only PyTorch."""
     return importlib.util.find_spec("torch") is not None
 
 
 def is_transformers_available() -> bool:
-    """Say whether a transformers is installed that has the interfaces this package registers at."""
+    """Say whether transformers is installed in a version with the interfaces used here."""
     if importlib.util.find_spec("transformers") is None:
         return False
     try:
@@ -27,7 +27,7 @@ def is_transformers_available() -> bool:
 
 
 def require_transformers() -> None:
-    """Raise ImportError, with what to install, unless transformers can be used."""
+    """Raise ImportError, with the required version, unless transformers is available."""
     if is_transformers_available():
         return
     raise ImportError(

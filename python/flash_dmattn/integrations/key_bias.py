@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Biases that attention modules compute from their values, one for each key, at that size."""
+"""Per-key biases that attention modules compute from their values, without expansion."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ KeyBiasFunction = Callable[[torch.nn.Module, Tensor], Tensor]
 _ATTRIBUTE = "flash_dmattn_key_bias"
 _CHECKED = "flash_dmattn_checked_key_bias"
 CALL = "flash_dmattn_call"
-# What transformers calls the cache that it gives to modules: the latter from 5.24 on.
+# transformers' argument names of the cache; the second one is used from 5.24 on.
 CACHE_NAMES = ("past_key_values", "cache")
 
 
@@ -51,20 +51,20 @@ class KeyBias(NamedTuple):
     window_size: int | None
     keep_last: int = 0
     keep_first: int = 0
-    every_key: bool = False  # in caches
+    every_key: bool = False  # caches keep every key
 
 
 class KeptCall:
-    """The state that a call of a module with a `KeyBias` hands on, where its cache forgets."""
+    """The state that a call of a module with a `KeyBias` passes on, if its cache drops keys."""
 
     def __init__(self, layer: KeptLayer) -> None:
-        """Keep the layer of the cache, which the module updates."""
+        """Store the cache layer, which the module updates."""
         self.layer = layer
         self.is_read = False
 
 
 class DogeCall:
-    """The state that a call of a Doge module hands on, past functions that expect a mask."""
+    """The state that a call of a Doge module passes through functions that expect a mask."""
 
     mask: Mask
     bias: Tensor | None
@@ -75,14 +75,14 @@ class DogeCall:
     def __init__(
         self, mask: Mask, layer: KeptLayer | None, own: Callable[..., Tensor] | None = None
     ) -> None:
-        """Keep the mask; the module adds the rest when it has computed it.
+        """Store the mask. The module adds the other attributes when it has computed them.
 
-        Where a cache keeps only what can be seen, it has the padding, and the biases.
+        A layer that keeps only visible keys has the padding and the biases.
 
         Args:
             mask: of the call.
-            layer: of a cache that keeps only what can be seen.
-            own: the module's own ``prepare_dynamic_mask``, where other attention computes.
+            layer: of a cache that keeps only visible keys, or None.
+            own: the module's own ``prepare_dynamic_mask``, for other attention implementations.
         """
         self.mask = mask if layer is None else None
         self.bias = None
@@ -92,14 +92,14 @@ class DogeCall:
 
 
 class Biased(NamedTuple):
-    """Keys and values of a call, ``(B, Hk, K, D)``, and what decides which of them are seen."""
+    """Keys and values of a call, ``(B, Hk, K, D)``, and what determines their visibility."""
 
     key: Tensor
     value: Tensor
     mask: Mask
     bias: Tensor | None
     window_size: int | None
-    # keep_last and keep_first by name; None leaves those of the call.
+    # keep_last and keep_first by name; None keeps those of the call.
     places: dict[str, int] | None = None
 
 
@@ -112,7 +112,7 @@ def biased(
     window_size: int | None,
     kwargs: dict[str, Any],
 ) -> Biased:
-    """Return a call as it is with what `apply_flash_dmattn` gave the module."""
+    """Return a call with the changes that `apply_flash_dmattn` made to the module."""
     call: DogeCall | KeptCall | None = kwargs.pop(CALL, None)
     if isinstance(call, KeptCall):
         is_given_more = bias is not None or kwargs.get("position_bias") is not None
@@ -134,7 +134,7 @@ def biased(
 
 
 def give_bias(module: torch.nn.Module, bias: KeyBias) -> None:
-    """Let an attention module have a bias, which `biased` computes in its calls."""
+    """Give an attention module a bias, which `biased` computes in its calls."""
     if not has_bias(module):
         module.register_forward_pre_hook(_refuse_other_attention)
         module.register_forward_pre_hook(_hand_on_kept_layer, with_kwargs=True)
@@ -147,7 +147,7 @@ def give_bias(module: torch.nn.Module, bias: KeyBias) -> None:
 
 
 def has_bias(module: torch.nn.Module) -> bool:
-    """Say whether a module has a bias that no other attention computes."""
+    """Say whether a module has a bias of `apply_flash_dmattn`, which needs this attention."""
     return hasattr(module, _ATTRIBUTE)
 
 
@@ -164,7 +164,7 @@ def _refuse_other_attention(module: torch.nn.Module, args: tuple[Any, ...]) -> N
 def _biased_by_kept(
     module: torch.nn.Module, call: KeptCall, key: Tensor, value: Tensor, *, is_given_more: bool
 ) -> Biased:
-    """Return a call whose keys and values are those that its cache keeps."""
+    """Return a call with the keys and values that its cache keeps."""
     given: KeyBias = getattr(module, _ATTRIBUTE)
     layer, call.is_read = call.layer, True
     if is_given_more or layer.is_prepared or key.shape[2] != layer.keys.shape[2]:
@@ -185,7 +185,7 @@ _KEEP_EVERY_KEY = (
 def _hand_on_kept_layer(
     module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Let the cache of a call keep only what can be seen, where the module's call allows that."""
+    """Let the cache of a call keep only visible keys, if the module's call allows that."""
     given: KeyBias = getattr(module, _ATTRIBUTE)
     names = _names_of(type(module).forward)
     index = getattr(module, "layer_idx", None)
@@ -215,13 +215,13 @@ def _hand_on_kept_layer(
     return args, {**kwargs, CALL: KeptCall(layer)}
 
 
-# What a call may say of the keys that are seen, beside its mask.
+# Arguments besides the mask that limit the visible keys.
 _OTHER_LIMITS = ("window_size", "keep_window_size", "sliding_window")
 
 
 @functools.lru_cache(maxsize=256)
 def _names_of(forward: Callable[..., Any]) -> tuple[str, ...] | None:
-    """Return what a method calls its arguments, or None if it takes none by other names."""
+    """Return the names of a method's arguments, or None if it takes no other keywords."""
     _, *parameters = inspect.signature(forward).parameters.values()
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
@@ -259,7 +259,7 @@ def _bias_of_each_value(
 
 
 def _check_each_value(module: torch.nn.Module, function: KeyBiasFunction, value: Tensor) -> None:
-    """Raise ValueError if the last values have other biases when they are alone."""
+    """Raise ValueError if the last values get other biases when they are passed alone."""
     if value.shape[2] == 1:
         value = torch.cat([value, 2 * value + 1], 2)
     half = value.shape[2] // 2
@@ -278,15 +278,15 @@ def _check_each_value(module: torch.nn.Module, function: KeyBiasFunction, value:
 
 
 def is_doge_attention(module: torch.nn.Module) -> bool:
-    """Say whether a module computes the bias that Doge models do."""
+    """Say whether a module computes the bias of Doge models."""
     return hasattr(module, "prepare_dynamic_mask") and hasattr(module, "dt_proj")
 
 
 def patch_doge(module: Any, window_size: int | None) -> None:
-    """Lead what would become a mask around the functions that make it.
+    """Pass the bias around the functions that would expand it to a mask.
 
-    Instance attributes and hooks: they are copied with the model, and other Doge models of the
-    process stay as they are.
+    Uses instance attributes and hooks: they are copied with the model, and other Doge models of the
+    process are unchanged.
     """
     if window_size is not None:
         module.keep_window_size = window_size
@@ -301,7 +301,7 @@ def patch_doge(module: Any, window_size: int | None) -> None:
 def _hand_on_mask(
     module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    # (hidden_states, position_embeddings, attention_mask, ...), mostly given by name.
+    # (hidden_states, position_embeddings, attention_mask, ...), mostly passed by name.
     mask = args[2] if len(args) > 2 else kwargs.get("attention_mask")
     names = (name for name in CACHE_NAMES if kwargs.get(name) is not None)
     cache = args[3] if len(args) > 3 else kwargs.get(next(names, ""))
@@ -318,7 +318,7 @@ def _hand_on_mask(
 
 
 def _kept_layer(module: Any, cache: Any, mask: Mask) -> KeptLayer | None:
-    """Return the module's layer of a cache if it keeps only what can be seen, ready for a call."""
+    """Return the module's cache layer if it keeps only visible keys, prepared for a call."""
     if cache is None:
         return None
     from .cache import kept_layer_of
@@ -332,7 +332,7 @@ def _kept_layer(module: Any, cache: Any, mask: Mask) -> KeptLayer | None:
 
 
 def _needs_every_key(module: Any) -> str:
-    """Return why a module reads what is before the keys that can be seen, and what to do; or ""."""
+    """Return why a module needs all keys, and the remedy; or ""."""
     if (other := other_attention(module)) is not None:
         return f"attn_implementation={other!r} reads all of them; begin with a new cache"
     if torch.is_grad_enabled() and any(
@@ -357,7 +357,7 @@ def take_key_bias(
     keep_window_size: int = 2048,
     attention_mask: DogeCall | None = None,
 ) -> Tensor:
-    """Keep the bias ``(B, Hk, K)`` for the attention function; return a mask without elements."""
+    """Store the bias ``(B, Hk, K)`` for the attention function; return an empty mask."""
     if not isinstance(attention_mask, DogeCall):
         raise TypeError(
             "a Doge attention module changed by apply_flash_dmattn must be called as a module, "
@@ -371,7 +371,7 @@ def take_key_bias(
             attention_mask=attention_mask.mask,
         )
     layer = attention_mask.layer
-    # What a cache keeps had its biases computed when it came.
+    # The cache layer has computed the biases of its keys.
     attention_mask.bias = dt_states.unsqueeze(2) if layer is None else layer.bias
     attention_mask.window_size = keep_window_size
     return dt_states.new_empty(*dt_states.shape[:2], 0, 0)

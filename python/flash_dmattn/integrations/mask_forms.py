@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Masks and biases of callers, in the forms that attention takes."""
+"""Conversion of callers' masks and biases to the forms that attention takes."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ Mask = Tensor | IntervalMask | Documents | None
 
 
 class MaskAndBias(NamedTuple):
-    """Which keys are kept, what is added to the scores, and how many keys there are."""
+    """The mask, the bias, and the number of keys."""
 
-    mask: Mask  # a tensor is bool and has four dimensions
-    bias: Tensor | None  # of four dimensions, none of them expanded
-    keys: int  # of a cache, those that are written
+    mask: Mask  # a tensor is bool and 4-D
+    bias: Tensor | None  # 4-D, not expanded
+    keys: int  # of a cache, the written ones
 
 
 def mask_and_bias(
     attention_mask: Mask, attention_bias: Tensor | None, keys: int, dtype: torch.dtype
 ) -> MaskAndBias:
-    """Tell masks from biases.
+    """Separate masks from biases.
 
     Args:
-        attention_mask: of two dimensions, ``(B, keys written)``: nonzero for tokens, whatever the
-            dtype. Of three or four: bool or integer, nonzero keeps; or floating, added to the
-            scores, and dropping keys where it is below half the lowest number of its dtype.
-        attention_bias: ``(B, K)``, ``(B, {H|Hk|1}, K)`` or of four dimensions.
-        keys: that key and value hold.
+        attention_mask: 2-D: ``(B, keys written)``, nonzero for tokens, of any dtype. 3-D or 4-D:
+            bool or integer, nonzero keeps; or floating, added to the scores, where values below
+            half the lowest number of the dtype drop keys.
+        attention_bias: ``(B, K)``, ``(B, {H|Hk|1}, K)`` or 4-D.
+        keys: number of keys in key and value.
         dtype: query's.
 
     Raises:
-        ValueError: a number of dimensions is none of these.
+        ValueError: a tensor has another number of dimensions.
     """
     if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
-        # Of a cache that has room for more, the mask tells how far it is written; of one that a
-        # sliding window has cut, it tells of more keys than are left.
+        # If a cache has spare room, the mask shows how far it is written. If a sliding window has
+        # cut a cache, the mask has more keys than are left.
         batch, told = attention_mask.shape
         padding = attention_mask if told <= keys else attention_mask[:, told - keys :]
         keys = min(told, keys)
@@ -74,7 +74,7 @@ def sum_of_biases(**biases: Tensor | None) -> Tensor | None:
 
 
 def has_rows(tensor: Mask) -> bool:
-    """Say whether a mask or bias of four dimensions differs from query to query."""
+    """Say whether a 4-D mask or bias has a row for each query."""
     return isinstance(tensor, Tensor) and tensor.shape[-2] != 1
 
 
@@ -83,7 +83,7 @@ def _as_bool(mask: Tensor) -> Tensor:
 
 
 def _fitted(bias: Tensor | None, keys: int, dtype: torch.dtype) -> Tensor | None:
-    """Return a bias for these keys, in a dtype that goes with query's."""
+    """Return a bias for these keys, in query's dtype or float32."""
     if bias is None:
         return None
     bias = _up_to(keys, _four_dimensional("attention_bias", bias))
@@ -101,12 +101,12 @@ def _four_dimensional(name: str, tensor: Tensor) -> Tensor:
 
 
 def _up_to(keys: int, tensor: Tensor) -> Tensor:
-    """Cut off what there is no key for; a slice that cuts nothing takes time for nothing."""
+    """Cut off columns beyond the keys, without a slice if there are none."""
     return tensor if tensor.shape[-1] <= keys else tensor[..., :keys]
 
 
 def _sum(bias: Tensor, added: Tensor) -> Tensor:
-    """Add, where of two head counts the smaller one is that of the KV heads."""
+    """Add two biases; of two head counts the smaller one is that of the KV heads."""
     heads = max(bias.shape[1], added.shape[1])
     bias, added = (
         t if is_one_of(t.shape[1], 1, heads) else t.repeat_interleave(heads // t.shape[1], 1)

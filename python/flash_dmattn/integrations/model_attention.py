@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Attention with every mask, bias and packing that models come with."""
+"""Attention with all masks, biases and packings of models."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = ["FlashDynamicMaskAttentionKwargs", "fdma_peft_integration_check"]
 
 
 class FlashDynamicMaskAttentionKwargs(TypedDict, total=False):
-    """The keyword arguments by which models pack sequences."""
+    """The keyword arguments of models for packed sequences."""
 
     cu_seq_lens_q: Tensor | None
     cu_seq_lens_k: Tensor | None
@@ -74,31 +74,31 @@ def _flash_dynamic_mask_attention_forward(
     indices: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Compute attention; 1.2.2's function of this name, for all of its arguments together.
+    """Compute attention: the function of this name in 1.2.2, with all combinations of arguments.
 
     Args:
         query_states: ``(B, Q, H, D)``.
         key_states, value_states: ``(B, K, Hk, D)``; the head dimension of values may be another
             one, Dv.
         attention_mask: see `mask_and_bias`; or an `IntervalMask`.
-        attention_bias: added to the scaled scores, at its own rank.
-        query_length, key_length: Q and K, which the shapes tell too.
-        is_causal: query i sees keys ``j <= i + K - Q``, where K counts the keys that a 2-D mask
-            tells of.
-        position_ids: ``(B|1, Q)``; where there is no mask and Q = K, a position that does not
-            follow the one before it begins another document.
+        attention_bias: added to the scaled scores, without expansion.
+        query_length, key_length: Q and K; ignored, because the shapes give them.
+        is_causal: query i sees keys ``j <= i + K - Q``, where K is the number of keys in a 2-D
+            mask.
+        position_ids: ``(B|1, Q)``; without a mask and with Q = K, a position that does not follow
+            its predecessor begins another document.
         softmax_scale, softcap, deterministic: as in `flash_dmattn_func`.
-        window_size, keep_window_size: keep the keys with the largest bias among those seen.
-        keep_last, keep_first: also keep the last and the first so many of those that a query sees.
+        window_size, keep_window_size: keep the keys with the largest bias among visible ones.
+        keep_last, keep_first: also keep this many of the last and first keys that a query sees.
         cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: of packed sequences, as in
-            `flash_dmattn_varlen_func`. The rows of the batch are taken one after another.
+            `flash_dmattn_varlen_func`. The rows of the batch are concatenated.
         target_dtype: cast float32 inputs to this.
-        implementation: the registered name; that of another kind of attention is refused.
-        sliding_window: keep the nearest keys only, this many on each side that is seen.
+        implementation: the registered name; other kinds of attention are refused.
+        sliding_window: keep only the nearest keys, this many on each visible side.
         sink: as in `flash_dmattn_func`.
-        indices: int ``(B, {Hk|1}, Q, k)``, the only keys that queries see of those that the mask
-            keeps; what is out of range is none.
-        **kwargs: what other implementations of attention know.
+        indices: int ``(B, {Hk|1}, Q, k)``, the only keys that queries see among those that the mask
+            keeps; entries out of range are ignored.
+        **kwargs: arguments of other attention implementations, ignored.
 
     Returns:
         ``(B, Q, H, Dv)``.
@@ -139,7 +139,7 @@ def _flash_dynamic_mask_attention_forward(
         )
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         packing = Packing(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
-        if isinstance(mask, Documents):  # the same, found by the positions
+        if isinstance(mask, Documents):  # the same sequences, found by their positions
             mask = None
         by_row = has_rows(mask) or has_rows(bias) or isinstance(mask, IntervalMask)
         if not by_row and indices is None:
@@ -185,9 +185,9 @@ def _window(window_size: int | None, keep_window_size: int | None) -> int | None
 
 
 def _may_hold_documents(position_ids: Tensor, query: Tensor, key: Tensor) -> bool:
-    """Say by the shapes whether positions may tell of packed documents.
+    """Say by the shapes whether positions may indicate packed documents.
 
-    Queries of a cache do not stand for its keys, and positions of images have more dimensions.
+    With a cache, queries do not correspond to keys. Positions of images have more dimensions.
     """
     batch, queries = query.shape[:2]
     return (
@@ -199,7 +199,7 @@ def _may_hold_documents(position_ids: Tensor, query: Tensor, key: Tensor) -> boo
 
 
 def _tells_of_queries(mask: Mask) -> bool:
-    """Say whether a mask knows which queries see a key, as that of a sliding window does."""
+    """Say whether a mask depends on queries, as a sliding window does."""
     return isinstance(mask, IntervalMask) or has_rows(mask)
 
 
@@ -237,7 +237,7 @@ def _dense(
     elif isinstance(mask, IntervalMask) and counts is not None:
         mask = mask.to_bool(query.shape[1])
     if counts is not None and counts.by_place and not is_causal and has_rows(mask):
-        # The mask says what each query sees, of which these are the last and the first.
+        # Last and first are relative to the keys that the mask lets each query see.
         assert isinstance(mask, Tensor)
         shape = call_shape(query, key, DENSE)
         ranking = place_bias(key, DENSE) if bias is None else bias
@@ -288,7 +288,7 @@ def _varlen(
 
 
 def _along_sequences(tensor: Tensor | None, batch: int, keys: int) -> Tensor | None:
-    """Turn ``({B|1}, h, 1, {K|1})`` into ``(h, 1, B * K)``."""
+    """Convert ``({B|1}, h, 1, {K|1})`` to ``(h, 1, B * K)``."""
     if tensor is None:
         return None
     return tensor.expand(batch, -1, -1, keys).permute(1, 2, 0, 3).flatten(2)
@@ -297,7 +297,7 @@ def _along_sequences(tensor: Tensor | None, batch: int, keys: int) -> Tensor | N
 def _within_sequences(
     mask: Mask, query: Tensor, key: Tensor, packing: Packing, is_causal: bool
 ) -> Tensor:
-    """Return bool ``(B, h, Q, K)``: what a mask keeps of the query's own sequence."""
+    """Return bool ``(B, h, Q, K)``: a mask limited to each query's own sequence."""
     (batch, queries), keys = query.shape[:2], key.shape[1]
     own = packed_keep(*packing[:2], batch, queries, keys, is_causal=is_causal)
     if isinstance(mask, IntervalMask):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The masks that transformers has made, once for each forward pass, for the layers of a model.
+"""The masks that transformers makes once per forward pass for the layers of a model.
 
-What a model computes from, such as a 2-D padding mask, goes on to the attention function as it is
-wherever that says enough; a mask of size Q x K is made only where nothing smaller says the same.
+Inputs such as a 2-D padding mask are passed to the attention function unchanged if they are
+sufficient. A Q x K mask is made only if no smaller form is equivalent.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ ModelMask = Tensor | IntervalMask | Documents | None
 
 _CAUSAL = masking_utils.causal_mask_function
 _BIDIRECTIONAL = getattr(masking_utils, "bidirectional_mask_function", None)
-# Their attention computes with the mask, or crops it, before it calls the attention function. Newer
-# versions of transformers say so of Doge in each call.
+# The attention of these computes with the mask, or crops it, before it calls the attention
+# function. Newer versions of transformers state this for Doge in each call.
 _MASK_IS_COMPUTED_WITH = frozenset({"doge", "pix2struct_text_model"})
-# Their causal attention says is_causal=False of itself, so the mask must say it.
+# The causal attention of these sets is_causal=False, so the mask must include causality.
 _MASK_SAYS_WHAT_IS_CAUSAL = frozenset({"pegasus_x", "videoprism_text_model"})
 _NOTHING_IS_SKIPPED = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-# Elements of the part of a mask that is looked at, at a time.
+# Mask elements that are examined at a time.
 _BLOCK_ELEMENTS = 1 << 24
 
 
@@ -38,13 +38,13 @@ def model_mask(**settings: Any) -> ModelMask:
     """Return the mask of a forward pass, for models that may compute with it.
 
     Args:
-        **settings: as transformers gives them to every function of this kind.
+        **settings: the arguments that transformers passes to every mask function.
 
     Returns:
-        None, if ``is_causal`` says all; bool ``(B, keys so far)``, or ``(B, 1, 1, keys)`` for the
-        queries of another sequence, True for tokens; an
-        `IntervalMask` or `Documents` for patterns that these express; otherwise bool ``(B, 1, Q,
-        K)``, or a floating mask of that shape for a model that expects those of eager attention.
+        None, if ``is_causal`` is sufficient; bool ``(B, keys so far)``, or ``(B, 1, 1, keys)`` for
+        the queries of another sequence, True for tokens; an `IntervalMask` or `Documents` for
+        patterns that these express; otherwise bool ``(B, 1, Q, K)``, or a floating mask of that
+        shape for a model that expects the masks of eager attention.
     """
     function = settings.get("mask_function", _CAUSAL)
     model_type = getattr(settings.get("config"), "model_type", None)
@@ -55,21 +55,21 @@ def model_mask(**settings: Any) -> ModelMask:
         return _rows(settings)
     if model_type in _MASK_SAYS_WHAT_IS_CAUSAL and function is _CAUSAL:
         return _rows(settings)
-    # Of packed sequences and other patterns this is always False.
+    # allow_is_causal_skip is False for packed sequences and other patterns.
     if function is _CAUSAL and not settings.get("allow_is_causal_skip", True):
         return _rows(settings)
     return _smallest(settings)
 
 
 def _has_indexer(config: Any) -> bool:
-    """Say whether a model may select keys for each query, from those that its mask keeps."""
+    """Say whether a model may select keys for each query among those that its mask keeps."""
     return getattr(config, "index_topk", None) is not None
 
 
 def compact_model_mask(**settings: Any) -> ModelMask:
-    """Return the mask of a forward pass, as `model_mask`, for a Doge that only hands it on.
+    """Return the mask of a forward pass, as `model_mask`, for a Doge that only passes it on.
 
-    Beside causal masks, with and without packed sequences, such a model knows sliding windows.
+    Besides causal masks, with and without packed sequences, such a model has sliding windows.
     """
     function = settings.get("mask_function", _CAUSAL)
     if function is _CAUSAL or settings.get("local_size") is not None:
@@ -83,13 +83,13 @@ def _smallest(settings: dict[str, Any]) -> ModelMask:
         padding = _unless_all(_padding(settings))
         if padding is None or _query_sizes(settings)[0] == settings["kv_length"]:
             return padding
-        # Pooling heads, as that of Siglip 2, repeat it for each head.
+        # Pooling heads, such as that of Siglip 2, repeat the mask for each head.
         return padding[:, None, None]
     if function is _CAUSAL:
         return _causal(settings)
     queries, offset = _query_sizes(settings)
     is_whole = queries == settings["kv_length"] and settings.get("kv_offset", 0) == 0
-    # generate(), which records no gradients, takes the masks of some caches for tensors.
+    # generate(), which disables gradients, assumes that the masks of some caches are tensors.
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not is_whole or offset != 0:
         return _rows(settings)
     intervals = _intervals(settings, queries)
@@ -103,7 +103,7 @@ def _causal(settings: dict[str, Any]) -> ModelMask:
     if queries == keys and key_offset == 0:
         return _unless_all(padding)
     if queries == 1 and isinstance(offset, Tensor):
-        # The length of a cache whose sizes are fixed is known on the device only.
+        # The length of a static cache is known only on the device.
         place = torch.arange(keys, device=offset.device) + key_offset
         seen: Tensor = (place <= offset)[None]
         return (seen if padding is None else seen & padding)[:, None, None]
@@ -124,16 +124,16 @@ def _causal(settings: dict[str, Any]) -> ModelMask:
 
 
 def _query_sizes(settings: dict[str, Any]) -> tuple[int, int | Tensor]:
-    """Return Q, and the position of the first query, which may be known on the device only."""
+    """Return Q and the position of the first query, which may be known only on the device."""
     positions = settings.get("cache_position")
     if positions is None:
         return settings["q_length"], settings.get("q_offset", 0)
-    # Versions that know no q_offset give the positions of all queries.
+    # Versions without q_offset pass the positions of all queries.
     return positions.shape[0], positions[0]
 
 
 def _padding(settings: dict[str, Any]) -> Tensor | None:
-    """Return bool ``(B, kv_length)``, False for keys that the 2-D mask is too short for."""
+    """Return bool ``(B, kv_length)``, False for keys beyond the end of the 2-D mask."""
     mask: Tensor | None = settings.get("attention_mask")
     if mask is None:
         return None
@@ -149,15 +149,15 @@ def _unless_all(padding: Tensor | None) -> Tensor | None:
 
 
 def _rows(settings: dict[str, Any]) -> Tensor:
-    """Return the whole mask, bool ``(B, 1, Q, K)``, by what transformers has for SDPA."""
+    """Return the whole mask, bool ``(B, 1, Q, K)``, by transformers' function for SDPA."""
     mask: Tensor = masking_utils.sdpa_mask(**settings | _NOTHING_IS_SKIPPED)
     return mask
 
 
 def _intervals(settings: dict[str, Any], queries: int) -> IntervalMask | None:
-    """Return the mask as intervals, or None if some key is kept by separate runs of queries.
+    """Return the mask as intervals, or None if separate runs of queries keep some key.
 
-    The mask is looked at in blocks of rows, so that no more than one of them is in memory.
+    The mask is made in blocks of rows, so that only one block is in memory.
     """
     keys = settings["kv_length"]
     rows = max(1, _BLOCK_ELEMENTS // max(1, keys))
@@ -166,7 +166,7 @@ def _intervals(settings: dict[str, Any], queries: int) -> IntervalMask | None:
         end = min(begin + rows, queries)
         kept = _rows({**settings, **_block(settings, begin, end)})[:, 0]
         count = kept.sum(1, dtype=torch.int32)
-        # The first True row of each key, and one past the last.
+        # The first True row of each key, and one past the last True row.
         begins = kept.to(torch.uint8).argmax(1).to(torch.int32) + begin
         ends = end - kept.flip(1).to(torch.uint8).argmax(1).to(torch.int32)
         if first is None:
@@ -184,14 +184,14 @@ def _intervals(settings: dict[str, Any], queries: int) -> IntervalMask | None:
 
 
 def _block(settings: dict[str, Any], begin: int, end: int) -> dict[str, Any]:
-    """Return what to change in the settings for some of the queries."""
+    """Return the changes of settings for a range of queries."""
     if settings.get("cache_position") is not None:
         return {"cache_position": settings["cache_position"][begin:end]}
     return {"q_length": end - begin, "q_offset": begin}
 
 
 def _documents(settings: dict[str, Any]) -> Documents:
-    """Return the documents of a causal mask of packed sequences, by which neighbours it joins."""
+    """Return the documents of a causal mask of packed sequences, by the neighbours it joins."""
     batch, keys, device = settings["batch_size"], settings["kv_length"], settings.get("device")
     if device is None:
         device = settings["cache_position"].device
@@ -201,13 +201,13 @@ def _documents(settings: dict[str, Any]) -> Documents:
 
 
 def _of_beginnings(begins: Tensor) -> Documents:
-    """Return the documents, by whether each token but the first begins one."""
+    """Return the documents from flags of each token but the first that begin a document."""
     ids = begins.to(torch.int32).cumsum(1, dtype=torch.int32)
     return Documents(torch.nn.functional.pad(ids, (1, 0)))
 
 
 def _described(intervals: IntervalMask) -> ModelMask:
-    """Return the intervals, or that they are whole documents, seen causally, or one."""
+    """Return None for one causal document, `Documents` for several, else the intervals."""
     start, end = intervals.start[:, 0], intervals.end[:, 0]
     key = torch.arange(start.shape[1], device=start.device)
     begins = end[:, 1:] != end[:, :-1]

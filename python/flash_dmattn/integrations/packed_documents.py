@@ -25,22 +25,22 @@ __all__ = [
 
 
 class Documents(NamedTuple):
-    """Which tokens stand in one document, in self-attention (Q = K = N)."""
+    """The document of each token, in self-attention (Q = K = N)."""
 
-    ids: Tensor  # integers (B|1, N), from 0, rising by 1 where a document begins
+    ids: Tensor  # integers (B|1, N), from 0, incremented where a document begins
 
     def intervals(self) -> IntervalMask:
-        """Return the mask that keeps the keys of the query's own document."""
+        """Return the mask that keeps the keys of each query's own document."""
         return IntervalMask.documents(self.ids)
 
 
-# The layers of a model ask about the same tensors: what was read from the device is kept.
+# The layers of a model pass the same tensors, so results that need a device read are kept.
 _last_documents, _last_bounds = threading.local(), threading.local()
 _Answer = TypeVar("_Answer")
 
 
 def _once(memory: threading.local, find: Callable[..., _Answer], *tensors: Tensor) -> _Answer:
-    """Return ``find(*tensors)``, which is not called again for the tensors of the last call."""
+    """Return ``find(*tensors)``; the result of the last call is reused for the same tensors."""
     known = getattr(memory, "known", None)
     if known is not None:
         same = [
@@ -56,10 +56,10 @@ def _once(memory: threading.local, find: Callable[..., _Answer], *tensors: Tenso
 
 
 def documents_of_positions(position_ids: Tensor) -> Documents | None:
-    """Return the documents of positions ``(B|1, N)``, or None where each row is one.
+    """Return the documents of positions ``(B|1, N)``, or None if each row is one document.
 
-    A document begins where a position does not follow the one before it, as transformers has it.
-    Under torch.compile values cannot be read, and one document is described like several.
+    A document begins where a position does not follow its predecessor, as in transformers. Under
+    torch.compile values cannot be read, so single documents are described, too.
     """
     if torch.compiler.is_compiling():
         return Documents(_document_ids(position_ids))
@@ -74,15 +74,15 @@ def _several_documents(position_ids: Tensor) -> Documents | None:
 def bounds_of_sequences(
     cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *, compare: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the bounds of packed queries and keys as int32, as one tensor where they are one.
+    """Return the bounds of packed queries and keys as int32, as one tensor if they are equal.
 
-    Kernels look at no bounds on the host, but see there whether queries and keys have the same;
-    then their backward pass takes less time. Trainers move the two to a device one by one.
+    Calls do not read bounds on the host, but compare the two tensors' identity: with shared bounds
+    the backward pass is faster. Trainers move both to a device separately, which makes two tensors.
 
     Args:
         cu_seqlens_q, cu_seqlens_k: integers ``(B + 1,)``.
-        compare: whether tensors of equal values become one, for which a device is waited for;
-            not where values cannot be read, under torch.compile or in a graph's capture.
+        compare: whether to merge tensors of equal values, which synchronizes with a GPU. Ignored
+            where values cannot be read: under torch.compile or in a graph capture.
     """
     if cu_seqlens_q is cu_seqlens_k:
         both = cu_seqlens_q.to(torch.int32)
@@ -111,28 +111,28 @@ def _document_ids(position_ids: Tensor) -> Tensor:
 def select_within_documents(
     bias: Tensor, window_size: int, documents: Documents, *, is_causal: bool
 ) -> IntervalMask:
-    """Keep, of its own document, the ``window_size`` keys with the largest bias that a query sees.
+    """Keep the ``window_size`` keys of its own document with the largest bias that a query sees.
 
     Args:
         bias: ``({B|1}, {H|Hk|1}, 1, N)``.
-        window_size: keys to keep.
+        window_size: number of keys to keep.
         documents: of the tokens.
         is_causal: whether a query sees no later keys.
 
     Returns:
-        A mask ``({B|1}, {H|Hk|1}, N)``, which says itself what is causal.
+        A mask ``({B|1}, {H|Hk|1}, N)``, which includes causality.
     """
     scores = bias.detach()[:, :, 0].to(torch.float32)
-    usable = scores > -torch.inf  # and so no NaN
+    usable = scores > -torch.inf  # False for NaN
     rank = _ranks(torch.where(usable, scores, -torch.inf), documents.ids)
     own = documents.intervals()
     if not is_causal:
-        # Documents are runs of ranks as they are runs of keys: each ends where its last key stands.
+        # A document's ranks fill the same range as its keys, so its end bounds both.
         end = torch.where((own.end - rank <= window_size) & usable, own.end, 0).to(torch.int32)
         return IntervalMask(own.start.expand_as(end), end, query_length=own.query_length)
-    # Of all keys up to the query those of its document come first: what the window takes of
-    # earlier documents, where its own is too short to fill it, is dropped again. Ranks are below
-    # 2^24, so float32 tells them apart.
+    # Of all keys up to the query, those of its document rank first. If the document is too short to
+    # fill the window, the window also takes keys of earlier documents; `& own` drops these. Ranks
+    # are below 2^24, so float32 distinguishes them.
     ranked = torch.where(usable, rank.to(torch.float32), -torch.inf)
     selected = dynamic_mask(ranked.unsqueeze(2), window_size, is_causal=True)
     assert isinstance(selected, IntervalMask)
@@ -140,12 +140,12 @@ def select_within_documents(
 
 
 def _ranks(scores: Tensor, ids: Tensor) -> Tensor:
-    """Return the place of each key in the order of document, score, and index from the last.
+    """Return the rank of each key by document, then score, then descending index.
 
-    int64 ``(b, h, N)``: the key with the highest rank is the first that a window keeps.
+    int64 ``(b, h, N)``: a window keeps the keys of the highest ranks first.
     """
-    bits = (scores + 0.0).view(torch.int32)  # + 0.0: the two zeros are one
-    # Integers that are ordered as the floats are.
+    bits = (scores + 0.0).view(torch.int32)  # + 0.0 makes both zeros equal
+    # Integers in the order of the floats.
     comparable = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
     comparable = comparable + (ids.to(torch.int64) << 32).unsqueeze(1)
     keys = comparable.shape[-1]
@@ -163,13 +163,13 @@ def packed_keep(
     *,
     is_causal: bool,
 ) -> Tensor:
-    """Return bool ``(batch, 1, queries, keys)``: does a query of packed sequences see a key.
+    """Return bool ``(batch, 1, queries, keys)``: whether a packed query sees a key.
 
-    For problems whose mask or bias has a row for each query anyway. The rows of the batch are taken
-    one after another; tokens behind the last sequence see nothing.
+    For problems whose mask or bias already has a row for each query. The rows of the batch are
+    concatenated. Tokens beyond the last sequence see no key.
 
     Raises:
-        ValueError: a sequence is in several rows, which no mask of this shape can say.
+        ValueError: a sequence spans several rows, which no mask of this shape can express.
     """
     device = cu_seqlens_q.device
     if batch > 1:
@@ -188,12 +188,12 @@ def packed_keep(
     )
     of_query = torch.bucketize(row, cu_seqlens_q[1:], right=True)
     of_key = torch.bucketize(column, cu_seqlens_k[1:], right=True)
-    # Counted from the end of each sequence: causality is aligned to the bottom right.
+    # Numbered from the end of each sequence: causality is aligned bottom right.
     last = cu_seqlens_q.shape[0] - 1
     row = row - cu_seqlens_q[(of_query + 1).clamp(max=last)]
     column = column - cu_seqlens_k[(of_key + 1).clamp(max=last)]
     seen = of_query.view(batch, queries, 1) == of_key.view(batch, 1, keys)
-    seen = seen & (of_query < last).view(batch, queries, 1)  # past all sequences there is nothing
+    seen = seen & (of_query < last).view(batch, queries, 1)  # False beyond all sequences
     if is_causal:
         seen = seen & (column.view(batch, 1, keys) <= row.view(batch, queries, 1))
     return seen[:, None]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Casting queries, keys and values back that PEFT's adapters have cast to float32."""
+"""Casting back queries, keys and values that PEFT's adapters have cast to float32."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ __all__ = ["fdma_peft_integration_check", "target_dtype_of"]
 
 
 def target_dtype_of(query: Tensor, module: torch.nn.Module) -> torch.dtype | None:
-    """Return the dtype that a model computes in, if a float32 query tells another one; else None.
+    """Return the dtype that a model computes in, if query is float32 but the model is not.
 
-    PEFT casts layer norms to float32, and so, against the model's will, what goes into attention.
+    PEFT casts layer norms to float32, which unintentionally makes the inputs of attention float32.
+    Return None if query has another dtype, or the model's dtype is unknown.
     """
     if query.dtype != torch.float32:
         return None
@@ -38,7 +39,7 @@ def fdma_peft_integration_check(
     bias: Tensor | None,
     target_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Cast a float32 query, key and value to the target dtype. A float32 bias can stay."""
+    """Cast a float32 query, key and value to the target dtype. The bias is unchanged."""
     if target_dtype is None or q.dtype != torch.float32:
         return q, k, v, bias
     q, k, v = (t.to(target_dtype) for t in (q, k, v))

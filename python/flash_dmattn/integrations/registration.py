@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Registering with transformers."""
+"""Registration with transformers."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ __all__ = ["register"]
 
 
 def register(attention_dropout: str | None = None) -> None:
-    """Make ``attn_implementation="flash_dmattn"`` known to transformers. Repeating it is harmless.
+    """Register ``attn_implementation="flash_dmattn"`` with transformers. May be repeated.
 
     Args:
-        attention_dropout: what becomes of a dropout of attention probabilities that a model in
-            training asks for, as T5 does by its ``dropout_rate``: "refuse" raises
-            NotImplementedError, "skip" trains without it and with all other dropout of the model.
-            None leaves what was chosen before, at first "refuse".
+        attention_dropout: what happens if a model in training requests dropout of attention
+            probabilities, as T5 does by its ``dropout_rate``: "refuse" raises NotImplementedError,
+            "skip" trains without it but with all other dropout of the model. None keeps the
+            previous choice, initially "refuse".
 
     Raises:
-        ImportError: transformers is absent, or older than the ``transformers`` extra asks for.
-        ValueError: attention_dropout is something else.
+        ImportError: transformers is absent, or older than the ``transformers`` extra requires.
+        ValueError: attention_dropout has another value.
     """
     require_transformers()
     if attention_dropout is not None:
@@ -50,10 +50,10 @@ def register(attention_dropout: str | None = None) -> None:
 
 
 def _take_names_as_they_are() -> None:
-    """Keep transformers from taking our names for FlashAttention's.
+    """Keep transformers from treating these names as FlashAttention's.
 
-    From version 5 it takes each such name, registered or not, for a kernel of flash attention: it
-    loads that before the model can be made, and for some models puts another name in its place.
+    From version 5 it treats each such name, registered or not, as a flash attention kernel. It
+    loads that kernel before the model is made, and for some models replaces the name.
     """
     from transformers import PreTrainedModel
 
@@ -72,9 +72,9 @@ def _check_others(
 
 
 def _refuse_own_attention(model_class: Any) -> None:
-    """Raise NotImplementedError for a model of transformers that would never call our function."""
+    """Raise NotImplementedError for a transformers model that never calls attention functions."""
     calls_functions = getattr(model_class, "_can_set_attn_implementation", None)
-    # Of models that users write, where the source may not be at hand, it does not know.
+    # The check reads source code, which may be absent for user-defined models.
     if not model_class.__module__.startswith("transformers.") or calls_functions is None:
         return
     if not calls_functions():
@@ -87,15 +87,15 @@ def _refuse_own_attention(model_class: Any) -> None:
 
 
 def _refuse_continuous_batching() -> None:
-    """Say before it begins that the paged cache of continuous batching is not read.
+    """Refuse continuous batching at its start, because its paged cache is not supported.
 
-    What fails later, in a thread of its own, is logged, and the answers are empty.
+    Later errors occur in another thread: they are only logged, and the answers are empty.
     """
     try:
         from transformers.generation.continuous_batching import continuous_api
     except ImportError:
         return
-    # What generate_batch and all other ways to begin call, in every version.
+    # generate_batch and all other entry points call this, in every version.
     models = getattr(continuous_api, "ContinuousMixin", None)
     wrap_once(models, "init_continuous_batching", _begin_others)
 

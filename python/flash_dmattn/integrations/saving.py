@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Warnings about the parts of a model that its files do not hold, on saving and on loading."""
+"""Warnings, on saving and on loading, about parts of a model that its files do not hold."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from .wrap_once import wrap_once
 __all__ = ["forget_note", "warn_of_note", "warn_when_saved"]
 
 _ATTRIBUTE = "flash_dmattn_unsaved"
-# Of a config, in whose file it stands: what the model needs that no file holds.
+# Attribute of a config, and of its file: what the model needs that no file holds.
 _NOTE = "needs_apply_flash_dmattn"
-# The last config whose note was told; the parts of a model are made with it one after another.
+# The config of the last warning. The parts of a model are made with the same config.
 _last_told: Callable[[], Any] | None = None
-# What PEFT puts before the names of a model that it has wrapped.
+# PEFT's prefix of the names of a wrapped model.
 _PEFT_PREFIX = "base_model.model."
 
 
 def warn_when_saved(module: torch.nn.Module, lost: str) -> None:
-    """Warn when a model is saved, as its files do not hold all of what was given to its modules.
+    """Warn when a model is saved if its files lack settings of its modules.
 
     Args:
-        module: the first of those.
-        lost: what files do not hold; nothing if empty.
+        module: the first of these modules.
+        lost: what the files lack; no warning if empty.
     """
     from transformers import PreTrainedModel
 
@@ -58,13 +58,13 @@ def _save_and_warn(
 
 
 def forget_note(config: Any) -> None:
-    """Remove the note of a file from a config that was read."""
+    """Remove the note from a config that was read from a file."""
     if hasattr(config, _NOTE):
         delattr(config, _NOTE)
 
 
 def warn_of_note(config: Any) -> None:
-    """Warn when a model is made of files that do not hold all of it."""
+    """Warn when a model is made from files that lack a part of it."""
     global _last_told
     lost = getattr(config, _NOTE, None)
     if lost is None or (_last_told is not None and _last_told() is config):
@@ -78,7 +78,7 @@ def warn_of_note(config: Any) -> None:
 
 
 def _warn_if_adapted(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
-    """Warn where PEFT asks for what it saves; its own method calls none of the model's."""
+    """Warn when PEFT requests the state to save; it calls no other method of the model."""
     if (lost := getattr(module, _ATTRIBUTE)) and prefix.startswith(_PEFT_PREFIX):
         warnings.warn(
             f"PEFT does not store the {lost} of apply_flash_dmattn: call it again, with the same "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Keys that a model selects for each query, as lists that attention takes."""
+"""Conversion of keys that a model selects for each query to lists for attention."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class KeyLists(NamedTuple):
 
 
 def selected_keys(module: torch.nn.Module, kwargs: dict[str, Any]) -> Tensor | None:
-    """Take the keys that a model selects out of the arguments: ``(B, {Hk|1}, Q, k)``, or None.
+    """Pop the keys that a model selects from the arguments: ``(B, {Hk|1}, Q, k)``, or None.
 
     Args:
-        module: that calls; the ``block_size`` of its ``indexer`` is read.
-        kwargs: ``indices``, ``(B, Q, k)`` or of that form, or ``block_indices``, ``(B, {Hk|1}, Q,
-            blocks)``. What is out of range is no key.
+        module: the caller; the ``block_size`` of its ``indexer`` is read.
+        kwargs: ``indices``, ``(B, Q, k)`` or of the form above, or ``block_indices``, ``(B, {Hk|1},
+            Q, blocks)``. Entries out of range are ignored.
     """
     indices: Tensor | None = kwargs.pop("indices", None)
     blocks: Tensor | None = kwargs.pop("block_indices", None)
@@ -65,7 +65,7 @@ def _check(name: str, indices: Any, ranks: tuple[int, ...], form: str) -> None:
 def key_lists(
     indices: Tensor, mask: Mask, bias: Tensor | None, query: Tensor, keys: int
 ) -> KeyLists:
-    """Leave out of the lists what a mask drops, and look up the biases of what is left.
+    """Drop masked keys from the lists, and look up the biases of the others.
 
     Args:
         indices: of `selected_keys`.
@@ -83,7 +83,7 @@ def key_lists(
     places = indices.masked_fill(invalid, 0).long()
 
     def looked_up(tensor: Tensor) -> Tensor:
-        """Return ``({lists|h}, Q, k)`` of each batch, of a tensor that broadcasts to Q and K."""
+        """Return ``(B, {lists|h}, Q, k)`` from a tensor that broadcasts to Q and K."""
         heads = max(lists, tensor.shape[1])
         if tensor.shape[1] != 1 and tensor.shape[1] != heads:
             tensor = tensor.repeat_interleave(heads // tensor.shape[1], 1)
@@ -102,7 +102,7 @@ def key_lists(
         kept = looked_up(mask)
         if kept.shape[1] == lists:
             invalid = invalid | ~kept
-        else:  # heads that share a list keep different keys of it
+        else:  # heads that share a list keep different keys
             if index_bias is None:
                 index_bias = query.new_zeros(()).expand(kept.shape)
             elif index_bias.shape[1] < kept.shape[1]:

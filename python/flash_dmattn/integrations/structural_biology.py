@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The attention functions of structural biology, with the arguments that models call them with."""
+"""The attention functions of structural biology, with the arguments that its models use."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from flash_dmattn.pair_bias import pair_bias_attention
 
 __all__ = ["backend_of", "evoformer_attention", "triangle_attention"]
 
-# What stands for the score of a masked key: it counts only where all keys are masked.
+# The score of a masked key. It has an effect only if all keys are masked.
 _MASKED = -1e9
-# Elements of scores that are made at a time for their largest.
+# Elements of scores in memory at a time, to find the largest.
 _ELEMENTS_AT_ONCE = 1 << 24
 
 
@@ -29,23 +29,23 @@ def triangle_attention(
     scale: float | None = None,
     return_aux: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-    """Compute what ``cuequivariance_torch.triangle_attention`` does, on CPUs too.
+    """Compute ``cuequivariance_torch.triangle_attention``, also on CPUs.
 
-    Any length has the same rule, and D is from 1 to 256. A row whose keys are all masked gives the
-    mean of its values, as there, where masked scores become -1e9. float32 tensors on a GPU are
-    computed by ``backend="triton"``, in products of float32 without TF32.
+    All lengths follow the same rule, and D is from 1 to 256. A row whose keys are all masked gives
+    the mean of its values, as in the original, where masked scores become -1e9. float32 tensors on
+    a GPU are computed by ``backend="triton"``, in products of float32 without TF32.
 
     Args:
-        q: ``(B, N, H, Q, D)``; where B is 1 it may be left out, here and below.
+        q: ``(B, N, H, Q, D)``; if B is 1 it may be omitted, also below.
         k, v: ``(B, N, H, K, D)``.
         bias: ``(B, 1, H, Q, K)``, added to the scaled scores.
-        mask: ``(B, N, 1, 1, K)``, nonzero for keys that are there.
+        mask: ``(B, N, 1, 1, K)``, nonzero for present keys.
         scale: of the scores; ``D ** -0.5`` by default.
-        return_aux: also return the log-sum-exp of each row's scores and the largest of them.
+        return_aux: also return the log-sum-exp and the largest of each row's scores.
 
     Returns:
         ``(B, N, H, Q, D)``; with return_aux also two float32 ``(B, N, H, Q)``, which have no
-        gradient. The largest is computed by plain PyTorch, some rows at a time.
+        gradient. The largest score is computed by plain PyTorch, in row chunks.
 
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: as `flash_dmattn_func`.
@@ -83,14 +83,14 @@ def evoformer_attention(
     V: Tensor,
     biases: Sequence[Tensor | None],
 ) -> Tensor:
-    """Compute what DeepSpeed's ``DS4Sci_EvoformerAttention`` does, on CPUs too, at any length.
+    """Compute DeepSpeed's ``DS4Sci_EvoformerAttention``, also on CPUs, for any length.
 
     float32 tensors on a GPU are computed as by `triangle_attention`.
 
     Args:
         Q, K, V: ``(B, N, S, H, D)``.
-        biases: at most two, each of which may be None: of the keys ``(B, N, 1, 1, S)``, and of the
-            pairs ``(B, 1, H, S, S)``. Both have gradients. It is not changed.
+        biases: at most two, each may be None: of the keys ``(B, N, 1, 1, S)``, and of the pairs
+            ``(B, 1, H, S, S)``. Both are differentiable. The sequence is not modified.
 
     Returns:
         ``(B, N, S, H, D)``.
@@ -121,7 +121,7 @@ def evoformer_attention(
 
 
 def backend_of(query: Tensor) -> str | None:
-    """Return who computes: of float32 on a GPU no kernel pack does."""
+    """Return the backend: triton for float32 on a GPU, which no kernel pack computes."""
     is_wide = query.dtype == torch.float32 and autocast_dtype(query) is None
     return "triton" if is_wide and query.is_cuda else None
 
@@ -139,7 +139,7 @@ def _five(name: str, tensor: Tensor) -> Tensor:
 def _aux(
     q: Tensor, k: Tensor, bias: Tensor, kept: Tensor | None, scale: float | None, lse: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return lse and the largest score of each row, as if masked scores were -1e9."""
+    """Return lse and the largest score of each row, with masked scores of -1e9."""
     queries, keys = q.shape[3], k.shape[3]
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     largest = torch.empty_like(lse)

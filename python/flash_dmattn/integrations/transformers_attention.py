@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The attention function that models of transformers call."""
+"""The attention function that transformers models call."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from .selected_keys import selected_keys
 
 __all__ = ["REFUSED", "flash_dynamic_mask_attention_forward"]
 
-# What models may ask for that is not computed here, and what to do about it. To go on without it
-# would give other results than the model was made for.
+# Arguments of models that are not supported, with the remedy. Ignoring them would change the
+# model's results.
 _USE_EAGER = "call model.set_attn_implementation('eager')"
 REFUSED = {
     "output_attentions": f"probabilities are never made; to look at them, {_USE_EAGER}",
@@ -54,29 +54,28 @@ def flash_dynamic_mask_attention_forward(
     """Compute attention for a module of a transformers model.
 
     Args:
-        module: that calls; `is_causal`, `config` and what `apply_flash_dmattn` gave it are read.
+        module: the caller; `is_causal`, `config` and settings of `apply_flash_dmattn` are read.
         query: ``(B, H, Q, D)``.
         key, value: ``(B, Hk, K, D)``; the head dimension of value may be another one, Dv.
-        attention_mask: None, a mask of two to four dimensions, or what the registered mask
-            function made. A mask that differs from query to query says itself what is causal.
-        attention_bias: ``(B, K)``, ``(B, {H|Hk|1}, K)`` or of four dimensions, added to the scaled
-            scores.
+        attention_mask: None, a mask of two to four dimensions, or the result of the registered
+            mask function. A mask with a row for each query must include causality.
+        attention_bias: ``(B, K)``, ``(B, {H|Hk|1}, K)`` or 4-D, added to the scaled scores.
         scaling: of the scores; ``D ** -0.5`` by default.
         window_size: keep the keys with the largest bias; ``keep_window_size`` means the same.
-            With ``keep_last`` and ``keep_first`` also the last and the first that a query sees.
+            ``keep_last`` and ``keep_first`` also keep the last and first keys that a query sees.
         softcap: as in `flash_dmattn_func`.
-        **kwargs: ``is_causal``, in place of the module's; the ``cu_seq_lens`` of packed sequences,
-            or, of a module without a config of transformers, ``position_ids``; ``sliding_window``;
+        **kwargs: ``is_causal``, overriding the module's; the ``cu_seq_lens`` of packed sequences,
+            or, for a module without a transformers config, ``position_ids``; ``sliding_window``;
             ``position_bias``, another bias; ``s_aux``, ``(H,)``, the sinks of gpt-oss and others;
-            ``indices``, ``(B, Q, k)``, or ``block_indices``, the keys that an indexer selected;
-            and what other implementations of attention know.
+            ``indices``, ``(B, Q, k)``, or ``block_indices``, the keys that an indexer selected.
+            Arguments of other attention implementations are ignored.
 
     Returns:
         ``(B, Q, H, Dv)``, and None in place of the probabilities.
 
     Raises:
-        NotImplementedError: something is asked for that is not computed here, such as
-            output_attentions, head_mask or dropout; or as `flash_dmattn_func`.
+        NotImplementedError: an unsupported feature is requested, such as output_attentions,
+            head_mask or dropout; or as `flash_dmattn_func`.
         TypeError, ValueError, RuntimeError: as `flash_dmattn_func`.
     """
     if not isinstance(module, torch.nn.Module):
@@ -92,8 +91,8 @@ def flash_dynamic_mask_attention_forward(
     )
     places = places if given_places is None else given_places
     if hasattr(getattr(module, "config", None), "_attn_implementation"):
-        # transformers made the mask. It knows of a cache and of padding that is all True, and reads
-        # documents out of positions where there is neither.
+        # transformers made the mask, with regard to caches and to padding that is all True. It also
+        # detects documents in the positions, if there is neither.
         kwargs.pop("position_ids", None)
     position_bias = kwargs.pop("position_bias", None)
     if position_bias is not None:
@@ -134,7 +133,7 @@ def flash_dynamic_mask_attention_forward(
 
 
 def _sink(kwargs: dict[str, Any], dtype: torch.dtype) -> Tensor | None:
-    """Take the sinks out of the arguments."""
+    """Pop the sinks from the arguments."""
     sink: Tensor | None = kwargs.pop("s_aux", None)
     if sink is None:
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Wrapping methods of transformers, each once."""
+"""Wrapping of transformers methods, each once."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _MARK = "knows_flash_dmattn"
 
 
 def wrap_once(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    """Put a function in the place of a method, which it is given first. Repeating is harmless.
+    """Replace a method by a wrapper, which gets the method as first argument. May be repeated.
 
     Args:
-        owner: the class; nothing happens where it has no such method.
+        owner: the class; nothing happens if it has no such method.
         name: of the method.
         wrapper: called with the method, then with the arguments of a call.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Attention in which each query lists its keys; imported by the first such call."""
+"""Attention in which each query lists its keys. The first such call imports this package."""
 
 from .call import listed_attention
 

@@ -47,9 +47,9 @@ def listed_attention(
     backend: str | None,
     **excluded: Any,
 ) -> Tensor | tuple[Tensor, ...]:
-    """Compute a call of either form that lists the keys of each query.
+    """Compute a dense or packed call that lists the keys of each query.
 
-    ``excluded`` are arguments that do not go with lists, and must be None or False.
+    ``excluded`` are arguments that cannot be combined with lists; each must be None or False.
     """
     if key_indices is None:
         raise ValueError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The rules for the arguments of lists; those of all others are the core's."""
+"""Rules for the list arguments. The core has the rules for all other arguments."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from flash_dmattn.backends.shapes import check_attention
 from flash_dmattn.checks import is_one_of
 from flash_dmattn.record import KeyListInputs
 
-# Of a latent cache of 512 that has 64 rotated columns besides.
+# A latent cache of 512 columns plus 64 rotated ones.
 MOST_LISTED_HEAD_DIM = 576
 _BIASES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def check_key_lists(inputs: KeyListInputs) -> None:
-    """Raise TypeError or ValueError, naming the argument, its value and what is allowed."""
+    """Raise TypeError or ValueError with the argument, its value and the allowed values."""
     check_attention(
         inputs.without_lists(),
         read_lengths=inputs.query.device.type == "cpu",

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Attention over listed keys in plain PyTorch: any device and dtype, memory that follows the lists.
+"""Attention over listed keys in plain PyTorch: any device and dtype, memory of the lists' size.
 
-It goes by chunks of rows, whose scores are those of the listed keys and no others. 16-bit and
-float32 inputs are computed in float32, those with a query or a bias of float64 in float64.
+It processes row chunks and computes only the scores of the listed keys. 16-bit and float32 inputs
+are computed in float32; a float64 query or bias is computed in float64.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .products import Gathered
 
 __all__ = ["backward", "forward", "key_mass"]
 
-# Elements of the largest tensor of a chunk: on CPUs what caches hold.
+# Elements of the largest tensor of a chunk. On CPUs it fits the caches.
 _GATHERED_ON_CPU = 2**19
 _GATHERED_ELSEWHERE = 2**25
 
@@ -37,38 +37,38 @@ class _Call(NamedTuple):
     kv_heads: int
     rows: Rows
     query: Tensor  # (rows, H, D)
-    out: Tensor  # (rows, H, Dv), without contents
+    out: Tensor  # (rows, H, Dv), uninitialized
     indices: Tensor  # (h, rows, k)
     index_bias: Tensor | None  # (h, rows, k)
-    bias: Tensor | None  # of each key and head, then a 0 for "no key"
+    bias: Tensor | None  # flattened over keys and heads, then a 0 for "no key"
     key: Tensor  # (Hk * keys + 1, D): a table, see `products`
-    value: Tensor  # (Hk * keys + 1, Dv), likewise
+    value: Tensor  # (Hk * keys + 1, Dv): a table, too
 
     @property
     def is_readable(self) -> bool:
-        """Whether values can be asked for: not without waiting for a GPU, and not by torch.func."""
+        """Whether values can be read: not on a GPU, which would synchronize, nor in torch.func."""
         return self.query.is_cpu and not self.recorded
 
 
 class _Chunk(NamedTuple):
-    """Some rows of a call. What has g is of g query heads for each of h lists."""
+    """Some rows of a call. Dimension g has the query heads of each of the h lists."""
 
     query: Tensor  # (h, rows, g, D), times the scale; zeros for rows without keys
-    empty: Tensor | None  # (h, rows, 1), whether a row has no keys; None: none is known to be such
-    invalid: Tensor | None  # (h, rows, 1, k), what is no key; None: all are keys
+    empty: Tensor | None  # (h, rows, 1), True for rows without keys; None: there are none
+    invalid: Tensor | None  # (h, rows, 1, k), True for entries that are no key; None: all are keys
     rows: Rows
-    listed: Tensor  # (h, rows, k), 0 for what is out of range
-    valid: Tensor  # (h, rows, k), what of it is a key
+    listed: Tensor  # (h, rows, k), 0 for entries out of range
+    valid: Tensor  # (h, rows, k), True for entries that are keys
     keys: Gathered
     values: Gathered
-    bias_places: Tensor | None  # (h, rows, k), in `_Call.bias`
-    slope: Tensor | None  # of the softcap
-    probabilities: Tensor  # (h, rows, g, k); they sum to 1 without the sink
+    bias_places: Tensor | None  # (h, rows, k), indices into `_Call.bias`
+    slope: Tensor | None  # derivative of the softcap
+    probabilities: Tensor  # (h, rows, g, k); they sum to 1, excluding the sink
     lse: Tensor  # (h, rows, g)
 
 
 def forward(inputs: KeyListInputs, *, recorded: bool = False) -> tuple[Tensor, Tensor]:
-    """Return out and lse; with ``recorded`` by operations that torch can differentiate and map."""
+    """Return out and lse; with ``recorded`` by operations that support torch's transforms."""
     with without_autocast(inputs.query.device.type):
         call = _call(inputs, recorded)
         out = call.out
@@ -96,7 +96,7 @@ def forward(inputs: KeyListInputs, *, recorded: bool = False) -> tuple[Tensor, T
 def backward(
     inputs: KeyListInputs, dout: Tensor, dlse: Tensor | None, wanted: tuple[str, ...]
 ) -> Gradients:
-    """Return the gradients of the fields that are wanted."""
+    """Return the gradients of the wanted fields."""
     with without_autocast(inputs.query.device.type):
         call = _call(inputs, recorded=False)
         dout = dout.reshape(call.out.shape)
@@ -105,7 +105,7 @@ def backward(
         totals: Gradients = {}
         for name in wanted:
             like: Tensor = getattr(inputs if name == "sink" else call, name)
-            # Each element of a row's gradient is written; elements of the others are added to.
+            # A row's own gradients are overwritten. The others are accumulated.
             make = torch.empty if name in ("query", "index_bias") else torch.zeros
             totals[name] = make(like.shape, dtype=call.dtype, device=like.device)
         for rows in _chunks(call):
@@ -114,7 +114,7 @@ def backward(
 
 
 def key_mass(inputs: KeyListInputs, *, recorded: bool = False) -> Tensor:
-    """Return the sum of each key's probabilities; ``recorded`` is as of `forward`."""
+    """Return the sum of each key's probabilities; ``recorded`` as in `forward`."""
     shape = mass_shape(inputs.without_lists())
     with without_autocast(inputs.query.device.type):
         call = _call(inputs, recorded)
@@ -157,7 +157,7 @@ def _add_gradients(
     if "value" in totals:
         chunk.values.add_to(totals["value"], weights, given)
     dscores = chunk.values.dots(given)
-    # The same products as in dscores, whose rounding then cancels; dout * out would have others.
+    # Uses the products of dscores, so that rounding errors cancel. dout * out has other errors.
     delta = (weights * dscores).sum(-1)
     if "sink" in totals:
         totals["sink"] -= _by_row(rest * delta).sum(0)
@@ -248,8 +248,8 @@ def _chunk(call: _Call, rows: slice) -> _Chunk:
             added = _expanded(added, most) + _expanded(own, most)
     if added is not None:
         kept = added != -torch.inf
-        # What one head drops and another of its group keeps may hold anything, so that each of them
-        # needs a list of its own.
+        # A key that one head of a group drops and another keeps may be non-finite, so each head
+        # needs its own list.
         if kept.shape[0] > kv_heads and call.is_readable and bool(kept.all()):
             kept = kept[:1]
         most = max(valid.shape[0], kept.shape[0])
@@ -278,15 +278,15 @@ def _chunk(call: _Call, rows: slice) -> _Chunk:
     if added is not None:
         scores = scores + _grouped(added, lists, heads)
     if invalid is not None and empty is not None:
-        # A row without keys takes part as a row of zeros, since softmax and logsumexp of -inf alone
-        # have no gradient. As it lists the zeros of a table, nothing comes of it.
+        # Scores of a row without keys are set to 0, because softmax and logsumexp of only -inf have
+        # no gradient. The row lists the zero row of a table, so it contributes nothing.
         scores = scores.masked_fill(invalid, -torch.inf).masked_fill(empty.unsqueeze(-1), 0)
     probabilities = torch.softmax(scores, -1)
     if listed.shape[-1] == 0:
         lse = scores.new_zeros(scores.shape[:-1])
     elif call.recorded:
         lse = torch.logsumexp(scores, -1)
-    else:  # the largest probability is 1 over the sum of the others' ratios to it
+    else:  # the largest probability is exp(largest score - lse)
         lse = scores.amax(-1) - torch.log(probabilities.amax(-1))
     return _Chunk(
         query,
@@ -305,7 +305,7 @@ def _chunk(call: _Call, rows: slice) -> _Chunk:
 
 
 def _bias_places(inputs: KeyListInputs, rows: Rows, listed: Tensor, valid: Tensor) -> Tensor:
-    """Return where the bias of each listed key is, ``(h, rows, k)`` with the heads of the bias or
+    """Return the index of each listed key's bias, ``(h, rows, k)``, with the heads of the bias or
     of the lists, whichever are more.
     """
     assert inputs.bias is not None
@@ -317,7 +317,7 @@ def _bias_places(inputs: KeyListInputs, rows: Rows, listed: Tensor, valid: Tenso
 
 
 def _sink_share(sink: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the parts of a softmax that are of the keys and of the sink, ``(h, rows, g)``."""
+    """Return the shares of the keys and of the sink in a softmax, ``(h, rows, g)``."""
     share, rest = sink_share(sink, _by_row(lse).transpose(0, 1))
     lists = lse.shape[0]
     return _by_list(share.transpose(0, 1), lists), _by_list(rest.transpose(0, 1), lists)
@@ -334,7 +334,7 @@ def _by_row(tensor: Tensor) -> Tensor:
 
 
 def _expanded(tensor: Tensor, heads: int) -> Tensor:
-    """Repeat ``(h, rows, k)`` for more heads."""
+    """Repeat ``(h, rows, k)`` to the given number of heads."""
     count = tensor.shape[0]
     if count == 1:
         return tensor.expand(heads, -1, -1)
@@ -349,7 +349,7 @@ def _grouped(tensor: Tensor, lists: int, heads: int) -> Tensor:
 
 
 def _of_heads(tensor: Tensor, heads: int) -> Tensor:
-    """Sum ``(h, rows, g, k)`` over the query heads that share one of so many heads."""
+    """Sum ``(h, rows, g, k)`` over the query heads that share one of ``heads`` heads."""
     lists = tensor.shape[0]
     if heads <= lists:
         return torch.unflatten(tensor.sum(2), 0, (heads, lists // heads)).sum(1)
@@ -364,7 +364,7 @@ def _add_elements(call: _Call, total: Tensor, places: Tensor, parts: Tensor) -> 
 
 
 def _lse_in_place(lse: Tensor, inputs: KeyListInputs) -> Tensor:
-    """Return ``(rows, H)`` as lse is laid out."""
+    """Convert ``(rows, H)`` to the layout of lse."""
     if inputs.packed:
         return lse.transpose(0, 1).contiguous()
     batch, heads, queries = lse_shape(inputs.query)

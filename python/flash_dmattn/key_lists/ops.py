@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Attention over listed keys, differentiable, and its operators."""
+"""Differentiable attention over listed keys, and its operators."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def attention(inputs: KeyListInputs, backend: str) -> tuple[Tensor, Tensor]:
         return of_width(out, inputs.value.shape[-1]), lse
     stop_if_recorded(inputs, backend)
     if dispatch_state.is_transformed() or dispatch_state.forward_mode_is_compiled():
-        # Plain operations, which torch transforms as it transforms all of its own.
+        # Plain operations support all torch transforms.
         check_call(inputs, backend)
         return formula.forward(inputs, recorded=True)
     out, lse = torch.ops.flash_dmattn.key_list_forward.default(*inputs, backend)
@@ -75,14 +75,14 @@ def check_call(inputs: KeyListInputs, backend: str) -> None:
 
 
 def uses_triton(inputs: KeyListInputs, backend: str) -> bool:
-    """Say whether kernels compute a call; their sums over rows are in any order."""
+    """Say whether Triton kernels compute a call. Their row sums have no fixed order."""
     return backend == "triton" and not inputs.deterministic and not _is_wide(inputs)
 
 
 def _takes_one_width(inputs: KeyListInputs, backend: str) -> bool:
     if uses_triton(inputs, backend):
         return True
-    # Dynamo traces no question to a pack.
+    # Dynamo cannot trace the query to a pack.
     if inputs.key.shape[-1] == inputs.value.shape[-1] or torch.compiler.is_compiling():
         return False
     return serving_pack(without_values(inputs), backend) is not None and not _is_wide(inputs)
@@ -95,7 +95,7 @@ def _is_wide(inputs: KeyListInputs) -> bool:
 def serving_pack(
     inputs: KeyListInputs, backend: str, *, backward: bool = False
 ) -> PackBackend | None:
-    """Return the backend of the pack whose kernels compute a call, or its gradients, or None."""
+    """Return the pack backend that computes a call, or its gradients; None if there is none."""
     device = inputs.query.device
     if backend not in ("auto", device.type):
         return None
@@ -179,7 +179,7 @@ def _wanted(inputs: KeyListInputs, flags: Sequence[bool]) -> tuple[str, ...]:
 
 
 def _as_outputs(inputs: KeyListInputs, gradients: Gradients) -> tuple[Tensor, ...]:
-    """Return the gradients as outputs of an operator: without elements where not wanted."""
+    """Return the gradients as outputs of an operator: unwanted ones are empty tensors."""
     return tuple(
         gradients[name] if name in gradients else no_gradient(inputs, name)
         for name in KEY_LISTS.differentiable
@@ -217,7 +217,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
 def _recorded(
     inputs: KeyListInputs, dout: Tensor, dlse: Tensor | None, wanted: tuple[str, ...]
 ) -> Gradients:
-    """Return gradients that are differentiable themselves."""
+    """Return gradients that are themselves differentiable."""
 
     def compute(tensors: dict[str, Tensor | None]) -> tuple[Tensor, Tensor]:
         return formula.forward(inputs._replace(**tensors), recorded=True)  # type: ignore[arg-type]

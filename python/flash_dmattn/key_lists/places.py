@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Where the keys of a query lie. Rows are those of all sequences, one after another."""
+"""Memory locations of the keys of each query. Rows are those of all sequences, concatenated."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class Rows(NamedTuple):
     """The keys that each row may see; integers ``(rows,)``."""
 
     sequence: Tensor
-    begin: Tensor  # the first key of its sequence, among those of all sequences
+    begin: Tensor  # the first key of its sequence, numbered through all sequences
     limit: Tensor  # how many keys of its sequence it may see
 
 
 def rows_of(inputs: KeyListInputs) -> Rows:
     """Return the keys that each row of a call may see.
 
-    The cu_seqlens cannot be checked without waiting for a GPU, so whatever they hold is cut down to
-    what can be read. Rows of no sequence see nothing.
+    Checking the cu_seqlens would synchronize with a GPU, so any values are clamped to the bounds of
+    the tensors. Rows outside all sequences see no key.
     """
     device = inputs.query.device
     if inputs.cu_seqlens_q is None or inputs.cu_seqlens_k is None:
@@ -62,7 +62,7 @@ def by_head(tensor: Tensor, *, packed: bool) -> Tensor:
 
 
 def key_places(inputs: KeyListInputs, rows: Rows, listed: Tensor) -> Tensor:
-    """Return which rows of key and value hold listed keys, whose indices are in range.
+    """Return the rows of key and value that hold listed keys, whose indices are in range.
 
     Args:
         inputs: of the call.
@@ -72,14 +72,14 @@ def key_places(inputs: KeyListInputs, rows: Rows, listed: Tensor) -> Tensor:
     if inputs.block_table is None:
         return rows.begin[:, None] + listed
     page = max(inputs.key.shape[1], 1)
-    # An index in range is of a page of the table; of rows without keys that may have no column.
+    # An index in range is on a page of the table. The extra column serves rows without keys.
     table = torch.nn.functional.pad(inputs.block_table, (0, 1)).to(listed.dtype)
     return table[rows.sequence[:, None], listed // page] * page + listed % page
 
 
 def bias_steps(inputs: KeyListInputs, rows: Rows) -> tuple[Tensor, int, int]:
-    """Return where a bias, laid out contiguously, has the first key of each row and head 0, and the
-    steps to the next head and the next key.
+    """Return the index of each row's first key at head 0 in a contiguous bias, and the strides of
+    heads and keys.
     """
     bias = inputs.bias
     assert bias is not None

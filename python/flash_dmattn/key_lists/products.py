@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The products of rows with the keys that they list, in plain PyTorch.
+"""The products of rows with their listed keys, in plain PyTorch.
 
-Heads are counted as h lists of g query heads each, which share what is listed: a tensor for each
+There are h lists of g query heads each. The heads of a list share the gathered keys. A tensor per
 query head and listed key is ``(h, rows, g, k)``. A table has a row for each key and KV head, and a
-last one of zeros, which is what "no key" stands for.
+last row of zeros, which stands for "no key".
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torch import Tensor
 
 
 class Gathered:
-    """Products of rows with a copy of what they list of a table, one for all heads that share it.
+    """Products of rows with their listed table rows, gathered once for the heads that share a list.
 
     Autograd can record them.
     """
 
     def __init__(self, table: Tensor, listed: Tensor, *, ordered: bool) -> None:
-        """Take the table and numbers of its rows ``(h, rows, k)``.
+        """Take the table and indices of its rows ``(h, rows, k)``.
 
-        With ``ordered``, additions are in the same order each time.
+        With ``ordered``, additions have a fixed order.
         """
         self._table, self._listed, self._ordered = table, listed, ordered
 
@@ -37,11 +37,11 @@ class Gathered:
         return rows @ self._picked.transpose(-1, -2)
 
     def sums(self, weights: Tensor) -> Tensor:
-        """Return the sums ``(h, rows, g, D)`` of the listed keys, weighted."""
+        """Return the weighted sums ``(h, rows, g, D)`` of the listed keys."""
         return weights @ self._picked
 
     def add_to(self, total: Tensor, weights: Tensor, rows: Tensor) -> None:
-        """Add to each listed key's row of a total the rows that list it, weighted: summed over the
+        """Add to each listed key's row of ``total`` the weighted rows that list it: summed over the
         heads that share a list, then over rows.
         """
         parts = (weights.transpose(-1, -2) @ rows).flatten(0, 2)
@@ -49,22 +49,22 @@ class Gathered:
         if self._ordered:
             _add_in_order(total, numbers, parts)
         elif numbers.is_cpu:
-            # The one of several equal operations that is fast there.
+            # The fastest of several equivalent operations on CPUs.
             total.scatter_add_(0, numbers.to(torch.int64).unsqueeze(1).expand_as(parts), parts)
         else:
             total.index_add_(0, numbers, parts)
 
 
 def _add_in_order(total: Tensor, numbers: Tensor, parts: Tensor) -> None:
-    """Add each part to a row of a total but the last, those of one row one after another."""
+    """Add each part to its row of the total, in a fixed order."""
     order, begins = _inverse(numbers, total.shape[0])
     total += torch.nn.functional.embedding_bag(order, parts, begins, mode="sum")
 
 
 def _inverse(numbers: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the places of each number below count, in order, and where those of each begin.
+    """Return the places of each number below count, in order, and where they begin.
 
-    The last number stands for no key. Of a CPU, where it can be asked, its places are left out.
+    The last number means "no key". On a CPU, where values can be read, its places are omitted.
     """
     in_order, places = torch.sort(numbers, stable=True)
     every = torch.arange(count, dtype=numbers.dtype, device=numbers.device)

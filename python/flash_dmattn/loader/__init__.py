@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which kernel pack serves a device, what computes a call, and why.
+"""The kernel pack that serves a device, the backend of a call, and the reasons.
 
 Importing this imports no torch and initializes no CUDA.
 """

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The packs that are present: in flash_dmattn's own directory, in other distributions, or named by
-a variable.
+an environment variable.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _DEVICE_NAMES = {1: "cpu", 2: "cuda"}  # DLPack's device types
 
 @dataclass(frozen=True)
 class Candidate:
-    """One pack that might serve a device, as its source describes it; None is what that leaves out,
-    or what a defect hides.
+    """One pack that might serve a device, as described by its source. A field is None if the source
+    omits it, or a defect prevents reading it.
     """
 
     name: str  # such as cu13-sm90
-    path: str  # of its file
+    path: str  # of the file
     source: str  # flash_dmattn, a distribution and its version, or an environment variable
-    distribution: str = OWN_DISTRIBUTION  # to install again if the file is unusable
-    device: str | None = None  # the kind that it is for
+    distribution: str = OWN_DISTRIBUTION  # to reinstall if the file is unusable
+    device: str | None = None  # the supported kind of device
     machine: str | None = None  # the host architecture
     cuda: str | None = None  # the CUDA version of a GPU pack, such as 13.0
     arch: str | None = None  # the architecture of a GPU pack, such as sm90
@@ -45,11 +45,11 @@ class Candidate:
     sha256: str | None = None
     size: int | None = None  # in bytes
     forced: bool = False  # an environment variable names exactly this file
-    defect: str = ""  # why it cannot be used at all; "" if nothing is known against it
+    defect: str = ""  # why it cannot be used; "" if no defect is known
 
     @property
     def cuda_major(self) -> str | None:
-        """The CUDA major of a GPU pack, such as ``13``."""
+        """The CUDA major version of a GPU pack, such as ``13``."""
         return None if self.cuda is None else self.cuda.partition(".")[0]
 
 
@@ -61,17 +61,17 @@ def own_candidates(directories: Iterable[Path]) -> list[Candidate]:
 
 
 def entry_point_candidates(entry_points: Iterable[EntryPoint]) -> list[Candidate]:
-    """Return the packs of other distributions, in order of the entry points' and their names.
+    """Return the packs of other distributions, ordered by entry point and distribution names.
 
-    An entry point is a module, or a path, whose directory holds a manifest. One that fails becomes
-    a candidate with a defect, since what it would have given is worth knowing.
+    An entry point is a module or a path whose directory holds a manifest. One that fails becomes a
+    candidate with a defect, so that reports show it.
     """
     found = []
     for entry_point in sorted(entry_points, key=lambda e: (e.name, *_distribution(e))):
         distribution, source = _distribution(entry_point)
         try:
             directory = _directory(entry_point.load())
-        except Exception as error:  # a foreign module must not take the others down
+        except Exception as error:  # a foreign module must not break the others
             defect = messages.ENTRY_POINT.format(kind=type(error).__name__, error=error)
             found.append(Candidate(entry_point.name, "", source, distribution, defect=defect))
             continue
@@ -82,7 +82,7 @@ def entry_point_candidates(entry_points: Iterable[EntryPoint]) -> list[Candidate
 def manifest_candidates(
     directory: Path, source: str, distribution: str = OWN_DISTRIBUTION
 ) -> list[Candidate]:
-    """Return the packs of one manifest, or one candidate with a defect if it cannot be used."""
+    """Return the packs of one manifest, or one candidate with a defect if it is unusable."""
     path = directory / MANIFEST
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
@@ -103,9 +103,9 @@ def manifest_candidates(
 
 
 def forced_candidate(path: str, variable: str, open_pack: Callable[[str], Pack]) -> Candidate:
-    """Return the pack that a variable names.
+    """Return the pack that an environment variable names.
 
-    It is opened, since nothing else tells what it was built for.
+    It is opened, because only the file tells what it was built for.
     """
     candidate = Candidate(Path(path).name, path, variable, forced=True)
     if not Path(path).is_file():
@@ -117,7 +117,7 @@ def forced_candidate(path: str, variable: str, open_pack: Callable[[str], Pack])
 
 
 def difference(candidate: Candidate, pack: Pack) -> str:
-    """Return how an opened pack differs from what its source said of it; "" if it does not."""
+    """Return how an opened pack differs from its source's description; "" if it does not."""
     said, found = vars(candidate), _table(pack)
     words = {"device": "device", "cuda": "CUDA", "arch": "arch", "version": "version"}
     return "; ".join(
@@ -128,8 +128,8 @@ def difference(candidate: Candidate, pack: Pack) -> str:
 
 
 def without_repetitions(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Keep the first of those with one file: a distribution may be found twice, and name its own
-    folder twice.
+    """Keep the first candidate of each file: a distribution may be found twice, and may list its
+    own folder twice.
     """
     first: dict[object, Candidate] = {}
     for candidate in candidates:
@@ -139,7 +139,7 @@ def without_repetitions(candidates: Iterable[Candidate]) -> list[Candidate]:
 
 
 def _table(pack: Pack) -> dict[str, Any]:
-    """Return what an opened pack says of itself, in the words of a candidate."""
+    """Return the description in an opened pack, by the field names of a candidate."""
     cuda = pack.cuda_version
     return {
         "name": pack.name,
@@ -153,7 +153,7 @@ def _table(pack: Pack) -> dict[str, Any]:
 
 def _candidate(row: Mapping[str, Any], directory: Path, common: Mapping[str, Any]) -> Candidate:
     file = row["file"]
-    # Windows' rules know the separators and drives of all systems.
+    # Windows path rules include the separators and drives of all systems.
     if file in ("", "..") or PureWindowsPath(file).name != file:
         raise ValueError(messages.MANIFEST_FILE.format(name=row["name"], file=file))
     path = directory / file
@@ -164,14 +164,14 @@ def _candidate(row: Mapping[str, Any], directory: Path, common: Mapping[str, Any
 
 
 def _distribution(entry_point: EntryPoint) -> tuple[str, str]:
-    """Return the distribution, and how to show it as a source."""
+    """Return the distribution's name, and its text as a source."""
     if entry_point.dist is None:
         return entry_point.name, f"entry point {entry_point.name}"
     return entry_point.dist.name, f"{entry_point.dist.name} {entry_point.dist.version}"
 
 
 def _directory(target: Any) -> Path:
-    """Return the directory of a module, of a file, or the directory itself."""
+    """Return the directory of a module or of a file, or the directory itself."""
     if isinstance(target, ModuleType):
         paths = list(getattr(target, "__path__", []))
         if not paths and target.__file__ is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Checks of a shared library of Linux by its headers, before it is opened."""
+"""Header checks of a Linux shared library before it is opened."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check(path: str, machine: str) -> None:
             _, _, number, _, _, segments, sections, _, _, *sizes, _ = _HEADER.unpack(start)
             segment_size, segment_count, section_size, section_count = sizes
             check_machine(path, machine, _MACHINES.get(number), "ELF", str(number))
-            # Linkers put the section headers last, so that they alone tell of nearly every cut.
+            # Linkers put section headers last, so checking their end detects nearly all truncation.
             ends = segments + segment_size * segment_count, sections + section_size * section_count
             needed = max(ends)
         if size >= needed and segment_size == _SEGMENT.size:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The environment variables of flash_dmattn: one table of what is allowed; docs/install.md tells
-what each does.
+"""The environment variables of flash_dmattn, with their allowed values; docs/install.md explains
+each.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ class InvalidVariableError(ValueError):
 
 
 class UnknownVariableWarning(UserWarning):
-    """An environment variable has the prefix of flash_dmattn, but no meaning."""
+    """An unknown environment variable has the prefix of flash_dmattn."""
 
 
 class Variable(NamedTuple):
     """One environment variable."""
 
     name: str  # with its prefix
-    values: tuple[str, ...]  # that are allowed; empty if the value is free, such as a path
-    default: str  # what `get` returns if the variable is unset or empty; "" is "not given"
+    values: tuple[str, ...]  # the allowed ones; empty if any value is allowed, such as a path
+    default: str  # what `get` returns if the variable is unset or empty; "" means "not given"
 
 
 _VARIABLES = (
@@ -54,8 +54,8 @@ def get(name: str, environ: Mapping[str, str] | None = None) -> str:
 
     Raises:
         KeyError: the table has no such name.
-        InvalidVariableError: the value is not allowed; the message names the allowed ones and the
-            nearest.
+        InvalidVariableError: the value is not allowed; the message has the allowed values and the
+            nearest one.
     """
     problem = _problem(name, environ)
     if problem:
@@ -75,28 +75,28 @@ def _problem(name: str, environ: Mapping[str, str] | None) -> str:
     return text + did_you_mean(value, values)
 
 
-# What is behind os.environ, where Python has it there: for a name that is absent os.environ raises
-# and catches two errors, a microsecond each.
+# The dictionary of os.environ, if this Python has it. For an absent name os.environ raises and
+# catches two errors, which take a microsecond each.
 _encoded = getattr(os.environ, "_data", None)
 _ENCODED_NAMES = {name: os.fsencode(name) for name in ENVIRONMENT}
 
 
 def is_given(name: str) -> bool:
-    """Say whether a variable of the table is set; in a moment, for what every call asks."""
+    """Say whether a variable of the table is set. Fast, because every call uses it."""
     if _encoded is None:
         return name in os.environ
     return _ENCODED_NAMES[name] in _encoded
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """Return `` Did you mean '...'?``, or nothing if no choice is like the word, ignoring case."""
+    """Return `` Did you mean '...'?``, or "" if no choice is similar to the word, ignoring case."""
     by_lower = {choice.lower(): choice for choice in choices}
     near = difflib.get_close_matches(word.lower(), by_lower, n=1)
     return messages.DID_YOU_MEAN.format(near=repr(by_lower[near[0]])) if near else ""
 
 
 def variables_set(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the variables with the prefix of flash_dmattn and their values, known or not."""
+    """Return all variables with the prefix of flash_dmattn, also unknown ones, and their values."""
     source = os.environ if environ is None else environ
     return {name: source[name] for name in sorted(source) if name.startswith(PREFIX)}
 
@@ -107,8 +107,8 @@ def invalid(environ: Mapping[str, str] | None = None) -> list[str]:
 
 
 def unknown(environ: Mapping[str, str] | None = None) -> list[str]:
-    """Return a message for each variable that has the prefix of flash_dmattn but no meaning, with
-    the nearest that has one.
+    """Return a message for each unknown variable with the prefix of flash_dmattn, with the nearest
+    known name.
     """
     return [
         messages.UNKNOWN_VARIABLE.format(name=name) + did_you_mean(name, ENVIRONMENT)
@@ -118,15 +118,16 @@ def unknown(environ: Mapping[str, str] | None = None) -> list[str]:
 
 
 def check_values(environ: Mapping[str, str] | None = None) -> None:
-    """Raise InvalidVariableError for the first variable whose value is not allowed, also for one
-    that would not matter: a value that does nothing is one that its user is wrong about.
+    """Raise InvalidVariableError for the first variable whose value is not allowed.
+
+    Variables without effect on the call are checked, too, because their user expects an effect.
     """
     for name in ENVIRONMENT:
         get(name, environ)
 
 
 def check_unknown(environ: Mapping[str, str] | None = None) -> None:
-    """Warn about each variable that has the prefix of flash_dmattn but no meaning."""
+    """Warn about each unknown variable that has the prefix of flash_dmattn."""
     for text in unknown(environ):
         warnings.warn(text, UnknownVariableWarning, stacklevel=2)
 
@@ -135,8 +136,8 @@ def check_cpu_simd(level: str, environ: Mapping[str, str] | None = None) -> None
     """Compare FLASH_DMATTN_CPU_SIMD with the level at which the cpu pack runs.
 
     Raises:
-        InvalidVariableError: it asks for another level. For one that the CPU lacks, the pack takes
-            the widest that it has.
+        InvalidVariableError: it requests another level. The pack replaces a level that the CPU
+            lacks by the widest available one.
     """
     name = "FLASH_DMATTN_CPU_SIMD"
     wanted, values = get(name, environ), ENVIRONMENT[name].values

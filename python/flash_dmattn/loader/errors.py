@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The error of a device that no pack serves, and the warning of a slower path."""
+"""The error for a device without a pack, and warnings of slower paths."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from .trace import Trace
 
 
 class NoPackError(RuntimeError):
-    """No kernel pack serves a device. The text has what was looked for, what was found, and what to
-    do; ``trace`` is the same as data.
+    """No kernel pack serves a device. The text lists what was searched and found, and the remedy;
+    ``trace`` has the same as data.
     """
 
     def __init__(self, trace: Trace) -> None:
-        """Make the text of a trace in which nothing was chosen."""
+        """Make the text from a trace without a chosen pack."""
         heading = messages.NO_PACK.format(device=trace.situation.device)
         super().__init__("\n".join([heading, *trace.lines(), f"fix: {trace.remedy}"]))
         self.trace = trace
 
 
 class LibraryFileError(RuntimeError):
-    """A file that must not be given to the system's loader."""
+    """A file that must not be passed to the system's loader."""
 
 
 class FallbackWarning(RuntimeWarning):
-    """Something slower, or something else than was installed for the purpose, computes."""
+    """A slower path, or another one than was installed for the purpose, computes."""
 
 
 class UntestedWarning(UserWarning):
-    """A pack serves a GPU that only its self-test was run on."""
+    """A pack serves a GPU on which only its self-test has been run."""
 
 
 def plain_pytorch_text(device: str, error: NoPackError) -> str:
@@ -40,7 +40,7 @@ def plain_pytorch_text(device: str, error: NoPackError) -> str:
 
 
 def passed_over_text(trace: Trace) -> str:
-    """Return the warning about damaged packs that were passed over; "" if there are none."""
+    """Return the warning about damaged packs that were skipped; "" if there are none."""
     damaged = trace.passed_over
     if trace.chosen is None or not damaged:
         return ""
@@ -54,9 +54,9 @@ def check_machine(path: str, machine: str, built: str | None, form: str, number:
     Args:
         path: of the library.
         machine: such as ``x86_64``.
-        built: the machine that it was built for; None where only its number is known.
-        form: of the file, which says what the number stands for.
-        number: as it is shown.
+        built: the machine that it was built for; None if only its number is known.
+        form: the file format, which defines the number.
+        number: as text.
     """
     if built is None:
         built = messages.UNKNOWN_MACHINE.format(form=form, number=number)
@@ -67,13 +67,13 @@ def check_machine(path: str, machine: str, built: str | None, form: str, number:
 
 
 def truncated(path: str, size: int, needed: int) -> LibraryFileError:
-    """Return the error of a file that ends before what its headers tell of."""
+    """Return the error for a file that is shorter than its headers require."""
     return LibraryFileError(messages.TRUNCATED.format(path=path, size=size, needed=needed))
 
 
 def warn(text: str, category: type[Warning] = FallbackWarning) -> None:
-    """Give a warning that names the line of the user's program that called: not one of
-    flash_dmattn, nor of torch, which calls back.
+    """Give a warning at the line of the user's program that called, not at a line of flash_dmattn
+    or torch.
     """
     level, frame = 1, sys._getframe(0)
     while frame.f_back is not None and (

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Facts of the machine: host, torch, NVIDIA driver, devices. Each is looked up when first
-needed.
-"""
+"""Facts of the machine: host, torch, NVIDIA driver, devices. Each is found at its first use."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from typing import Any, NamedTuple
 from . import nvidia
 
 OWN_DISTRIBUTION = "flash-dmattn"
-# The names that manifests use, for those that some systems give instead.
+# Manifest names of machines by the names that some systems use.
 _MACHINE_NAMES = {"amd64": "x86_64", "arm64": "aarch64"}
 
 
@@ -31,8 +29,8 @@ class Host(NamedTuple):
 
 
 class Torch(NamedTuple):
-    """The version of torch, and of what its GPU code was built with: NVIDIA's CUDA, AMD's ROCm,
-    whose devices torch calls cuda too, or Intel's XPU; None for what it was built without.
+    """The version of torch, and of the GPU platform that it is built with: NVIDIA's CUDA, AMD's
+    ROCm, whose devices torch also calls cuda, or Intel's XPU; None for absent ones.
     """
 
     version: str
@@ -42,34 +40,32 @@ class Torch(NamedTuple):
 
     @property
     def platform(self) -> str:
-        """What its GPU code was built with, as ``CUDA 13.0``."""
+        """The GPU platform of its build, such as ``CUDA 13.0``."""
         built = zip(("CUDA", "ROCm", "XPU"), self[1:], strict=True)
         return ", ".join(f"{name} {version}" for name, version in built if version)
 
     def __str__(self) -> str:
-        """Show both, as ``2.11.0, CUDA 13.0``."""
+        """Show both, such as ``2.11.0, CUDA 13.0``."""
         return f"{self.version}, {self.platform or 'without CUDA'}"
 
 
 class Driver(NamedTuple):
-    """The version of the NVIDIA driver and the newest CUDA that it can run; None for what it did
-    not tell.
+    """The version of the NVIDIA driver and the newest CUDA that it supports; None for unknown
+    values.
     """
 
     version: str | None
     cuda: str | None
 
     def __str__(self) -> str:
-        """Show what is known, as ``580.65.06 (CUDA 13.0)``."""
+        """Show the known values, such as ``580.65.06 (CUDA 13.0)``."""
         parts = [self.version, f"(CUDA {self.cuda})" if self.cuda else None]
         return " ".join(part for part in parts if part) or "of unknown version"
 
 
 @dataclass(frozen=True)
 class Device:
-    """A device that tensors can be on; ``capability`` is the compute capability of a GPU, such as
-    ``9.0``.
-    """
+    """A device for tensors; ``capability`` is the compute capability of a GPU, such as ``9.0``."""
 
     kind: str
     index: int
@@ -77,7 +73,7 @@ class Device:
     capability: str | None = None
 
     def __str__(self) -> str:
-        """Show the device, as ``cuda:0 (NVIDIA H200, compute capability 9.0)``."""
+        """Show the device, such as ``cuda:0 (NVIDIA H200, compute capability 9.0)``."""
         place = self.kind if self.kind == "cpu" else f"{self.kind}:{self.index}"
         known = [self.name, f"compute capability {self.capability}" if self.capability else ""]
         described = ", ".join(part for part in known if part)
@@ -85,10 +81,10 @@ class Device:
 
 
 class Situation(NamedTuple):
-    """Everything that decides which pack serves one device."""
+    """Everything that determines which pack serves one device."""
 
-    package_version: str | None  # None: not installed as a distribution; then none are compared
-    abi_version: int | None  # None: the core could not be asked
+    package_version: str | None  # None: not installed as a distribution; versions are not compared
+    abi_version: int | None  # None: the core could not be queried
     host: Host
     torch: Torch | None
     driver: Driver | None
@@ -99,8 +95,8 @@ class Machine:
     """The facts of this machine and this process."""
 
     def package_version(self, distribution: str = OWN_DISTRIBUTION) -> str | None:
-        """Return the version of an installed distribution, or None if it is not installed, as where
-        flash_dmattn is used from its sources.
+        """Return the version of an installed distribution; None if it is not installed, for example
+        if flash_dmattn is used from its sources.
         """
         try:
             return metadata.version(distribution)
@@ -117,7 +113,7 @@ class Machine:
     def torch(self) -> Torch | None:
         """Return the torch of this process, or the one that it would import.
 
-        It is not imported, which takes seconds.
+        torch is not imported, which would take seconds.
         """
         torch = sys.modules.get("torch")
         version = _installed_torch() if torch is None else vars(torch.version)
@@ -133,8 +129,8 @@ class Machine:
 
     @functools.cache  # noqa: B019
     def gpus(self) -> tuple[Device, ...]:
-        """Return the GPUs that this process sees, in the order of CUDA, or of a torch that was
-        built for others than NVIDIA's.
+        """Return the visible GPUs of this process, in CUDA's order, or in the order of a torch that
+        is built for GPUs of another vendor.
 
         This initializes the driver, but no device.
         """
@@ -148,8 +144,8 @@ class Machine:
         )
 
     def current_cuda_device(self) -> int:
-        """Return the index of torch's current device; 0 where torch does not use CUDA yet, since
-        asking would initialize it.
+        """Return the index of torch's current device; 0 if torch has not initialized CUDA, because
+        the query would initialize it.
         """
         torch = sys.modules.get("torch")
         if torch is None or not torch.cuda.is_initialized():
@@ -157,24 +153,24 @@ class Machine:
         return int(torch.cuda.current_device())
 
     def after_fork(self) -> None:
-        """Forget what is not true of a child: where its parent used CUDA, it has no GPUs."""
+        """Discard facts that do not hold in a child: if its parent used CUDA, it has no GPUs."""
         Machine.gpus.cache_clear()
 
 
 @functools.cache
 def _installed_torch() -> dict[str, Any]:
-    """Return what ``torch/version.py`` defines; nothing without a torch that has it."""
+    """Return the definitions of ``torch/version.py``; empty if there is none."""
     try:
         spec = importlib.util.find_spec("torch")
         folders = None if spec is None else spec.submodule_search_locations
         return runpy.run_path(str(Path(folders[0], "version.py"))) if folders else {}
-    except Exception:  # a broken installation; importing it will say how
+    except Exception:  # a broken installation; its import will raise the error
         return {}
 
 
 def _device_count(kind: str) -> int:
-    """Ask torch, since no library of NVIDIA's knows these devices."""
+    """Ask torch for the number of devices, which no NVIDIA library knows."""
     try:
         return int(getattr(importlib.import_module("torch"), kind).device_count())
-    except Exception:  # a broken installation, or driver; calls will say how
+    except Exception:  # a broken installation or driver; calls will raise the error
         return 0

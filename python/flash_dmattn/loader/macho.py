@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Checks of a shared library of macOS by its headers, before it is opened.
+"""Header checks of a macOS shared library before it is opened.
 
-No library reads them here, since nothing but the standard library is required at run time.
+The parser is our own, because only the standard library is required at run time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .errors import LibraryFileError, check_machine, truncated
 
 _HEADER = struct.Struct("<IIIIIIII")
 _COMMAND = struct.Struct("<II")
-_SEGMENT = struct.Struct("<16sQQQQ")  # behind the command's head: name, address, size, and in file
+_SEGMENT = struct.Struct("<16sQQQQ")  # after the command's head: name, then address and size twice
 _MAGIC = 0xFEEDFACF  # 64 bits, one machine
 _SEGMENT_64 = 0x19
 _MACHINES = {0x01000007: "x86_64", 0x0100000C: "aarch64"}  # cputype

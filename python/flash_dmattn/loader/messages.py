@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Every text by which the loader explains itself; docs/install.md tells cause and fix of
-each.
+"""All texts of the loader; docs/install.md has the cause and the fix of each.
 
-They stand in one place so that tests can compare each of them with the page and with a stored
-example. What is in braces is filled in; the texts of `rules.ROWS` say what of a case it is.
+They are in one place so that tests can compare each with the page and with a stored example. Fields
+in braces are filled in; the texts of `rules.ROWS` access fields of a `Case`.
 """
 
 from __future__ import annotations
@@ -124,5 +123,5 @@ NOT_RECORDED = "no hash of it is recorded"
 
 
 def catalogue() -> dict[str, str]:
-    """Return the texts by their names."""
+    """Return the texts by name."""
     return {name: text for name, text in globals().items() if name.isupper()}

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Questions to the NVIDIA driver through its C libraries, so that no CUDA runtime and no torch is
-needed.
+"""Queries to the NVIDIA driver through its C libraries, without the CUDA runtime and torch.
 
-Whatever is missing or fails gives None or an empty list: a machine without a GPU is not an error.
+A missing library or a failure gives None or an empty list: a machine without a GPU is no error.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ _TEXT_BYTES = 256
 
 
 def driver_versions() -> tuple[str | None, str | None] | None:
-    """Return the driver's version and the newest CUDA that it can run, such as ("580.65.06",
+    """Return the driver's version and the newest CUDA that it supports, such as ("580.65.06",
     "13.0").
 
-    None if there is no driver. CUDA is not initialized.
+    None if there is no driver. This does not initialize CUDA.
     """
     cuda = _open(_CUDA_LIBRARY)
     if cuda is None:
@@ -36,8 +35,8 @@ def driver_versions() -> tuple[str | None, str | None] | None:
 
 
 def visible_devices() -> list[tuple[str, tuple[int, int]]]:
-    """Return name and compute capability of each GPU that this process may use, in the driver's
-    order.
+    """Return name and compute capability of each GPU that is visible to this process, in the
+    driver's order.
     """
     cuda = _open(_CUDA_LIBRARY)
     count = ctypes.c_int(0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Checks of a shared library of Windows by its headers, before it is opened; see macho.py."""
+"""Header checks of a Windows shared library before it is opened; see macho.py."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from . import messages
 from .errors import LibraryFileError, check_machine, truncated
 
-_DOS_HEADER = 64  # bytes; the last four say where the header below is
-_HEADER = struct.Struct("<4sHHIIIHHH")  # the signature, COFF's header, the magic of what follows it
+_DOS_HEADER = 64  # bytes; the last four are the offset of the header below
+_HEADER = struct.Struct("<4sHHIIIHHH")  # signature, COFF header, magic of the optional header
 _SECTION = struct.Struct("<8sIIII16x")
 _DLL, _64_BITS = 0x2000, 0x20B
 _MACHINES = {0x8664: "x86_64", 0xAA64: "aarch64"}
@@ -39,7 +39,7 @@ def check(path: str, machine: str) -> None:
         if signature != b"PE\0\0" or not traits & _DLL or magic != _64_BITS:
             raise _no_library(path)
         check_machine(path, machine, _MACHINES.get(number), "PE", f"{number:#x}")
-        sections = place + _HEADER.size - 2 + optional_size  # the magic is part of what follows
+        sections = place + _HEADER.size - 2 + optional_size  # the magic is in the optional header
         needed = sections + _SECTION.size * count
         if size < needed:
             raise truncated(path, size, needed)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The one command or step that an error offers."""
+"""The remedy in an error: one command or step."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ def unset(variable: str) -> str:
 
 INSTALL_BACKEND = "python -m pip install nanobind-backend"
 PLAIN_PYTORCH = set_to("FLASH_DMATTN_BACKEND", "reference")
-# For GPUs on which no pack was run.
+# For GPUs on which no pack has been run.
 TRY = set_to("FLASH_DMATTN_UNTRIED", "1")
-# For GPUs of AMD and Intel, for which the flex backend is not made.
+# For GPUs of AMD and Intel, which the flex backend does not support.
 TRITON = set_to("FLASH_DMATTN_BACKEND", "triton") + "  # or reference"
 PORTABLE = set_to("FLASH_DMATTN_BACKEND", "triton") + "  # or flex, or reference"
 SHOW_GPUS = "nvidia-smi; echo $CUDA_VISIBLE_DEVICES"
 _REINSTALL = "python -m pip install --force-reinstall --no-deps"
-# What is installed by nobody is used from the checkout.
+# An installation without metadata runs from the checkout.
 _CHECKOUT = Path(__file__).parents[3]
 _SOURCES = str(_CHECKOUT) if (_CHECKOUT / "pyproject.toml").is_file() else "CHECKOUT"
 
 
 @functools.cache
 def _addresses() -> Mapping[str, str]:
-    """Return the project's addresses by their names, from its metadata; nothing without that."""
+    """Return the project's URLs by name, from its metadata; empty without metadata."""
     try:
         lines = metadata.metadata(OWN_DISTRIBUTION).get_all("Project-URL") or []
     except metadata.PackageNotFoundError:
@@ -50,15 +50,15 @@ def _addresses() -> Mapping[str, str]:
 
 
 def index() -> str:
-    """Return the address of the project's own package index; "" where no metadata tells it."""
+    """Return the URL of the project's own package index; "" without metadata."""
     pages = _addresses().get("Documentation", "")
     return f"{pages}simple/" if pages else ""
 
 
 def reinstall(version: str | None, distribution: str = OWN_DISTRIBUTION, *options: str) -> str:
-    """Return the command that installs a distribution again, of the version that fits.
+    """Return the command that reinstalls a distribution in the matching version.
 
-    It names the project's own index: another project has had the name on the public one.
+    It names the project's own index: on the public one the name belongs to another project.
     """
     if distribution != OWN_DISTRIBUTION and not distribution.startswith(f"{OWN_DISTRIBUTION}-cu"):
         return f"install {distribution}=={version} from where it came"
@@ -68,8 +68,8 @@ def reinstall(version: str | None, distribution: str = OWN_DISTRIBUTION, *option
 
 
 def build(version: str | None, *options: str) -> str:
-    """Return the command that builds on the machine, with its toolkit and its libc, from the
-    sources of a version.
+    """Return the command that builds a version from source on this machine, with its toolkit and
+    libc.
     """
     sources = _addresses().get("Source")
     if version is None or sources is None:
@@ -79,19 +79,19 @@ def build(version: str | None, *options: str) -> str:
 
 
 def build_for(arch: str, version: str | None) -> str:
-    """Return the command that builds the pack of an arch, such as ``sm90``, on the machine."""
+    """Return the command that builds the pack of an arch, such as ``sm90``, on this machine."""
     return build(version, f"--config-settings=cmake.define.FLASH_DMATTN_ARCHS={arch}")
 
 
 def install_wheel(version: str | None) -> str:
-    """Return the command that installs the wheel, which has the packs of all GPUs, where the
-    installation was built without a CUDA toolkit.
+    """Return the command that installs the wheel, which has the packs of all GPUs, in place of a
+    build without a CUDA toolkit.
     """
     return reinstall(version, OWN_DISTRIBUTION, f"--only-binary {OWN_DISTRIBUTION}")
 
 
 def after_opening(error: str, version: str | None, distribution: str) -> str:
-    """Return what to do about a file that could not be opened, for what was said of it."""
+    """Return the remedy for a file that could not be opened, by its error text."""
     library = re.search(r"dlopen failed: ([^/\s:]+): cannot open shared object file", error)
     if library is not None:
         return f"add the folder of {library[1]} to LD_LIBRARY_PATH"
@@ -103,5 +103,5 @@ def after_opening(error: str, version: str | None, distribution: str) -> str:
 
 
 def update_driver(version: str) -> str:
-    """Return what to do about the NVIDIA driver; the command differs among systems."""
+    """Return the remedy for an old NVIDIA driver; the command depends on the system."""
     return f"install NVIDIA driver {version} or newer: https://www.nvidia.com/drivers"

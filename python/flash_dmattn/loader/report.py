@@ -19,11 +19,12 @@ _CANDIDATE_FIELDS = ("name", "path", "source", "device", "cuda", "arch", "versio
 
 
 def make_report(loader: Loader, environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return the report in types that JSON has. It opens packs, and imports torch only where a
-    backend or GPUs can be asked in no other way.
+    """Return the report in JSON types.
 
-    ``usable`` is true if every value of a variable is allowed, and calls compute: on every visible
-    device by its pack, or on one at least by what FLASH_DMATTN_BACKEND names.
+    It opens packs. It imports torch only if a backend or GPUs cannot be queried otherwise.
+
+    ``usable`` is true if all variables have allowed values, and calls compute: on every visible
+    device by its pack, or on at least one by the backend of FLASH_DMATTN_BACKEND.
     """
     environ = os.environ if environ is None else environ
     facts = loader.facts
@@ -146,8 +147,8 @@ def _fields(of: object, *names: str) -> dict[str, Any]:
 
 
 def _asked(backend: str, device: Device) -> tuple[bool, str]:
-    """Say whether a backend that FLASH_DMATTN_BACKEND names computes on a device, and what comes of
-    calls.
+    """Return whether the backend of FLASH_DMATTN_BACKEND computes on a device, and the outcome of
+    calls as text.
     """
     if backend in ("cpu", "cuda"):
         return False, messages.LEFT_ASIDE.format(backend=backend)
@@ -155,7 +156,7 @@ def _asked(backend: str, device: Device) -> tuple[bool, str]:
     if backend != "reference":
         try:
             portable = importlib.import_module("flash_dmattn.backends.portable")
-        except Exception as error:  # a broken installation is what a report is for
+        except Exception as error:  # the report must show a broken installation
             reason = messages.NO_PYTORCH.format(error=error)
         else:
             reason = portable.why_unavailable(backend, device.kind)

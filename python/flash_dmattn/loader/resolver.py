@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The pack that serves a device, and the backend of a call: each decided once.
+"""The pack that serves a device, and the backend of a call. Each is decided once.
 
-What other distributions bring is foreign code: it may ask the loader while it is loaded, and it may
-wait for a thread that does. So it runs before the lock is taken. What it asks is answered from
-flash_dmattn's own packs and the one that a variable names, and is not remembered.
+Entry points of other distributions are foreign code. While they load they may query the loader, or
+wait for a thread that does. So they run before the lock is taken. Their queries are answered from
+flash_dmattn's own packs and the pack that a variable names, and these answers are not kept.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ logger = logging.getLogger("flash_dmattn.loader")
 _BACKEND = "FLASH_DMATTN_BACKEND"
 T = TypeVar("T")
 _machine = Machine()
-# The system's loader maps a file as its headers say. Where a download or a full disk has cut it
-# off, the first access behind its end kills the process, and gives no error.
+# The system's loader maps a file as its headers say. If a download or a full disk has truncated the
+# file, the first access beyond its end kills the process without an error.
 _check_file = {"darwin": macho.check, "win32": pe.check}.get(sys.platform, elf.check)
 
 
@@ -64,7 +64,7 @@ def open_pack(path: str) -> Pack:
     """Open a library as a kernel pack.
 
     Raises:
-        RuntimeError: it is damaged, for another machine, or no kernel pack.
+        RuntimeError: it is damaged, built for another machine, or not a kernel pack.
         OSError: it cannot be read.
     """
     from flash_dmattn import _core
@@ -90,17 +90,17 @@ def _entry_points() -> Iterable[metadata.EntryPoint]:
 
 
 class Loader:
-    """Decides and opens, on first use of each device. Everything it depends on is a parameter.
+    """Chooses and opens packs at the first use of each device. All dependencies are parameters.
 
     Args:
         facts: of the machine.
-        open_pack: opens a file; raises RuntimeError or OSError if that fails.
-        abi_version: gives the pack ABI that ``open_pack`` accepts; raises ImportError if there is
-            no core.
-        directories: gives the directories of the installed package.
-        entry_points: gives the entry points of other distributions.
-        environ: the environment; that of the process if None.
-        trials: runs the self-tests of packs, and remembers what came of them.
+        open_pack: opens a file; raises RuntimeError or OSError on failure.
+        abi_version: returns the pack ABI that ``open_pack`` accepts; raises ImportError without a
+            core.
+        directories: returns the directories of the installed package.
+        entry_points: returns the entry points of other distributions.
+        environ: the environment; None for that of the process.
+        trials: runs the self-tests of packs, and keeps their outcomes.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Loader:
         environ: Mapping[str, str] | None = None,
         trials: Trials | None = None,
     ) -> None:
-        """Keep the dependencies; nothing is looked up yet."""
+        """Store the dependencies; nothing is queried yet."""
         self.facts = facts
         self._open_pack = open_pack
         self._abi_version = abi_version
@@ -123,16 +123,16 @@ class Loader:
         self._trials = trials
         self._lock = threading.RLock()
         self._entry_points_run_in: set[int] = set()  # threads
-        # All that was decided: the trace of (type, index), and the backend of (name, device,
-        # value of FLASH_DMATTN_BACKEND).
+        # All decisions: the trace of (type, index), and the backend of (name, device, value of
+        # FLASH_DMATTN_BACKEND).
         self._decided: dict[Hashable, Any] = {}
         self._opened: dict[str, Pack] = {}
         self._candidates: list[Candidate] | None = None
         self._warned: set[str] = set()
 
     def after_fork(self) -> None:
-        """Forget, in the child of a fork, what was true of its parent alone: the thread that may
-        have held the lock, and the GPUs.
+        """Discard, in the child of a fork, state that is valid only in the parent: the lock, which
+        a thread may hold, and the GPUs.
         """
         self._lock = threading.RLock()
         self._entry_points_run_in &= {threading.get_ident()}
@@ -141,8 +141,10 @@ class Loader:
         self._decided = {cpu: self._decided[cpu]} if cpu in self._decided else {}
 
     def pack_for(self, device_type: str, device_index: int | None = None) -> Pack:
-        """Do what the function `pack_for` does, with one warning if a better pack is damaged, or an
-        error with FLASH_DMATTN_FALLBACK=error; and one if only a self-test was run on such a GPU.
+        """Do the same as the function `pack_for`.
+
+        Warn once if a better pack is damaged, or raise with FLASH_DMATTN_FALLBACK=error. Warn once
+        if only a self-test has been run on such a GPU.
         """
         trace = self._tried(self._resolve(device_type, device_index))
         if trace.pack is None:
@@ -151,8 +153,9 @@ class Loader:
         return trace.pack
 
     def trace_for(self, device_type: str, device_index: int | None = None) -> Trace:
-        """Return what was decided for a device, and why, with the pack that serves it, if any. It
-        neither warns nor raises, and runs no self-test.
+        """Return the decision for a device and its reasons, with the pack that serves it, if any.
+
+        It neither warns nor raises, and runs no self-test.
         """
         try:
             return self._tried(self._resolve(device_type, device_index), remembered=True)
@@ -163,21 +166,23 @@ class Loader:
     def backend_for(
         self, name: str, device: torch.device, make: Callable[[str, torch.device, str], Backend]
     ) -> Backend:
-        """Return what computes calls on a device, made once: what was asked for by name, or else
-        what FLASH_DMATTN_BACKEND names, or else the device's pack, or plain PyTorch with a warning.
+        """Return the backend of calls on a device, made once.
+
+        It is the named one; else that of FLASH_DMATTN_BACKEND; else the device's pack, or plain
+        PyTorch with a warning.
 
         Args:
-            name: as a call gives it; "auto" if it does not say.
+            name: from the call; "auto" if the call names none.
             device: of the tensors.
-            make: makes what a name stands for on a device, where "auto" is the device's pack; it
-                is also given what its errors may advise, to have nothing asked for.
+            make: makes the backend of a name on a device; "auto" is the device's pack. It also gets
+                the setting that its errors may recommend to request no backend.
 
         Raises:
             NoPackError: FLASH_DMATTN_FALLBACK=error, and no pack serves the device.
             InvalidVariableError: an environment variable has a value that is not allowed.
             Exception: what ``make`` raises.
         """
-        # The variable is part of the question, since it may change from call to call.
+        # The variable is part of the key, because it may change between calls.
         preference = None
         if name == "auto":
             if self._environ is not None:
@@ -201,7 +206,7 @@ class Loader:
         preference: str | None,
         make: Callable[[str, torch.device, str], Backend],
     ) -> Backend:
-        # Also where no pack is asked for.
+        # Checked even if no pack is requested.
         environment.check_values(self._environ)
         default = "backend=None"
         if preference is not None:
@@ -225,8 +230,8 @@ class Loader:
             self._warned.add(text)
 
     def _remember(self, question: Hashable, answer: T) -> T:
-        """Return the first answer that was given; those to entry points that run do not count,
-        since their packs are not known yet.
+        """Return the first stored answer. Answers to running entry points are not stored, because
+        their packs are not known yet.
         """
         with self._lock:
             if threading.get_ident() in self._entry_points_run_in:
@@ -256,10 +261,10 @@ class Loader:
         return trace
 
     def _tried(self, trace: Trace, *, remembered: bool = False) -> Trace:
-        """Return the trace with what came of the self-test of its pack, where one has to pass.
+        """Return the trace with the outcome of its pack's self-test, if one must pass.
 
-        Without the lock, since it runs torch, and calls that other threads may wait for. With
-        ``remembered`` no test is run, and what was not decided stays so.
+        It runs without the lock, because the test runs torch, and calls that other threads may wait
+        for. With ``remembered`` no test is run, and undecided cases stay undecided.
         """
         decided = trace
         while trace.pack is not None and (entry := next(trace.accepted())).trial:
@@ -290,7 +295,7 @@ class Loader:
     def _outcome(
         self, pack: Pack, candidate: Candidate, situation: Situation, remembered: bool
     ) -> Outcome | None:
-        """Return what came of a self-test; None where it may not be run, and was not."""
+        """Return the outcome of a self-test; None if it has no outcome yet and must not run."""
         if self._trials is None:
             from .trial import Trials
 
@@ -319,9 +324,9 @@ class Loader:
         return self._open_first(trace)
 
     def _open_first(self, trace: Trace) -> Trace:
-        """Open the best candidate; one that fails is refused, and the next is tried.
+        """Open the best candidate; if that fails, refuse it and try the next.
 
-        With FLASH_DMATTN_FALLBACK=error nothing is tried after one that is damaged.
+        With FLASH_DMATTN_FALLBACK=error no candidate is tried after a damaged one.
         """
         strict = self._forbids_fallbacks()
         for entry in trace.accepted():
@@ -353,13 +358,13 @@ class Loader:
             return self._opened[path]
 
     def _found(self) -> list[Candidate]:
-        """Return every pack that is here; the first thread to know them tells all others."""
+        """Return every pack that is present; the first complete result is used by all threads."""
         if self._candidates is not None:
             return self._candidates
         found = own_candidates(self._directories())
         path = environment.get("FLASH_DMATTN_LIBRARY_PATH", self._environ)
         if path:
-            # First, so that of a file that was found twice the forced one stays.
+            # First, so that the forced candidate wins over duplicates of its file.
             found.insert(0, forced_candidate(path, "FLASH_DMATTN_LIBRARY_PATH", self._open))
         thread = threading.get_ident()
         if thread in self._entry_points_run_in:
@@ -386,8 +391,8 @@ class Loader:
 
 
 def _configure_logging(level: str) -> None:
-    """Print what the loader logs to stderr, if that was asked for; whoever configures logging sees
-    it in any case.
+    """Print the loader's log to stderr if requested. Programs that configure logging get the log
+    regardless.
     """
     if level == "off":
         return
@@ -411,13 +416,13 @@ def pack_for(device_type: str, device_index: int | None = None) -> Pack:
         device_index: of the GPU; None is torch's current device.
 
     Raises:
-        NoPackError: no pack serves the device; the text says what was looked for, what was found,
-            and what to do.
+        NoPackError: no pack serves the device; the text lists what was searched and found, and the
+            remedy.
         environment.InvalidVariableError: an environment variable has a value that is not allowed.
     """
     return default_loader.pack_for(device_type, device_index)
 
 
 def trace_for(device_type: str, device_index: int | None = None) -> Trace:
-    """Return which candidates were accepted or refused for a device, and why. It raises nothing."""
+    """Return the accepted and refused candidates of a device, with reasons. It does not raise."""
     return default_loader.trace_for(device_type, device_index)

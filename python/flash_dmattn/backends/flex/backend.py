@@ -25,7 +25,7 @@ from . import sinks
 TORCH_FLOOR = (2, 6)
 _DEVICES = ("cuda", "cpu")
 _GPU_DTYPES = (torch.float16, torch.bfloat16)
-# Indices into the tensors of a mask or bias are computed in 32 bits.
+# The compiled code computes indices into a mask or bias in 32 bits.
 _MOST_ELEMENTS = (1 << 31) - 1
 
 
@@ -49,28 +49,28 @@ def why_unavailable(device_type: str | None) -> str | None:
 
 
 class FlexBackend(Backend):
-    """Runs calls by FlexAttention. There are no plans: each pass makes its block mask."""
+    """Runs calls by FlexAttention. It has no plans: each pass makes its own block mask."""
 
     name = "flex"
 
     def plan_bytes(self, inputs: AttentionInputs) -> int:
-        """Return 0."""
+        """Return 0: there are no plans."""
         return 0
 
     def make_plan(self, inputs: AttentionInputs, *, zeroed: bool) -> Tensor:
-        """Check the inputs, and return no bytes."""
+        """Check the inputs, and return an empty tensor."""
         _check(inputs)
         return inputs.query.new_empty(0, dtype=torch.uint8)
 
     def describe(self, inputs: AttentionInputs, *_: Any) -> str:
-        """Check the inputs; there is nothing to tell."""
+        """Check the inputs; the description is empty."""
         _check(inputs)
         return "{}"
 
     def forward(
         self, inputs: AttentionInputs, *, zeroed: bool = False
     ) -> tuple[Tensor, Tensor, None]:
-        """Compute the scores of the blocks that keep something."""
+        """Compute the scores of the blocks that keep any key."""
         from . import passes
 
         _check(inputs)
@@ -93,7 +93,7 @@ class FlexBackend(Backend):
         kept: Tensor | None,
         wanted: tuple[str, ...],
     ) -> Gradients:
-        """Compute FlexAttention's gradients, on a CPU those of the formula."""
+        """Compute FlexAttention's gradients; on a CPU, those of the formula."""
         from . import passes
 
         if not _has_scores(inputs):
@@ -103,11 +103,11 @@ class FlexBackend(Backend):
         return passes.backward(_detached(inputs), dout, dlse, out, lse, wanted)
 
     def select_intervals(self, inputs: SelectionInputs) -> tuple[Tensor, Tensor]:
-        """Select as the device's pack does."""
+        """Select by the device's pack, or by the reference."""
         return device_packs.selecting_backend(inputs.bias.device).select_intervals(inputs)
 
     def select_keep(self, inputs: SelectionInputs) -> Tensor:
-        """Select as the device's pack does."""
+        """Select by the device's pack, or by the reference."""
         return device_packs.selecting_backend(inputs.bias.device).select_keep(inputs)
 
 

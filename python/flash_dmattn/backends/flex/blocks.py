@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which blocks of 128 rows and 128 keys are computed, and which of them need no mask."""
+"""The blocks of 128 rows and 128 keys that are computed, and which of them need no mask."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ _ELEMENTS_AT_ONCE = 1 << 26
 
 
 class Blocks(NamedTuple):
-    """The blocks that a mask keeps something of, and what it keeps in them.
+    """The blocks that keep at least one pair.
 
-    Rows and keys are padded to whole blocks; nothing is kept there.
+    Rows and keys are padded to whole blocks; nothing is kept in the padding.
     """
 
     partial: Tensor  # bool ({B|1}, {H|1}, blocks of rows, key blocks)
     full: Tensor  # the same shape; never where partial is
-    keys: Tensor  # bool ({B|1}, {H|1}, K): True if a row keeps the key
+    keys: Tensor  # bool ({B|1}, {H|1}, K): True if any row keeps the key
 
 
 def padded(length: int) -> int:
-    """Return a length of whole blocks, which need no checks of bounds."""
+    """Round a length up to whole blocks, which need no bounds checks."""
     return -(-length // BLOCK) * BLOCK
 
 
 def make_blocks(problem: Problem) -> Blocks:
-    """Find the blocks of a problem's mask; those of intervals may keep nothing after all."""
+    """Return the blocks of a problem's mask. Partial blocks of intervals may keep nothing."""
     return _of_rows(problem) if problem.rows else _of_intervals(problem)
 
 
@@ -81,7 +81,7 @@ def _of_rows(problem: Problem) -> Blocks:
 
 
 def _kept(problem: Problem, rows: slice, shape: tuple[int, ...]) -> Tensor:
-    """Return what rows keep, over all keys, also where the rows are of several sequences."""
+    """Return the kept pairs of some rows, over all keys; the rows may be of several sequences."""
     if problem.first_key is None:
         return problem.kept(rows, slice(0, shape[3])).expand(shape)
     kept = torch.zeros(shape, dtype=torch.bool, device=problem.query.device)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Gradients by the formula, some rows at a time: of the bias everywhere, of all on CPUs.
+"""Gradients by the formula in row chunks: of the bias on all devices, of all tensors on CPUs.
 
-FlexAttention's own gradient of a bias adds each score's share to memory by an atomic operation: for
-a bias of K numbers and Q x K scores that is slow, and no two runs give the same bits. It has no
-gradients on CPUs.
+FlexAttention's own gradient of a bias adds each score's share by an atomic operation. For a bias of
+K numbers and Q x K scores that is slow and not deterministic. FlexAttention has no gradients on
+CPUs.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def gradients(
     """Return the wanted gradients in the computing dtype, in the shapes of the problem's tensors.
 
     Args:
-        problem: with keys that nobody keeps, and rows that keep nothing, free of NaN and Inf.
+        problem: keys that no row keeps, and rows that keep no key, must be free of NaN and inf.
         scale, softcap, sink: as in the call.
         dout: ``(B, H, Q, D)``, 0 in rows that keep nothing.
         dlse: ``(B, H, Q)``.
-        wanted: "query", "key", "value", "bias" and "sink", or some of them.
+        wanted: any of "query", "key", "value", "bias" and "sink".
     """
     dtype = computing_dtype(problem.query, None)
     heads, kv_heads = problem.heads
@@ -60,8 +60,8 @@ def gradients(
             bias = problem.columns(problem.bias, rows, keys)
             scores = scores + per_query_head(bias, heads, kv_heads)
         dropped = ~problem.kept(rows, keys)
-        # All keys of the rows are here, so softmax is more accurate than exp(scores - lse), which
-        # has the rounding of lse. A row of nothing but -inf has no softmax.
+        # All keys of the rows are here. softmax is more accurate than exp(scores - lse), which has
+        # the rounding of lse. Softmax of a row of only -inf is NaN.
         scores = scores.masked_fill(dropped, -torch.inf)
         of_keys = torch.softmax(scores, -1).masked_fill(dropped, 0)
         probabilities = of_keys
@@ -75,7 +75,7 @@ def gradients(
             continue
         dprobabilities = (part_dout @ value.transpose(-1, -2)).flatten(1, 2)
         dprobabilities = dprobabilities.masked_fill(dropped, 0)
-        # The same products as in dscores, whose rounding then cancels, not those of dout * out.
+        # Uses the products of dscores, so that rounding errors cancel; dout * out has other errors.
         delta = (probabilities * dprobabilities).sum(-1)
         if "sink" in wanted:
             totals["sink"] -= (rest * delta).sum((0, 2))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Compiled code and autograd inside of an operator."""
+"""Running compiled code and autograd inside an operator."""
 
 from __future__ import annotations
 
@@ -16,26 +16,25 @@ Result = TypeVar("Result")
 
 
 def isolated(function: Callable[[], Result], device: torch.device) -> Result:
-    """Call a function where nothing is set of what the dispatcher has set for this thread.
+    """Call a function in a thread without the dispatcher state of the calling thread.
 
-    An operator's implementation runs below autograd, and below whatever mode or transform the call
-    passed through, all of which FlexAttention needs when it is compiled and differentiated. What is
-    set belongs to a thread, so another one starts without it. It costs less than making the block
-    mask.
+    An operator's kernel runs below autograd, and below all modes and transforms of the call.
+    FlexAttention needs these to be compiled and differentiated. The state belongs to a thread, so
+    a new thread starts without it. The thread costs less than making the block mask.
     """
     outcome: concurrent.futures.Future[Result] = concurrent.futures.Future()
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def run() -> None:
         try:
-            # The gradients too are computed in this thread: the one that autograd keeps for the
-            # device may be waiting for us.
+            # Compute the gradients in this thread, too: autograd's own thread for the device may be
+            # waiting for this call.
             with torch.autograd.set_multithreading_enabled(False), torch.cuda.stream(stream):
                 outcome.set_result(function())
         except BaseException as error:
             outcome.set_exception(error)
 
-    # The caller's options of torch.compile are in its context.
+    # The caller's context holds its options of torch.compile.
     target = functools.partial(contextvars.copy_context().run, run)
     thread = threading.Thread(target=target, name="flash_dmattn.flex", daemon=True)
     thread.start()

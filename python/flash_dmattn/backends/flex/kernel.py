@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The calls of FlexAttention: compiled on GPUs, and in its plain form on CPUs."""
+"""The calls of FlexAttention: compiled on GPUs, in its plain form on CPUs."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Call(NamedTuple):
     value: Tensor
     score_mod: Callable[..., Tensor]
     block_mask: BlockMask
-    structure: tuple[Any, ...]  # what other code has to be compiled for
+    structure: tuple[Any, ...]  # compiled code is specific to this
 
 
 def make_call(problem: Problem, blocks: Blocks, scale: float, softcap: float) -> Call:
-    """Turn a problem into tensors and functions that FlexAttention takes."""
+    """Convert a problem to the tensors and functions that FlexAttention takes."""
     length, keys = padded(problem.query.shape[2]), padded(problem.key.shape[2])
     head_dim = max(_LEAST_HEAD_DIM, 1 << (problem.query.shape[3] - 1).bit_length())
     query, key, value = (
@@ -47,9 +47,9 @@ def make_call(problem: Problem, blocks: Blocks, scale: float, softcap: float) ->
 
 
 def _structure(part: object) -> tuple[Any, ...]:
-    """Return what code is compiled for: what functions do, dtypes, and which sizes are 1.
+    """Return what code is compiled for: the functions' code, dtypes, and which sizes are 1.
 
-    To torch.compile, a size of 1 is a constant, and all others are variables.
+    torch.compile treats a size of 1 as a constant, and all other sizes as variables.
     """
     if isinstance(part, Tensor):
         return part.dtype, *(size == 1 for size in part.shape)
@@ -61,24 +61,24 @@ def _structure(part: object) -> tuple[Any, ...]:
 def is_fused(device: torch.device) -> bool:
     """Say whether FlexAttention is compiled for a device.
 
-    For a CPU it has no gradients. And torch.compile refuses to run under a tracer of torch.fx.
+    It has no gradients on a CPU. torch.compile does not run under a tracer of torch.fx.
     """
     return device.type != "cpu" and not _is_traced()
 
 
 def attend(call: Call) -> tuple[Tensor, Tensor]:
-    """Return out ``(B, H, Q, D)`` and lse ``(B, H, Q)``, padded as the call is."""
+    """Return out ``(B, H, Q, D)`` and lse ``(B, H, Q)``, padded like the call."""
     if not is_fused(call.query.device):
         return _plain(call)
     compiled = _compiled(call.structure, torch.is_grad_enabled())
-    # With duck shapes, sizes that are equal in the first call would have to be equal in all.
+    # Duck shapes would require sizes that are equal in the first call to be equal in all calls.
     with torch.fx.experimental._config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
         out, lse = compiled(*call[:5])
     return out, lse
 
 
 def differentiate(call: Call, dout: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value; this computes the forward pass once more."""
+    """Return the gradients of query, key and value. This recomputes the forward pass."""
     leaves = [t.detach().requires_grad_() for t in call[:3]]
     with torch.enable_grad():
         results = attend(call._replace(query=leaves[0], key=leaves[1], value=leaves[2]))
@@ -89,8 +89,8 @@ def differentiate(call: Call, dout: Tensor, dlse: Tensor) -> tuple[Tensor, Tenso
 def _plain(call: Call) -> tuple[Tensor, Tensor]:
     """Evaluate the same functions for all scores, in float32.
 
-    FlexAttention's own form of this traces each new combination of functions and sizes, gives up
-    after a few, and does not run inside of dispatch modes.
+    FlexAttention's own uncompiled form traces each new combination of functions and sizes, gives up
+    after a few, and does not run inside dispatch modes.
     """
     query, key, value = (t.float() for t in call[:3])
     (batch, heads, rows, _), (_, kv_heads, keys, _) = query.shape, key.shape
@@ -107,7 +107,7 @@ def _plain(call: Call) -> tuple[Tensor, Tensor]:
     dropped = ~call.block_mask.mask_mod(b, h, i, j)
     scores = call.score_mod(query @ key.transpose(-1, -2), b, h, i, j)
     scores = scores.masked_fill(dropped, -torch.inf)
-    # Softmax of a row that keeps nothing is NaN.
+    # Softmax of a row that keeps no key is NaN.
     probabilities = torch.softmax(scores, -1).masked_fill(dropped, 0)
     return (probabilities @ value).to(call.query.dtype), torch.logsumexp(scores, -1)
 
@@ -128,12 +128,12 @@ def _with_lse(
     return out, lse
 
 
-# The function is not public; its older name warns in versions with the newer one.
+# The function is private; its older name warns in versions that have the newer one.
 _is_traced: Callable[[], bool] = getattr(
     torch.fx._symbolic_trace, "is_fx_symbolic_tracing", torch.fx._symbolic_trace.is_fx_tracing
 )
 _COMPILE_OPTIONS: dict[str, Any] = {"dynamic": True, "fullgraph": True}
-# Before it, there was return_lse, which warns since.
+# Versions without AuxRequest have return_lse, which warns in later versions.
 _HAS_AUX_REQUEST = hasattr(flex, "AuxRequest")
 
 
@@ -141,7 +141,7 @@ _HAS_AUX_REQUEST = hasattr(flex, "AuxRequest")
 def _compiled(structure: tuple[Any, ...], grad: bool) -> Callable[..., tuple[Tensor, Tensor]]:
     """Return a function that is compiled for a structure, and for any lengths.
 
-    Each gets code of its own, since torch.compile limits how often it compiles the same code anew.
+    Each structure gets its own code object, because torch.compile limits recompilations per code.
     """
     code = types.FunctionType(_with_lse.__code__.replace(), globals(), _with_lse.__name__)
     compiled: Callable[..., tuple[Tensor, Tensor]] = torch.compile(code, **_COMPILE_OPTIONS)
@@ -149,9 +149,9 @@ def _compiled(structure: tuple[Any, ...], grad: bool) -> Callable[..., tuple[Ten
 
 
 def _planes(tensor: Tensor, problem: Problem) -> Tensor:
-    """Return int32 ``(B, H)``: which of the matrices of a tensor serves each head.
+    """Return int32 ``(B, H)``: the index of the matrix of a tensor that serves each head.
 
-    So that one code serves all tensors, whatever they are the same for.
+    With these indices one compiled code serves tensors of all broadcast shapes.
     """
     batch, heads = tensor.shape[:2]
     number = torch.arange(batch * heads, dtype=torch.int32, device=tensor.device)
@@ -174,13 +174,13 @@ def _with_columns(tensor: Tensor, problem: Problem) -> Tensor:
 
 
 def _on_its_own(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor that is no view: code is compiled for the tensors viewed too."""
+    """Return a contiguous tensor that is not a view: code also depends on a view's base."""
     return tensor.contiguous().detach()
 
 
 def _score_mod(problem: Problem, scale: float, softcap: float, keys: int) -> Callable[..., Tensor]:
-    # Tensors, so that no number is compiled in; with a dimension, since captured tensors without
-    # one are taken for numbers after all.
+    # Tensors, so that numbers are not compiled in. They have a dimension, because captured 0-D
+    # tensors are treated as numbers.
     factor, cap = (
         torch.full((problem.heads[0],), number, dtype=torch.float32, device=problem.query.device)
         for number in (scale, softcap)
@@ -216,9 +216,9 @@ def _score_mod(problem: Problem, scale: float, softcap: float, keys: int) -> Cal
 
 
 def _bounded(bias: Tensor) -> Tensor:
-    """Leave room in float32 for the kernels, which multiply scores by log2(e).
+    """Bound a bias so that scores times log2(e), as in the kernels, stay in float32's range.
 
-    The bound is written here, since a global one would become a variable of the compiled code.
+    The bound is a literal, because a global would become a variable of the compiled code.
     """
     return bias.to(torch.float32).clamp(min=-2.0e38)
 
@@ -253,10 +253,10 @@ def _also(
 
 
 def _places(problem: Problem, tensor: Tensor) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return the function from a row and a key to the indices of a tensor with both.
+    """Return the function from a row and a key to the indices into a tensor with both dimensions.
 
-    It stays inside: the mask is asked of rows and keys of the padding too, and of sequences that
-    do not belong together.
+    The indices are clamped: the mask function is also called for padded rows and keys, and for
+    rows and keys of different sequences.
     """
     device, (_, rows, columns) = tensor.device, tensor.shape
     row = torch.arange(padded(rows), device=device).clamp(max=rows - 1)
@@ -281,7 +281,7 @@ def _block_mask(
 ) -> BlockMask:
     """List the blocks by rows for the forward pass and by keys for the backward pass.
 
-    `BlockMask.from_kv_blocks` would do the latter by vmap, which fails inside of dispatch modes.
+    `BlockMask.from_kv_blocks` would do the latter by vmap, which fails inside dispatch modes.
     """
     kv_num_blocks, kv_indices = _listed(blocks.partial)
     full_kv_num_blocks, full_kv_indices = _listed(blocks.full)
@@ -303,6 +303,6 @@ def _block_mask(
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many key blocks each block of rows has, and their numbers first."""
+    """Return the number of key blocks of each block of rows, and their indices, first in order."""
     order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32), order.to(torch.int32).contiguous()

@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 
 def forward(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
-    """Return out and lse in the form of the call."""
+    """Return out and lse in the call's layout."""
     return _computed(inputs.query.device, lambda: _forward(inputs))
 
 
@@ -33,7 +33,7 @@ def backward(
     lse: Tensor,
     wanted: tuple[str, ...],
 ) -> Gradients:
-    """Return the wanted gradients in the form of the call."""
+    """Return the wanted gradients in the call's layout."""
     return _computed(inputs.query.device, lambda: _backward(inputs, dout, dlse, out, lse, wanted))
 
 
@@ -68,7 +68,7 @@ def _backward(
     if inputs.packed:
         dout, dlse, out, lse = (t.unsqueeze(0) for t in (dout, dlse, out, lse))
     empty = lse == -torch.inf
-    # Such rows may hold anything, and their gradients have no meaning.
+    # Rows that keep no key may be non-finite, and their gradients are undefined.
     dlse = dlse.masked_fill(empty, 0)
     dout = dout.transpose(1, 2).masked_fill(empty.unsqueeze(-1), 0)
     problem = problem._replace(query=problem.query.masked_fill(empty.unsqueeze(-1), 0))
@@ -89,10 +89,10 @@ def _backward(
 
 
 def _problem(inputs: AttentionInputs) -> tuple[Problem, Blocks]:
-    """Return a problem, in which keys that no row keeps are 0, and its blocks.
+    """Return a problem, with zeros in keys that no row keeps, and its blocks.
 
-    The kernels multiply what keys hold with probabilities of 0, which would be NaN. Where the heads
-    of a group may keep different keys, each gets keys and values of its own.
+    The kernels multiply such keys by probabilities of 0, which gives NaN for non-finite keys. If
+    the heads of a group may keep different keys, each head gets its own keys and values.
     """
     problem = make_problem(inputs)
     blocks = make_blocks(problem)
@@ -114,7 +114,7 @@ def _has_lists_of_query_heads(inputs: AttentionInputs, heads: int) -> bool:
 
 
 def _ungrouped(problem: Problem) -> Problem:
-    """Repeat what has an entry for each KV head for the query heads of its group."""
+    """Repeat entries per KV head for the query heads of the group."""
     heads, kv_heads = problem.heads
     bias = None if problem.bias is None else per_query_head(problem.bias, heads, kv_heads)
     return problem._replace(
@@ -148,7 +148,7 @@ def _as_given(gradient: Tensor, name: str, inputs: AttentionInputs) -> Tensor:
         return gradient.to(like.dtype)
     is_bias = name == "bias"
     heads = like.shape[-3] if is_bias else like.shape[-2]
-    if gradient.shape[1] != heads:  # of a problem without groups
+    if gradient.shape[1] != heads:  # the problem was ungrouped
         gradient = torch.unflatten(gradient, 1, (heads, -1)).sum(2)
     if not is_bias:
         gradient = gradient.transpose(1, 2)

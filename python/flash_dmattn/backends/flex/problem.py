@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""One form for all calls: a dense batch, whose mask is an interval of rows for each key, and
-booleans for each row and key where there are such.
+"""One form for all calls: a dense batch whose mask is one interval of rows per key.
 
-Causality, key masks, interval masks, biases per key of -inf and the sequences of a packed batch are
-all intervals. A packed batch becomes a batch of one.
+A mask with rows is added as booleans per row and key. Causality, key masks, interval masks, per-key
+biases of -inf and the sequences of a packed batch are all intervals. A packed batch becomes a batch
+of one.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch import Tensor
 from flash_dmattn.backends.base import AttentionInputs
 from flash_dmattn.reference import per_query_head
 
-# Bounds the memory of what is computed some rows at a time.
+# Bounds the memory of computations in row chunks.
 _ELEMENTS_AT_ONCE = 1 << 24
 
 
 class Segment(NamedTuple):
-    """A part of the rows, and the keys that they may keep."""
+    """Some of the rows, and the keys that they may keep."""
 
     rows: slice
     keys: slice
-    last_key: int | None  # of the first row, if causal; each further row sees one key more
+    last_key: int | None  # last key of the first row, if causal; each next row sees one key more
 
 
 class Problem(NamedTuple):
@@ -38,18 +38,18 @@ class Problem(NamedTuple):
     start: Tensor  # int32 ({B|1}, {H|1}, K): row i keeps key j only if start_j <= i < end_j
     end: Tensor
     rows: tuple[Tensor, ...]  # bool ({B|1}, {H|Hk|1}, Q, {columns|1})
-    bias: Tensor | None  # ({B|1}, {H|Hk|1}, {Q|1}, {columns|1}), as it was given
-    # int64 (Q,): the key of each row that is column 0 of tensors with rows; None: key 0 is.
+    bias: Tensor | None  # ({B|1}, {H|Hk|1}, {Q|1}, {columns|1}), as given
+    # int64 (Q,): each row's key at column 0 of tensors with rows; None: key 0.
     first_key: Tensor | None
     segments: tuple[Segment, ...]
 
     @property
     def heads(self) -> tuple[int, int]:
-        """The number of query heads, and of key and value heads."""
+        """The numbers of query heads and of KV heads."""
         return self.query.shape[1], self.key.shape[1]
 
     def kept(self, rows: slice, keys: slice) -> Tensor:
-        """Return bool ``({B|1}, {H|1}, rows, keys)``, of rows and keys of one segment."""
+        """Return bool ``({B|1}, {H|1}, rows, keys)`` for rows and keys of one segment."""
         row = torch.arange(rows.start, rows.stop, device=self.start.device).unsqueeze(1)
         start, end = (t[..., keys].unsqueeze(2) for t in (self.start, self.end))
         kept = (start <= row) & (row < end)
@@ -58,7 +58,7 @@ class Problem(NamedTuple):
         return kept
 
     def columns(self, tensor: Tensor, rows: slice, keys: slice) -> Tensor:
-        """Cut a tensor of biases or booleans, whatever it is the same for."""
+        """Slice a bias or a mask to rows and keys; broadcast dimensions stay."""
         if tensor.shape[3] == 1:
             keys = slice(None)
         elif tensor.shape[2] == 1:
@@ -70,7 +70,7 @@ class Problem(NamedTuple):
         return tensor[:, :, slice(None) if tensor.shape[2] == 1 else rows, keys]
 
     def parts(self) -> Iterator[tuple[slice, slice]]:
-        """Yield rows and the keys that they may keep, a bounded number of their pairs at a time."""
+        """Yield row chunks with the keys that they may keep, a bounded number of pairs each."""
         batch, heads = self.query.shape[:2]
         for segment in self.segments:
             keys = segment.keys
@@ -85,7 +85,7 @@ class Problem(NamedTuple):
 
 
 def make_problem(inputs: AttentionInputs) -> Problem:
-    """Bring a call, whose arguments have been checked, to this form."""
+    """Convert a checked call to this form."""
     return _packed(inputs) if inputs.packed else _dense(inputs)
 
 
@@ -127,14 +127,14 @@ def _packed(inputs: AttentionInputs) -> Problem:
         lengths = (last_key - first_key)[key_sequence]
         start = (past - lengths + position).maximum(begin).minimum(past)[None, None]
     if inputs.start is not None and inputs.end is not None:
-        # Rows of the own sequence; clamped first, since bounds may be as large as integers go.
+        # Rows of the own sequence. Clamp before adding: bounds may be as large as int32 allows.
         count = past - begin
         intervals = (
             per_query_head((begin + t.long().clamp(min=0).minimum(count))[None], heads, kv_heads)
             for t in (inputs.start, inputs.end)
         )
         start, end = _intersected(start, end, *intervals)
-    # In the dense form, the heads come second.
+    # The dense form has a batch dimension before the heads.
     bias, mask = (None if t is None else t.unsqueeze(0) for t in (inputs.bias, inputs.mask))
     start, end, rows = _folded(start.int(), end.int(), mask, bias, heads, kv_heads, packed=True)
     key, value = inputs.key, inputs.value
@@ -158,8 +158,9 @@ def _intersected(start: Tensor, end: Tensor, *mask: Tensor) -> tuple[Tensor, Ten
 
 
 def narrowed(tensor: Tensor, *, packed: bool) -> Tensor:
-    """Narrow what is expanded over the batch, heads or rows to size 1, which means the same; but
-    not rows of packed sequences, of which a single one has the keys of all sequences.
+    """Narrow expanded dimensions of batch, heads or rows to size 1, which does not change values.
+
+    Rows of packed tensors stay: a single row would have the keys of all sequences.
     """
     for dimension in range(2 if packed else 3):
         if tensor.stride(dimension) == 0 and tensor.shape[dimension] > 1:
@@ -177,7 +178,7 @@ def _folded(
     *,
     packed: bool = False,
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """Fold what is dropped for all rows into the intervals; return them and the rest."""
+    """Fold keys that are dropped for all rows into the intervals; return these and the rest."""
     rows = []
     for given in (mask, bias):
         if given is None:

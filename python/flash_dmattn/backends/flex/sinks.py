@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Sinks around a call that knows none: out is scaled, and so is its gradient.
+"""Sinks for a backend without sinks: out and its gradient are scaled.
 
-With f the share of a row's softmax that is its keys', out is f times what it is without the sink.
-So what is without the sink has the gradient f dout, and lse, on which f depends, has
-(1 - f) dout . out added to its own.
+Let f be the keys' share of a row's softmax. Then out is f times the out without the sink. So the
+out without the sink has the gradient f dout. The gradient of lse, which f depends on, gets the
+additional term (1 - f) dout . out.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flash_dmattn.reference import sink_share
 
 
 class WithoutSink(NamedTuple):
-    """The gradients of a call without the sink, and that of the sink."""
+    """The gradients of a call without the sink, and the gradient of the sink."""
 
     dout: Tensor
     dlse: Tensor
@@ -25,7 +25,7 @@ class WithoutSink(NamedTuple):
 
 
 def with_sink(sink: Tensor, out: Tensor, lse: Tensor) -> Tensor:
-    """Return out, of a call without the sink, with it.
+    """Return out with the sink, from the out and lse of a call without it.
 
     Args:
         sink: ``(H,)``.
@@ -37,7 +37,7 @@ def with_sink(sink: Tensor, out: Tensor, lse: Tensor) -> Tensor:
 
 
 def without_sink(sink: Tensor, dout: Tensor, dlse: Tensor, out: Tensor, lse: Tensor) -> WithoutSink:
-    """Return the gradients of a call without the sink, for those of one with it."""
+    """Convert the gradients of a call with a sink to those of the call without it."""
     share, rest = shares(sink, lse)
     product = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
     lost = rest * product.masked_fill(lse == -torch.inf, 0)
@@ -46,7 +46,7 @@ def without_sink(sink: Tensor, dout: Tensor, dlse: Tensor, out: Tensor, lse: Ten
 
 
 def shares(sink: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the shares of keys and sink in the softmax; 0 in rows that keep nothing."""
+    """Return the shares of keys and sink in the softmax; 0 in rows that keep no key."""
     empty = lse == -torch.inf
     share, rest = sink_share(sink, lse)
     return share.masked_fill(empty, 0), rest.masked_fill(empty, 0)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Portable GPU kernels in Triton, for GPUs that no kernel pack was built for.
+"""Portable GPU kernels in Triton, for GPUs without a kernel pack.
 
-Importing this package does not import triton; its backend does.
+Importing this package does not import triton; importing its backend does.
 """
 
 from .availability import LOWEST_VERSION, why_unavailable

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Whether the Triton kernels can run here; asking does not import triton where there is no GPU."""
+"""Whether the Triton kernels can run here. The check imports triton only if there is a GPU."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import re
 
 import torch
 
-# What comes with torch 2.5.
+# The version that torch 2.5 ships with.
 LOWEST_VERSION = "3.1"
-# What torch calls the GPUs that Triton has a compiler for: those of NVIDIA and AMD, and of Intel.
+# torch's names of GPUs that Triton has a compiler for: NVIDIA and AMD, and Intel.
 _GPUS = ("cuda", "xpu")
 
 
 def why_unavailable(device_type: str | None = None) -> str | None:
-    """Say why it cannot compute on a type of device, or on any here; None if it can."""
+    """Return why it cannot compute on a type of device, or on any here; None if it can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed: pip install triton"
     return _device_reason(device_type) or _version_reason()

@@ -30,31 +30,31 @@ from .problem import Problem, describe
 
 
 class TritonBackend(Backend):
-    """Runs calls in Triton, compiled for the GPU that is there, or interpreted on a CPU.
+    """Runs calls in Triton, compiled for the GPU, or interpreted on a CPU.
 
-    Nothing waits for the device, and no kernel adds to memory that another program adds to: equal
-    inputs always give equal bits.
+    No call synchronizes with the device. No two programs add to the same memory, so equal inputs
+    give equal bits.
     """
 
     name = "triton"
 
     def plan_bytes(self, inputs: AttentionInputs) -> int:
-        """Return the length of a plan."""
+        """Return the size of a plan in bytes."""
         return plan_layout(inputs).plan_bytes
 
     def kept_bytes(self, inputs: AttentionInputs) -> int:
-        """Return the length of a plan that is made, and of what rounding leaves of out."""
+        """Return the size in bytes of a new plan and of out's rounding residual."""
         return super().kept_bytes(inputs) + out_rest_bytes(inputs)
 
     def make_plan(self, inputs: AttentionInputs, *, zeroed: bool) -> Tensor:
-        """Turn the mask into columns."""
+        """Convert the mask to columns."""
         problem = _checked_problem(inputs)
         return _made_plan(problem, self.plan_bytes(inputs), zeroed=zeroed)
 
     def forward(
         self, inputs: AttentionInputs, *, zeroed: bool = False
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Run the forward pass, and plan it first if no plan is given."""
+        """Run the forward pass; make a plan first if none is given."""
         problem, size = _checked_problem(inputs), self.kept_bytes(inputs)
         if inputs.given_plan is None:
             plan = kept = _made_plan(problem, size, zeroed=zeroed)
@@ -64,7 +64,7 @@ class TritonBackend(Backend):
         return out, lse, kept if size else None
 
     def attend(self, call: Any, *, need_lse: bool) -> tuple[Tensor, Tensor | None]:
-        """Run the forward pass, and keep nothing for a backward pass."""
+        """Run the forward pass without keeping data for a backward pass."""
         problem, plan = _checked_problem(call), call.given_plan
         if plan is None:
             plan = _made_plan(problem, self.plan_bytes(call), zeroed=False)
@@ -99,12 +99,12 @@ class TritonBackend(Backend):
             return key_mass(problem, plan, lse)
 
     def describe(self, inputs: AttentionInputs, *_: Any) -> str:
-        """Check the inputs; there is nothing to tell."""
+        """Check the inputs; the description is empty."""
         _checked_problem(inputs)
         return "{}"
 
     def key_mass_reads_plan(self, inputs: AttentionInputs) -> bool:
-        """Say that it does."""
+        """Return True: the kernel reads the plan."""
         return True
 
     def key_mass_kernel(self, inputs: AttentionInputs) -> str:
@@ -121,7 +121,7 @@ class TritonBackend(Backend):
 
 
 def _checked_problem(inputs: AttentionInputs) -> Problem:
-    # Elsewhere than on a CPU the cu_seqlens cannot be read without waiting for the device.
+    # On devices other than a CPU, reading the cu_seqlens would synchronize.
     check_attention(inputs, read_lengths=inputs.query.device.type == "cpu")
     refuse_float64_bias(inputs, "triton")
     return describe(inputs)
@@ -133,7 +133,7 @@ def _made_bytes(query: Tensor, size: int, *, zeroed: bool) -> Tensor:
 
 
 def _made_plan(problem: Problem, size: int, *, zeroed: bool) -> Tensor:
-    """Return bytes that begin with a plan."""
+    """Return a buffer that begins with a plan."""
     query = problem.inputs.query
     plan = _made_bytes(query, size, zeroed=zeroed)
     with on_device(query.device):
@@ -142,7 +142,7 @@ def _made_plan(problem: Problem, size: int, *, zeroed: bool) -> Tensor:
 
 
 def _out_rest_in(kept: Tensor, inputs: AttentionInputs) -> Tensor | None:
-    """Return what rounding leaves of out, the last part of what is kept."""
+    """Return out's rounding residual, the last part of the kept bytes."""
     size = out_rest_bytes(inputs)
     if not size:
         return None
@@ -154,7 +154,7 @@ def _results(problem: Problem, plan: Tensor, out_rest: Tensor | None) -> tuple[T
     query = problem.inputs.query
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     lse = torch.empty(lse_shape(query), dtype=torch.float32, device=query.device)
-    if problem.inputs.cu_seqlens_q is not None:  # rows of no sequence are written by no kernel
+    if problem.inputs.cu_seqlens_q is not None:  # no kernel writes rows outside all sequences
         out.zero_()
         lse.fill_(-torch.inf)
         if out_rest is not None:

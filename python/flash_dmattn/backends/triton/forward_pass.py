@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The forward pass, which the backward pass may run again for the sums of its rows."""
+"""The forward pass. The backward pass may run it again for the row sums."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .launch import Tiles, blocks, fitting, launch
 from .layout import plan_views
 from .problem import Problem
 
-# From here on the rounding of lse shows in float32. 16-bit results are far coarser.
+# From this magnitude the rounding of lse affects float32 results. 16-bit results are far coarser.
 _COARSE_LSE = 16.0
 
 
@@ -24,7 +24,7 @@ def run_forward(
     *,
     statistics: bool = False,
 ) -> None:
-    """Write out, lse and out_rest, or what stands for them with ``statistics``: see the kernel."""
+    """Write out, lse and out_rest; with ``statistics``, the kernel's row statistics instead."""
     arguments = problem.arguments | plan_views(problem.layout, plan)._asdict()
     arguments |= {"out": out, "lse": lse, "out_rest": out_rest}
 
@@ -44,10 +44,11 @@ def run_forward(
 
 
 def row_statistics(problem: Problem, plan: Tensor, lse: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return what the probabilities are computed from again: lse, or the largest score and a sum.
+    """Return the statistics to recompute probabilities: lse, or the largest score and the row sum.
 
-    Large scores leave an lse few digits behind the point, and the gradients no more than these. In
-    float32, so only on a CPU, where to look at lse costs nothing, the sums are then made anew.
+    A large lse has few digits after the point, which limits the precision of gradients. So for
+    float32, which only a CPU supports, the sums of such calls are recomputed. There reading lse
+    costs no synchronization.
     """
     exact = problem.inputs.query.dtype == torch.float32 and lse.device.type == "cpu"
     if not exact or not ((lse.abs() >= _COARSE_LSE) & (lse != -torch.inf)).any():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The backward pass: the launch of each kernel, and the sums over the parts that they write."""
+"""The backward pass: kernel launches, and the sums of their partial results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .make_plan import ordered_keys
 from .problem import KEY_BIAS, ROW_BIAS, Problem
 
 _PREPARED_ROWS = 32
-# For the kernel that goes by keys, whose blocks take very different times.
+# For the kernel over key blocks, whose run times vary widely.
 _PROGRAMS_PER_SM = 8
 _MOST_ROW_PARTS = 8
 
@@ -35,7 +35,7 @@ def gradients(
     lse: Tensor,
     wanted: tuple[str, ...],
 ) -> Gradients:
-    """Return the gradients of the fields that are wanted."""
+    """Return the gradients of the wanted fields."""
     inputs = problem.inputs
     if problem.rows == 0:
         return {name: torch.zeros_like(getattr(inputs, name)) for name in wanted}
@@ -75,7 +75,7 @@ def _prepared(
     lse: Tensor,
     row_sums: Tensor | None,
 ) -> dict[str, Tensor]:
-    """Return query, the gradient of out, lse and delta as the kernels read them."""
+    """Return query, the gradient of out, lse and delta in the form that the kernels read."""
     out, out_rest = outs
     live_q, live_dout = torch.empty_like(dout), torch.empty_like(dout)
     log2_lse, delta = torch.empty_like(lse), torch.empty_like(lse)
@@ -159,7 +159,7 @@ def _key_gradients(
     head_parts, row_parts = _parts(problem, programs * blocks(problem.keys, widest))
     parts = head_parts * row_parts
     shape = inputs.key.shape
-    # Keys that no row keeps are left out: their gradients stay 0.
+    # Keys that no row keeps are skipped: their gradients stay 0.
     if parts == 1:
         sums = [torch.zeros_like(inputs.key, memory_format=torch.contiguous_format) for _ in "kv"]
     else:
@@ -193,10 +193,10 @@ def _key_gradients(
 
 
 def _parts(problem: Problem, whole: int) -> tuple[int, int]:
-    """Return into how many parts the work of a key block is divided: by heads, and by rows.
+    """Return the number of parts of a key block's work, by heads and by rows.
 
-    As few as keep the device busy, for each has sums of its own. Query heads with lists of their
-    own have other key blocks, and are always apart.
+    Each part has its own sums, so the fewest parts that keep the device busy are best. Query heads
+    with their own lists have different key blocks, and are always separate parts.
     """
     group = problem.heads // problem.kv_heads
     enough = _PROGRAMS_PER_SM * sm_count(problem.inputs.query.device)
@@ -214,9 +214,9 @@ def _is_constant_along_keys(problem: Problem) -> bool:
 
 
 def _constant_bias_gradient(problem: Problem, dlse: Tensor | None, lse: Tensor) -> Tensor:
-    """Return the gradient of a bias that shifts all scores of a row alike.
+    """Return the gradient of a bias that shifts all scores of a row equally.
 
-    That changes lse alone, by as much: the gradients of a row's scores sum to dlse.
+    Such a bias changes only lse, by the same amount: the gradients of a row's scores sum to dlse.
     """
     bias = problem.inputs.bias
     assert bias is not None

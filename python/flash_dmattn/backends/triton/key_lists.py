@@ -19,7 +19,7 @@ from .launch import Tiles, blocks, fitting, launch, on_device
 
 __all__ = ["backward", "forward", "key_mass"]
 
-_UNIT = 8  # elements: what 16-bit loads of full width are aligned to
+_UNIT = 8  # elements: the alignment of 16-byte loads of 16-bit elements
 
 
 class _Problem(NamedTuple):
@@ -30,11 +30,11 @@ class _Problem(NamedTuple):
     heads: int
     group: int
     by_itself: bool  # whether each query head has its own tile
-    arguments: dict[str, Any]  # by their names in the kernels
+    arguments: dict[str, Any]  # by the kernels' argument names
     constants: dict[str, Any]
 
     def start(self, name: str, kernel: Any, arguments: dict[str, Any], **constants: Any) -> None:
-        """Start a pass with the first tiles that fit the device."""
+        """Run a pass with the first tiles that fit the device."""
         inputs, block_d = self.inputs, self.constants["BLOCK_D"]
         least = 16 if self.by_itself else max(16, 1 << (self.group - 1).bit_length())
 
@@ -56,7 +56,7 @@ class _Problem(NamedTuple):
 
 
 def forward(inputs: KeyListInputs) -> tuple[Tensor, Tensor]:
-    """Return out and lse of a call that has been checked."""
+    """Return out and lse of a checked call."""
     refuse_float64_bias(inputs.without_lists(), "triton")
     problem = _describe(inputs)
     out = torch.empty_like(inputs.query, memory_format=torch.contiguous_format)
@@ -71,7 +71,7 @@ def forward(inputs: KeyListInputs) -> tuple[Tensor, Tensor]:
 
 
 def key_mass(inputs: KeyListInputs, lse: Tensor) -> Tensor:
-    """Return the sum of each key's probabilities, added in any order; there are no pages."""
+    """Return the sum of each key's probabilities, added in any order. Pages are not supported."""
     refuse_float64_bias(inputs.without_lists(), "triton")
     problem = _describe(inputs)
     shape = mass_shape(inputs.without_lists())
@@ -97,15 +97,15 @@ def backward(
     lse: Tensor,
     wanted: tuple[str, ...],
 ) -> Gradients:
-    """Return the gradients of the fields that are wanted, with sums over rows in any order."""
+    """Return the gradients of the wanted fields, with row sums in any order."""
     problem = _describe(inputs)
     shape = (problem.rows, problem.heads)
     empty = lse == -torch.inf
     share, rest = torch.ones_like(lse), torch.zeros_like(lse)
     if inputs.sink is not None:
         share, rest = sink_share(inputs.sink, lse)
-    delta = (out.float() * dout.float()).sum(-1).transpose(-1, -2)  # as lse is laid out
-    # With a sink, out has its share already.
+    delta = (out.float() * dout.float()).sum(-1).transpose(-1, -2)  # in the layout of lse
+    # With a sink, delta includes its share already, because out does.
     shift = (0.0 if dlse is None else dlse.float()) - share * delta
     found: Gradients = {}
     if inputs.sink is not None and "sink" in wanted:
@@ -202,6 +202,7 @@ def _describe(inputs: KeyListInputs) -> _Problem:
         "EVEN": head_dim == block_d,
         "BLOCK_D": block_d,
     }
-    # What one head drops by its bias, and another of its group keeps, may hold anything.
+    # A key that one head of a group drops and another keeps may be non-finite. In a common tile it
+    # would reach both heads.
     by_itself = min(index_share, bias_share) < group
     return _Problem(inputs, indices.shape[1], heads, group, by_itself, arguments, constants)

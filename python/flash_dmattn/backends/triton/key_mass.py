@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The attention that each key received, by a second product of query and key."""
+"""The attention that each key received, by a second query-key product."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .layout import plan_views
 from .make_plan import ordered_keys
 from .problem import Problem
 
-# Key blocks take very different times.
+# The run times of key blocks vary widely.
 _PROGRAMS_PER_SM = 8
 _MOST_ROW_PARTS = 8
 
@@ -28,7 +28,7 @@ def key_mass(problem: Problem, plan: Tensor, lse: Tensor) -> Tensor:
         row_parts *= 2
     front = () if inputs.packed else (problem.batches,)
     shape = (row_parts, *front, problem.heads, problem.total_keys)
-    # Keys that no row keeps are left out: theirs stay 0.
+    # Keys that no row keeps are skipped: their sums stay 0.
     mass = torch.zeros(shape, dtype=torch.float32, device=lse.device)
     if problem.rows == 0:
         return mass[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Block sizes, and how kernels are started."""
+"""Block sizes and kernel launches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from triton.runtime.errors import OutOfResources
 
 
 class Tiles(NamedTuple):
-    """The block of scores of a step, and how it is computed."""
+    """The block of scores of one step, and how it is computed."""
 
     block_rows: int
     block_keys: int
@@ -33,8 +33,8 @@ class Tiles(NamedTuple):
         }
 
 
-# Tiles by the pass and the largest bytes of a vector of D elements: from the fastest on an H200
-# (bf16, causal top-w) to those that the least shared memory has room for.
+# Tiles by pass and by the most bytes of a vector of D elements: from the fastest on an H200 (bf16,
+# causal top-w) to those that fit the smallest shared memory.
 _TILES: dict[str, dict[int, tuple[Tiles, ...]]] = {
     "forward": {
         128: (Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 1)),
@@ -54,7 +54,7 @@ _TILES: dict[str, dict[int, tuple[Tiles, ...]]] = {
         512: (Tiles(32, 64, 8, 2), Tiles(32, 32, 4, 1), Tiles(16, 16, 4, 1)),
         1024: (Tiles(32, 32, 8, 1), Tiles(16, 16, 4, 1)),
     },
-    # Of sums over rows, not measured.
+    # For the key mass; not measured.
     "mass": {
         128: (Tiles(64, 128, 8, 3), Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 1)),
         256: (Tiles(64, 128, 8, 3), Tiles(64, 64, 4, 2), Tiles(32, 32, 4, 1)),
@@ -78,24 +78,24 @@ _TILES: dict[str, dict[int, tuple[Tiles, ...]]] = {
         1024: (Tiles(16, 16, 4, 1),),
     },
 }
-# How many of the first tiles of a choice did not fit a device.
+# The number of leading tiles of a choice that do not fit a device.
 _too_large: dict[tuple[object, ...], int] = {}
 
 
 def tiles_of(name: str, vector_bytes: int) -> tuple[Tiles, ...]:
-    """Return the tiles to try for a pass, the best first."""
+    """Return the tiles to try for a pass, in order of preference."""
     return next(tiles for limit, tiles in _TILES[name].items() if vector_bytes <= limit)
 
 
 def launch(kernel: Any, programs: int, arguments: dict[str, Any], **constants: Any) -> None:
-    """Start a kernel with the arguments that it takes, of those given."""
+    """Launch a kernel with those of the given arguments that it takes."""
     if programs:
         chosen = {name: arguments[name] for name in kernel.arg_names if name in arguments}
         kernel[(programs,)](**chosen, **constants)
 
 
 def fitting(name: str, query: Tensor, block_d: int, start: Callable[[Tiles], None]) -> None:
-    """Call ``start`` with a pass's first tiles for which the device has the shared memory."""
+    """Call ``start`` with a pass's first tiles that fit the device's shared memory."""
     choices = tiles_of(name, block_d * query.itemsize)
     key = (name, query.dtype, query.device, block_d)
     first = _too_large.get(key, 0)
@@ -111,7 +111,7 @@ def fitting(name: str, query: Tensor, block_d: int, start: Callable[[Tiles], Non
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Make a device the current one, which is where Triton starts kernels."""
+    """Return a context that makes a device current, because Triton launches kernels there."""
     if device.type == "cpu":
         return nullcontext()
     current: AbstractContextManager[object] = getattr(torch, device.type).device(device)
@@ -119,16 +119,16 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 
 
 def blocks(length: int, block: int) -> int:
-    """Return how many blocks cover a length."""
+    """Return the number of blocks that cover a length."""
     return int(triton.cdiv(length, block))
 
 
 @functools.cache
 def sm_count(device: torch.device) -> int:
-    """Return how many SMs a GPU has: so many programs of many warps run at the same time."""
+    """Return a GPU's number of SMs, which run as many programs of many warps concurrently."""
     if device.type == "cpu":
         return 1
     properties = getattr(torch, device.type).get_device_properties(device)
-    # Intel's name for the part that has a shared memory of its own.
+    # Intel's name for the unit with its own shared memory.
     count = "gpu_subslice_count" if device.type == "xpu" else "multi_processor_count"
     return int(getattr(properties, count))

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Plans in memory.
+"""Memory layout of plans.
 
-A plan has, for each list (a batch and a head of the mask) and each tile of LIST_ROWS rows of each
-sequence, the keys that any row of the tile keeps: first those that all rows keep, then, from the
-end of the list's room backwards, the rest. Beside that,
+For each list (a batch and a head of the mask) and each tile of LIST_ROWS rows of each sequence, a
+plan has the keys that any row of the tile keeps. Keys that all rows keep come first. The others
+follow backwards from the end of the tile's room. A plan also has
 
-* of intervals, or of a mask that is the same for every query: the keys that any query keeps, in
-  key order, and for each key the rows that keep it, the causal limit included;
-* of a mask with rows: a word of bits for each key and WORD_ROWS rows.
+* for intervals, or a mask that is the same for every query: the keys that any query keeps, in key
+  order, and for each key the rows that keep it, including the causal limit;
+* for a mask with rows: one word of bits for each key and each WORD_ROWS rows.
 
 Without a mask there is no plan. Sizes may be symbolic.
 """
@@ -21,11 +21,11 @@ from torch import Tensor
 
 from flash_dmattn.backends.base import AttentionInputs
 
-# The constants of kernels/common.py, which can only be imported with triton.
+# Copies of constants of kernels/common.py, whose import requires triton.
 RANGE, INTERVALS, ROWS = 0, 1, 2
 LIST_ROWS = 128
 WORD_ROWS = 64
-_ALIGNMENT = 16  # bytes: a pointer that Triton knows to have it is a case of its own
+_ALIGNMENT = 16  # bytes; Triton compiles a separate kernel for pointers with this alignment
 
 
 class Layout(NamedTuple):
@@ -36,22 +36,22 @@ class Layout(NamedTuple):
     list_batches: int
     list_heads: int
     list_keys: int  # keys of a list: K, for varlen total_k
-    sequences: int  # of a list
-    tiles: int  # of a list, over all its sequences
-    tile_keys: int  # room of a tile: K, for varlen the longest sequence's
+    sequences: int  # sequences of a list
+    tiles: int  # tiles of a list, over all its sequences
+    tile_keys: int  # capacity of a tile: K, for varlen max_seqlen_k
 
     @property
     def plan_bytes(self) -> int:
-        """The length of a plan."""
+        """The size of a plan in bytes."""
         return sum(_room(dtype, count) for _, dtype, count in _parts(self))
 
 
 class PlanViews(NamedTuple):
-    """The parts of a plan; None where its kind has no such part."""
+    """The parts of a plan; None for parts that its kind lacks."""
 
     words: Tensor | None  # int64 [list][tile][part of the tile][key]
     kept_count: Tensor | None  # int32 [list][sequence]
-    kept: Tensor | None  # int32 [list][key]: those of a sequence from its first key on
+    kept: Tensor | None  # int32 [list][key]: each sequence's begin at its first key
     first: Tensor | None  # int32 [list][key]: the first row that keeps the key
     past: Tensor | None  # int32 [list][key]
     counts: Tensor | None  # int32 [list][tile][all, full]
@@ -59,7 +59,7 @@ class PlanViews(NamedTuple):
 
 
 def plan_layout(inputs: AttentionInputs) -> Layout:
-    """Return the sizes of the plan of a call."""
+    """Return the sizes of a call's plan."""
     if not inputs.packed:
         sequences, rows = 1, inputs.query.shape[1]
         list_keys = tile_keys = inputs.key.shape[1]
@@ -76,7 +76,7 @@ def plan_layout(inputs: AttentionInputs) -> Layout:
     else:
         return Layout(RANGE, 0, 1, 1, list_keys, sequences, tiles, tile_keys)
     if inputs.block_table is not None and kind == INTERVALS:
-        list_keys = keys  # the pages do not tell how many of their rows are keys
+        list_keys = keys  # the pages do not show how many of their rows are keys
     batches, heads = front if len(front) == 2 else (1, front[0])
     return Layout(kind, batches * heads, batches, heads, list_keys, sequences, tiles, tile_keys)
 
@@ -108,5 +108,5 @@ def _parts(layout: Layout) -> list[tuple[str, torch.dtype, int]]:
 
 
 def _room(dtype: torch.dtype, count: int) -> int:
-    """Return the bytes of a part: each begins where Triton has no need of another kernel."""
+    """Return the bytes of a part, padded so that the next part keeps the alignment."""
     return (dtype.itemsize * count + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT

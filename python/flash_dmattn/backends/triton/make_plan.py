@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""From a mask to a plan, and to the order in which the backward pass takes its keys."""
+"""Making plans from masks, and the backward pass's order of keys."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from .launch import blocks, launch
 from .layout import INTERVALS, LIST_ROWS, RANGE, Layout, PlanViews, plan_views
 from .problem import Problem
 
-_STEP_KEYS = 1024  # that a program looks at in a step
-_STEP_ROW_KEYS = 128  # each with the rows of a tile
-# The backward pass takes kept keys by buckets of so many, in each the longest kept first: then the
-# keys of a block are kept by similar rows.
+_STEP_KEYS = 1024  # keys of a program's step
+_STEP_ROW_KEYS = 128  # keys of a step, each with the rows of a tile
+# The backward pass takes kept keys in buckets of this size. Within a bucket, the keys that are kept
+# until the latest rows come first, so that similar rows keep the keys of a block.
 _BUCKET_KEYS = 1024
 _MOST = 2**31 - 1
 
 
 def write_plan(problem: Problem, plan: Tensor) -> None:
-    """Make the plan of a call in the memory given for it."""
+    """Write the plan of a call to the given memory."""
     inputs, layout = problem.inputs, problem.layout
     if layout.kind == RANGE or problem.rows == 0:
         return
@@ -60,9 +60,9 @@ def write_plan(problem: Problem, plan: Tensor) -> None:
 
 
 def ordered_keys(problem: Problem, views: PlanViews) -> Tensor | None:
-    """Return the kept keys of each list in the order of the backward pass, int32 ``(lists, K)``.
+    """Return each list's kept keys in the order of the backward pass, int32 ``(lists, K)``.
 
-    Places past the number of kept keys of a sequence hold anything.
+    Entries beyond the number of kept keys of a sequence are arbitrary.
     """
     inputs, layout = problem.inputs, problem.layout
     if views.kept is None or views.past is None or views.kept_count is None:
@@ -70,11 +70,11 @@ def ordered_keys(problem: Problem, views: PlanViews) -> Tensor | None:
     shape = (layout.lists, layout.list_keys)
     kept, past = views.kept.view(shape), views.past.view(shape)
     if inputs.start is None:
-        return kept  # all rows keep them, or all from the causal limit on
+        return kept  # all rows keep them, or all rows from the causal limit on
     place, begin, count = _places(layout, inputs.cu_seqlens_k, views.kept_count)
     within = place - begin
-    valid = (within >= 0) & (within < count)  # not so of keys that are in no sequence
-    # What is not valid, or of wrong bounds, must not be an index.
+    valid = (within >= 0) & (within < count)  # False for keys outside all sequences
+    # Invalid entries or bounds must not give indices out of range.
     last = past.gather(1, (kept + begin).clamp(0, max(layout.list_keys - 1, 0)))
     bucket = begin + within // _BUCKET_KEYS * _BUCKET_KEYS
     rank = torch.where(valid, _MOST - last.long(), _MOST + 1)
@@ -85,7 +85,7 @@ def ordered_keys(problem: Problem, views: PlanViews) -> Tensor | None:
 def _places(
     layout: Layout, cu_seqlens_k: Tensor | None, kept_count: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each place of a list, where its sequence begins, and its sequence's kept keys."""
+    """Return each place of a list, the begin of its sequence, and its sequence's kept keys."""
     count = kept_count.view(layout.lists, layout.sequences)
     place = torch.arange(layout.list_keys, device=count.device)
     if cu_seqlens_k is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Starting a kernel that was compiled before, without asking Triton for it."""
+"""Launches of compiled kernels that bypass Triton's lookup."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ from torch import Tensor
 from ..torch_memory import raw_stream
 from .launch import on_device
 
-# From here on a compiled kernel is given all arguments of its function, the constants too. Seen
-# with 3.6 and 3.9; before, Triton is asked each time.
+# From this version a compiled kernel takes all arguments of its function, including constants.
+# Checked with 3.6 and 3.9. Older versions always use Triton's lookup.
 _STARTS_COMPILED = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
-# Triton compiles for addresses that are multiples of it apart from others.
+# Triton compiles separate kernels for addresses that are multiples of this.
 _ALIGNMENT = 16
-# From here on Triton passes an integer as one of 64 bits.
+# Triton passes integers from this value as 64-bit.
 _LARGE = 1 << 31
 
 
 class Prepared:
-    """A kernel with its constants, started without asking Triton for what it has compiled.
+    """A kernel with its constants, launched without Triton's lookup of the compiled kernel.
 
-    Triton looks that up by the kinds of all arguments, which takes the host 20 to 30 us; of a
-    decoding step that is more than all kernels take. So every call must have tensors of the same
-    dtypes, and numbers that Triton does not specialize.
+    The lookup by the kinds of all arguments takes the host 20 to 30 us. In a decoding step that is
+    more than all kernels take. So every call must have tensors of the same dtypes, and numbers that
+    Triton does not specialize.
     """
 
     def __init__(self, kernel: Any, warps: int, **constants: Any) -> None:
-        """Take the kernel's last parameters, in order, and the warps of a program."""
+        """Take the kernel's last parameters, in order, and the number of warps per program."""
         assert list(constants) == list(kernel.arg_names[-len(constants) :])
         self._kernel = kernel
         self._options = {**constants, "num_warps": warps}
         self._constants = tuple(constants.values())
-        self._compiled: dict[int, Any] = {}  # by the number of the device
+        self._compiled: dict[int, Any] = {}  # by device index
 
     def start(
         self, grid: tuple[int, int, int], tensors: tuple[Tensor, ...], numbers: tuple[float, ...]
     ) -> None:
-        """Start the programs of a grid, on the current stream of the tensors' device."""
+        """Launch a grid of programs on the current stream of the tensors' device."""
         is_usual = max(numbers) < _LARGE
         for tensor in tensors:
             if tensor.data_ptr() % _ALIGNMENT:
                 is_usual = False
         device = tensors[0].device
-        # Devices other than CUDA have no current device or stream to ask for here.
+        # Only CUDA devices have a current device and stream here.
         index = -1 if device.type != "cuda" or device.index is None else device.index
         compiled = self._compiled.get(index)
         if compiled is not None and is_usual and torch.cuda.current_device() == index:

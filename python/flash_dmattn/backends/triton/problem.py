@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A call in the form that the kernels take."""
+"""A call in the form that the kernels read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .layout import RANGE, Layout, plan_layout
 
 NO_BIAS, KEY_BIAS, ROW_BIAS = 0, 1, 2
 _MOST = 2**31 - 1
-_UNIT = 8  # elements: what 16-bit loads of full width are aligned to
+_UNIT = 8  # elements: the alignment of 16-byte loads of 16-bit elements
 
 
 class Problem(NamedTuple):
@@ -22,34 +22,34 @@ class Problem(NamedTuple):
 
     inputs: AttentionInputs
     layout: Layout
-    batches: int  # of out: for varlen 1
+    batches: int  # batch size of out; 1 for varlen
     sequences: int  # B
     heads: int
     kv_heads: int
-    rows: int  # of out: for varlen total_q
-    queries: int  # of the longest sequence
-    total_keys: int  # of tensors that have an element for each key: for varlen total_k
-    keys: int  # of the longest sequence
+    rows: int  # rows of out; total_q for varlen
+    queries: int  # queries of the longest sequence
+    total_keys: int  # keys of per-key tensors; total_k for varlen
+    keys: int  # keys of the longest sequence
     head_dim: int
     bias_kind: int
-    arguments: dict[str, Any]  # tensors, sizes and strides, by their names in the kernels
+    arguments: dict[str, Any]  # tensors, sizes and strides, by the kernels' argument names
     constants: dict[str, Any]
 
     @property
     def bias_share(self) -> int:
-        """How many query heads share a head of the bias."""
+        """The number of query heads that share a head of the bias."""
         return int(self.arguments["bias_share"])
 
 
 def describe(inputs: AttentionInputs) -> Problem:
-    """Return the sizes and arguments of a call whose shapes have been checked."""
+    """Return the sizes and arguments of a call whose shapes are checked."""
     layout = plan_layout(inputs)
     heads, head_dim = inputs.query.shape[-2:]
     kv_heads = inputs.key.shape[-2]
     bias_kind, bias = _bias_arguments(inputs, heads)
     query, key, value = (_with_adjacent_elements(t) for t in inputs[:3])
-    # What a bias of -inf drops from all rows may hold anything, and 0 times some of that is not 0.
-    # A bias of zeros does no harm; with another, kernels must guard their reads by the bias.
+    # Keys that a bias of -inf drops for all rows may be non-finite, and 0 * NaN is NaN. For a
+    # per-key bias such keys are zeroed here if possible. Else kernels guard reads by the bias.
     guard = bias_kind == ROW_BIAS
     if bias_kind == KEY_BIAS and inputs.bias is not None:
         guard = inputs.block_table is not None or inputs.bias.shape[-3] > kv_heads
@@ -110,7 +110,7 @@ def describe(inputs: AttentionInputs) -> Problem:
     constants = {
         "KIND": layout.kind,
         "BIAS": bias_kind,
-        "CAUSAL": inputs.causal and layout.kind == RANGE,  # otherwise the plan has the limit
+        "CAUSAL": inputs.causal and layout.kind == RANGE,  # other plans include the causal limit
         "SOFTCAP": inputs.softcap > 0,
         "VARLEN": inputs.packed,
         "PAGED": paged,
@@ -142,12 +142,12 @@ def _with_adjacent_elements(tensor: Tensor) -> Tensor:
 
 
 def _dropped_keys(bias: Tensor) -> Tensor:
-    """Return which keys a bias per key drops, in the layout of key and value."""
+    """Return the keys that a per-key bias drops, in the layout of key and value."""
     return (bias.squeeze(-2).transpose(-1, -2) == -torch.inf).unsqueeze(-1)
 
 
 def _packed_keys(inputs: AttentionInputs) -> int:
-    """Return the size of what a paged call has for each key; without any it does not matter."""
+    """Return the key count of a paged call's per-key tensors; without any it has no effect."""
     for tensor in (inputs.start, inputs.mask, inputs.bias):
         if tensor is not None and (tensor is inputs.start or tensor.shape[-2] == 1):
             return tensor.shape[-1]
@@ -161,7 +161,7 @@ def _bias_arguments(inputs: AttentionInputs, heads: int) -> tuple[int, dict[str,
         return NO_BIAS, {"bias": None, "bias_share": 1, **dict.fromkeys(names, 0)}
     kind = KEY_BIAS if bias.shape[-2] == 1 else ROW_BIAS
     if kind == KEY_BIAS:
-        bias = bias.float()  # little memory, and one compiled kernel fewer
+        bias = bias.float()  # small, and saves one compiled kernel
     lengths = zip(bias.stride()[-3:], bias.shape[-3:], strict=True)
     head, row, key = (stride if size > 1 else 0 for stride, size in lengths)
     return kind, {

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the attention kernels share: places in memory, columns of a tile, and scores.
+"""Helpers of the attention kernels: memory offsets, columns of a tile, and scores.
 
-Names of sizes and strides are the same in all kernels; `..problem` says what each is. Rows and keys
-count from the first of their sequence. The functions that work on elements broadcast, so that the
-same ones serve scores of (rows, keys) and of (keys, rows).
+Sizes and strides have the same names in all kernels; `..problem` documents them. Row and key
+numbers start at the first of their sequence. Elementwise functions broadcast, so they serve scores
+of (rows, keys) and of (keys, rows).
 """
 
 import os
@@ -13,7 +13,7 @@ import triton.language as tl
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
-# Kinds of masks. The causal limit is part of a plan, and is computed where there is none.
+# Kinds of masks. A plan includes the causal limit; without a plan the kernels compute it.
 RANGE = tl.constexpr(0)  # no mask, so no plan
 INTERVALS = tl.constexpr(1)  # each key has a first and a past-the-last row
 ROWS = tl.constexpr(2)  # each key has a word of bits for every WORD_ROWS rows
@@ -22,16 +22,16 @@ NO_BIAS = tl.constexpr(0)
 KEY_BIAS = tl.constexpr(1)  # the same for every row
 ROW_BIAS = tl.constexpr(2)
 
-LIST_ROWS = tl.constexpr(128)  # rows of a tile that have one list of columns
+LIST_ROWS = tl.constexpr(128)  # rows of a tile that share one list of columns
 WORD_ROWS = tl.constexpr(64)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-# The product of a finite bias with LOG2E is raised to this: it would be -inf, "not kept".
+# Lower bound of a finite bias times LOG2E, which could otherwise become -inf, "not kept".
 LOWEST = tl.constexpr(-3.4e38)
 
-# These differ from call to call. Triton would compile a kernel again for each that happens to be 1
-# or a multiple of 16; what matters of their alignment, UNIT says.
+# These differ from call to call. Triton would recompile a kernel for each that is 1 or a multiple
+# of 16. UNIT gives the alignment that matters.
 SIZES = [
     *("heads", "kv_heads", "group", "batch_heads", "sequences", "rows", "queries", "total"),
     *("total_keys", "keys", "head_dim", "q_batch", "q_row", "q_head", "kv_batch", "kv_row"),
@@ -56,8 +56,8 @@ SIZES = [
 def sequence_place(index, cu_q, cu_k, rows, queries, total_keys, keys, VARLEN: tl.constexpr):
     """Return batch, q_begin, q_count, k_begin and k_count of a sequence.
 
-    Packed sequences are all of batch 0. The cu_seqlens cannot be checked without waiting for the
-    device, so whatever they hold is cut down to what can be read.
+    Packed sequences are all in batch 0. Checking the cu_seqlens would synchronize with the device,
+    so any values are clamped to the bounds of the tensors.
     """
     batch = index.to(tl.int64)
     q_begin, k_begin = batch * 0, batch * 0
@@ -75,7 +75,7 @@ def sequence_place(index, cu_q, cu_k, rows, queries, total_keys, keys, VARLEN: t
 
 @triton.jit
 def list_tile(this_list, list_tiles, index, q_begin, row, VARLEN: tl.constexpr):
-    """Return the number of a row's tile among those of all lists: never one for two sequences."""
+    """Return the index of a row's tile among the tiles of all lists; sequences never share one."""
     tile = this_list * list_tiles + row // LIST_ROWS
     if VARLEN:
         tile += q_begin // LIST_ROWS + index
@@ -84,8 +84,8 @@ def list_tile(this_list, list_tiles, index, q_begin, row, VARLEN: tl.constexpr):
 
 @triton.jit
 def word_place(tile, row):
-    """Return the number of the words of a block of rows."""
-    row += tile * 0  # of a loop, for the interpreter a plain integer
+    """Return the index of the words of a block of rows."""
+    row += tile * 0  # makes a tensor of a loop variable, a plain integer in the interpreter
     return tile * (LIST_ROWS // WORD_ROWS) + row % LIST_ROWS // WORD_ROWS
 
 
@@ -101,8 +101,8 @@ def tile_counts(
     KIND: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):
-    """Return how many columns a tile has, how many of them, the first, all its rows keep, and how
-    many of those are in whole blocks.
+    """Return a tile's number of columns, the number of leading ones that all its rows keep, and
+    that number rounded down to whole blocks.
     """
     if KIND == RANGE:
         count, full = k_count, k_count
@@ -118,7 +118,7 @@ def tile_counts(
 
 @triton.jit
 def tile_columns(columns, at, full, count, keys, KIND: tl.constexpr, PARTIAL: tl.constexpr):
-    """Return the keys at places `at` of a tile: partial ones lie at the end, the first last."""
+    """Return the keys at places `at` of a tile; partial ones lie reversed at the end."""
     if KIND == RANGE:
         cols = at
     elif PARTIAL:
@@ -131,7 +131,7 @@ def tile_columns(columns, at, full, count, keys, KIND: tl.constexpr, PARTIAL: tl
 
 @triton.jit
 def key_offsets(cols, valid, table, page, kv_page, kv_row, PAGED: tl.constexpr):
-    """Return where keys lie, from the first of their sequence on; paged: from the first page."""
+    """Return the offsets of keys from the first of their sequence; paged: from the first page."""
     if PAGED:
         number = tl.load(table + cols // page, mask=valid, other=0).to(tl.int64)
         offsets = number * kv_page + (cols % page).to(tl.int64) * kv_row
@@ -144,7 +144,7 @@ def key_offsets(cols, valid, table, page, kv_page, kv_row, PAGED: tl.constexpr):
 def kept_intervals(
     cols, valid, first, past, q_count, off, KIND: tl.constexpr, CAUSAL: tl.constexpr
 ):
-    """Return the first and the past-the-last row of each key; of no mask, by the causal limit."""
+    """Return the first row of each key and its end; without a mask, by the causal limit."""
     if KIND == RANGE:
         first_row = cols * 0
         if CAUSAL:
@@ -158,14 +158,14 @@ def kept_intervals(
 
 @triton.jit
 def scaled_bias(bias):
-    """Return a bias in units of ln 2; -inf, and no other, stays -inf."""
+    """Return a bias in units of ln 2. Only -inf becomes -inf."""
     lowest = tl.where(bias == float("-inf"), bias, LOWEST)
     return tl.maximum(bias * LOG2E, lowest, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def capped_scores(products, scale, softcap, SOFTCAP: tl.constexpr):
-    """Return scores in units of ln 2, so that exp2 serves, and their slope by the uncapped ones."""
+    """Return scores in units of ln 2, for exp2, and their derivative by the uncapped scores."""
     if SOFTCAP:
         tanh = 1 - 2 / (tl.exp(products * (2 * scale / softcap)) + 1)
         scores, slope = tanh * (softcap * LOG2E), 1 - tanh * tanh
@@ -179,17 +179,17 @@ def probabilities(scores, lse, BIAS: tl.constexpr):
     """Return the probabilities of scores, both in units of ln 2."""
     exponent = scores - lse
     if BIAS != NO_BIAS:
-        # Above 0 only by rounding, which is large where biases are.
+        # Only rounding makes it positive; the error grows with the magnitude of biases.
         exponent = tl.minimum(exponent, 0.0, propagate_nan=tl.PropagateNan.ALL)
     return tl.exp2(exponent)
 
 
 @triton.jit
 def row_shifts(lse, sums, places, valid, head_sink, SINK: tl.constexpr, SUMS: tl.constexpr):
-    """Return the log2 of what the exponentials of rows are divided by; +inf for rows without keys.
+    """Return log2 of the divisor of each row's exponentials; +inf for rows without keys.
 
-    With SUMS, ``lse`` has the largest score to base 2 in place of the logarithm. ``head_sink`` is
-    to base 2 as well.
+    With SUMS, ``lse`` holds the largest score in base-2 units instead of the logarithm of the sum.
+    ``head_sink`` is in base-2 units, too.
     """
     shift = tl.load(lse + places, mask=valid, other=float("-inf"))
     if SUMS:
@@ -198,7 +198,7 @@ def row_shifts(lse, sums, places, valid, head_sink, SINK: tl.constexpr, SUMS: tl
         shift *= LOG2E
     empty = shift == float("-inf")
     if SINK:
-        # The larger of both, and the logarithm of what the other one adds.
+        # The larger of both, plus the log2 of one plus the ratio of the smaller to it.
         least, most = tl.minimum(shift, head_sink), tl.maximum(shift, head_sink)
         shift = most + tl.log2(1 + tl.exp2(tl.where(least == most, 0.0, least - most)))
     return tl.where(empty, float("inf"), shift)
@@ -206,10 +206,10 @@ def row_shifts(lse, sums, places, valid, head_sink, SINK: tl.constexpr, SUMS: tl
 
 @triton.jit
 def dot(a, b):
-    """Multiply matrices of the dtype of the inputs, exactly but for the sum in float32."""
+    """Multiply matrices of the inputs' dtype: products are exact, sums are float32."""
     if INTERPRETED:
-        # It would multiply the integers in which it keeps bfloat16. And a product of matrices must
-        # equal that of their transposes, whose sum a CPU may take in another order.
+        # tl.dot would multiply the integers that store bfloat16 here. float64 also makes a product
+        # equal that of the transposes, whose float32 sums a CPU may order differently.
         product = tl.dot(a.to(tl.float64), b.to(tl.float64)).to(tl.float32)
     else:
         product = tl.dot(a, b, input_precision="ieee")
@@ -220,7 +220,7 @@ def dot(a, b):
 def load_tile(
     base, offsets, valid, head_dim, ALL: tl.constexpr, EVEN: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """Load vectors of head_dim elements, 0 for those that are not valid; ALL says that all are."""
+    """Load vectors of head_dim elements, 0 where not valid; ALL means that all are valid."""
     d = tl.arange(0, BLOCK_D)
     at = base + offsets[:, None] + d[None, :]
     if EVEN and ALL:
@@ -234,7 +234,7 @@ def load_tile(
 
 @triton.jit
 def rest_of(tile, rounded, HALF: tl.constexpr):
-    """Return what rounding leaves of float32 numbers, in int8: see `with_rest`."""
+    """Return the int8 rounding residual of float32 numbers: see `with_rest`."""
     SHIFT: tl.constexpr = 5 if HALF else 9
     rest = tile.to(tl.int32, bitcast=True) - rounded.to(tl.int32, bitcast=True)
     rest = (rest + (1 << (SHIFT - 1))) >> SHIFT
@@ -243,9 +243,10 @@ def rest_of(tile, rounded, HALF: tl.constexpr):
 
 @triton.jit
 def with_rest(rounded, rest, HALF: tl.constexpr):
-    """Return float32 numbers from 16 bits and the rest: the difference of their bits.
+    """Return float32 numbers from 16-bit ones and the residual, the difference of their bits.
 
-    It is in units of 2^-8 of the largest there is: of bfloat16 where an interpreter truncates.
+    Its unit is 2^-8 of the range of differences: one ulp of float16, two ulps of bfloat16, which
+    the interpreter truncates.
     """
     SHIFT: tl.constexpr = 5 if HALF else 9
     bits = rounded.to(tl.float32).to(tl.int32, bitcast=True)

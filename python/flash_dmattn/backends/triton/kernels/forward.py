@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The forward pass: a program for a block of rows of one query head, over the tile's columns."""
+"""The forward pass: each program computes a row block of one query head over a tile's columns."""
 
 import triton
 import triton.language as tl
@@ -89,10 +89,10 @@ def forward_kernel(
 ):
     """Write out and lse of a block of rows. The last rows, which may see the most, come first.
 
-    With REST also what rounding leaves of out.
+    With REST, also write out's rounding residual.
 
-    With STATISTICS, in place of lse the largest score in units of ln 2, and in place of out the sum
-    of exp2(score - largest), as float32 of lse's shape.
+    With STATISTICS, write the largest score in units of ln 2 to lse instead, and the sum of
+    exp2(score - largest) to out, as float32 of lse's shape.
     """
     index = (tl.program_id(0) % batch_heads // heads).to(tl.int64)
     head = (tl.program_id(0) % heads).to(tl.int64)
@@ -182,7 +182,7 @@ def forward_kernel(
                     BLOCK_D,
                 )
                 new_top = tl.maximum(top, tl.max(scores, 1))
-                # While a row has seen nothing its top is -inf, and -inf - -inf would be NaN.
+                # A row that has seen no key has a top of -inf, and -inf - -inf would be NaN.
                 shift = tl.where(new_top == float("-inf"), 0.0, new_top)
                 weights = tl.exp2(scores - shift[:, None])
                 decay = tl.exp2(top - shift)
@@ -197,7 +197,7 @@ def forward_kernel(
         else:
             tl.store(lse + lse_places, (top + tl.log2(total)) * LN2, mask=valid_rows)
             empty = total == 0
-            if SINK:  # lse is without it
+            if SINK:  # lse excludes the sink
                 total += tl.exp2(tl.load(sink + head) * LOG2E - top)
             out_tile = tl.where(empty[:, None], 0.0, out_tile / total[:, None])
             offsets = ((batch * rows + row_places) * heads + head) * head_dim

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Heads of queries or keys, normalised and rotated, and the gradients of it.
+"""Normalization and rotation of query or key heads, and their gradients.
 
-A program has some rows: a row is one head of one token. Its two halves are read side by side, as an
-element is rotated with the one that stands half a row away.
+Each program has several rows; a row is one head of one token. The two halves of a row are loaded
+separately, because each element is rotated with the element half a row away.
 """
 
 import triton
 import triton.language as tl
 
-# They differ from call to call; Triton would compile again for each that is 1 or a multiple of 16.
+# These differ from call to call. Triton would recompile for each that is 1 or a multiple of 16.
 SIZES = ["eps", "rows", "positions", "token"]
 
 
@@ -32,7 +32,7 @@ def _store_halves(tensor, places, first, second, HALF: tl.constexpr):
 def _places(
     rows, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Return the rows, the elements of a half, and where and which they are in contiguous rows."""
+    """Return the rows, the elements of a half, and their offsets and masks in contiguous rows."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     element = tl.arange(0, BLOCK_HALF)
     is_row = (row < rows)[:, None]
@@ -43,7 +43,7 @@ def _places(
 
 @triton.jit
 def _places_of_heads(row, element, places, token, HEADS: tl.constexpr, DIM: tl.constexpr):
-    """Return the same for rows of which those of a token lie ``token`` behind the one before."""
+    """Return offsets and masks for rows whose tokens are ``token`` elements apart."""
     begin = row // HEADS * token + row % HEADS * DIM
     return begin[:, None] + element[None, :], places[1], places[2]
 
@@ -56,7 +56,7 @@ def _factors(cos, sin, row, element, is_first, positions, HEADS: tl.constexpr, H
 
 @triton.jit
 def _scale(first, second, eps, is_row, DIM: tl.constexpr):
-    """Return what a row is multiplied by to have a mean square of 1; 0 for rows beyond the last."""
+    """Return the factor that gives a row a mean square of 1; 0 for rows beyond the last."""
     squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
     return tl.where(is_row, tl.rsqrt(squares / DIM + eps), 0.0)[:, None]
 
@@ -80,10 +80,10 @@ def prepare_heads(
     NORMED: tl.constexpr,
     TURNED: tl.constexpr,
 ):
-    """Write ``prepared``, rounding where PyTorch's operations round.
+    """Write ``prepared``, with the rounding of PyTorch's operations.
 
-    Heads and prepared are ``(tokens, HEADS, DIM)``, of which only prepared is contiguous; weight is
-    ``(DIM,)``, cos and sin ``(positions, HALF)``.
+    heads and prepared are ``(tokens, HEADS, DIM)``; only prepared must be contiguous. weight is
+    ``(DIM,)``, cos and sin are ``(positions, HALF)``.
     """
     row, element, places = _places(rows, DIM, HALF, BLOCK_HALF, ROWS)
     given = _places_of_heads(row, element, places, token, HEADS, DIM)
@@ -123,9 +123,9 @@ def differentiate_heads(
     NORMED: tl.constexpr,
     TURNED: tl.constexpr,
 ):
-    """Write the gradient of the heads, and of the weight the part of these rows.
+    """Write the gradient of the heads, and these rows' part of the gradient of weight.
 
-    Gradient is that of what `prepare_heads` has written, contiguous as the gradient of the heads;
+    gradient is that of ``prepared`` in `prepare_heads`. It and heads_gradient are contiguous.
     weight_gradient is ``(programs, DIM)``.
     """
     row, element, places = _places(rows, DIM, HALF, BLOCK_HALF, ROWS)

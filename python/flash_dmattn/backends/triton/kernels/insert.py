@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""One token more in the rows that a state keeps: a decoding step is mostly launches."""
+"""Insertion of one token into the rows of a state. Launches dominate a decoding step."""
 
 import triton
 import triton.language as tl
@@ -7,11 +7,11 @@ from triton.language.extra import libdevice
 
 from .common import INTERPRETED
 
-# They differ from call to call; Triton would compile again for each that is 1 or a multiple of 16.
+# These differ from call to call. Triton would recompile for each that is 1 or a multiple of 16.
 SIZES = ["rows", "key_batch", "key_head", "value_batch", "value_head", "bias_batch", "bias_set"]
 
 
-# Where the bias of the token comes from: it is given, or computed as the layer computes it.
+# Source of the token's bias: given, or computed by the formula of the layer.
 GIVEN = tl.constexpr(0)
 SOFTPLUS = tl.constexpr(1)
 EXPONENTIAL = tl.constexpr(2)
@@ -19,7 +19,7 @@ EXPONENTIAL = tl.constexpr(2)
 
 @triton.jit
 def _softplus(x):
-    """Return log(1 + exp(x)) by the functions that PyTorch's kernel calls, to the same bits."""
+    """Return log(1 + exp(x)) with the functions of PyTorch's kernel, for equal bits."""
     small = tl.minimum(x, 20.0)
     if INTERPRETED:
         soft = tl.log(1.0 + tl.exp(small))
@@ -30,7 +30,7 @@ def _softplus(x):
 
 @triton.jit
 def _lowest(positions, begin, end, BLOCK_ROWS: tl.constexpr):
-    """Return the first row of the lowest position, and that; -1 for a row that holds nothing."""
+    """Return the first row of the lowest position, and that position. Empty rows count as -1."""
     lowest = tl.full((), 1 << 62, tl.int64)
     row_of_lowest = tl.full((), 0, tl.int64)
     for start in range(begin, end, BLOCK_ROWS):
@@ -83,7 +83,7 @@ def insert(
     if KEY_BIAS == GIVEN:
         new_bias = tl.load(bias + batch * bias_batch + of_set * bias_set)
     else:
-        # Each head of the bias has a line of weights for the values of all heads.
+        # Each bias head has a row of weights over the values of all heads.
         column = tl.arange(0, BLOCK_VALUE)
         is_column = column < VALUE_WIDTH
         all_values = tl.load(value + batch * value_batch + column, is_column, 0.0)
@@ -91,7 +91,7 @@ def insert(
         state = tl.sum(all_values.to(tl.float32) * weight.to(tl.float32), 0)
         if HAS_STATES_BIAS:
             state += tl.load(states_bias + of_set).to(tl.float32)
-        # PyTorch's operations round to the dtype of the biases.
+        # Round to the dtype of the biases, like PyTorch's operations.
         dtype = held_bias.dtype.element_ty
         soft = _softplus(state.to(value.dtype.element_ty).to(tl.float32)).to(dtype)
         new_bias = tl.load(amplitude + of_set).to(tl.float32) * soft.to(tl.float32)
@@ -108,9 +108,9 @@ def insert(
     first_row = program * rows
     first_state = (
         batch * rows * SETS + of_set
-    ) * WIDTH + element  # of a row to the next SETS * WIDTH
+    ) * WIDTH + element  # rows are SETS * WIDTH apart
     if KEEP_LAST + KEEP_FIRST > 0:
-        # Padding has a bias of -inf; a token that is never kept is told from it by its position.
+        # Padding has a bias of -inf. A NaN bias becomes -inf, too, but gets a position.
         is_there = new_bias != float("-inf")
         new_bias = tl.where(new_bias == new_bias, new_bias, float("-inf"))
         new_position = position
@@ -142,7 +142,8 @@ def insert(
         new_bias = tl.where(is_there, new_bias, float("-inf"))
     else:
         new_position = position
-    # The worst row: the smallest bias, of equal ones the latest. Rows that hold nothing come first.
+    # The worst row has the smallest bias, and of equal ones the latest position. Empty rows are
+    # worst.
     worst_bias = tl.full((), float("inf"), tl.float32)
     worst_position = tl.full((), -1, tl.int64)
     worst = tl.full((), 0, tl.int64)
@@ -160,14 +161,14 @@ def insert(
         worst = tl.where(is_worse, place.to(tl.int64), worst)
         worst_position = tl.where(is_worse, latest, worst_position)
         worst_bias = tl.where(is_worse, least.to(tl.float32), worst_bias)
-    # False for NaN; and for -inf, as no bias is less.
+    # False for a bias of NaN or -inf.
     if new_bias > worst_bias:
         tl.store(held_bias + first_row + worst, new_bias)
         tl.store(held_position + first_row + worst, new_position)
         slot = first_state + worst * SETS * WIDTH
         tl.store(held_key + slot, new_key, inside)
         tl.store(held_value + slot, new_value, inside)
-    # Later programs must still read the old position, so the last one adds to it.
+    # Other programs must read the old position, so the last program updates it.
     programs = tl.num_programs(0)
     if tl.atomic_add(counter + 2, 1) == programs - 1:
         tl.store(counter, position + 1)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The gradients of key and value, and of a bias for each key: by key blocks.
+"""The gradients of key and value, and of a per-key bias, by key blocks.
 
-A program goes through the rows that keep any key of its block, for some of the query heads of a
-group. Where a block is divided into parts, each writes its own sums, in float32.
+A program loops over the rows that keep any key of its block, for some query heads of a group. If a
+block is divided into parts, each part writes its own float32 sums.
 """
 
 import triton
@@ -85,7 +85,7 @@ def key_gradients_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ):
-    """Write dk, dv and dbias of a part of a key block. ``programs`` are B * Hk."""
+    """Write dk, dv and dbias of a part of a key block. ``programs`` is B * Hk."""
     head_dim *= UNIT
     kv_row *= UNIT
     group = heads // kv_heads
@@ -192,7 +192,7 @@ def key_gradients_kernel(
                     dweights = dot(v_tile, tl.trans(dout_tile))
                     dscores = weights * (dweights - delta_tile[None, :])
                     if GUARD or KIND == ROWS:
-                        # Keys that the bias drops, or no row keeps, may hold anything.
+                        # Keys that the bias drops or that no row keeps may be non-finite.
                         dscores = tl.where(kept, dscores, 0.0)
                     if WANT_DBIAS:
                         dbias_tile += tl.sum(dscores, 1)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Attention over listed keys: a program for the query heads that share a list, of one row.
+"""Attention over listed keys: each program computes one row of query heads that share a list.
 
-They are the rows of its tiles; the keys of a tile are gathered once for all of them. Rows count
-through all sequences. `..key_lists` says what sizes and steps are.
+These heads are the rows of its tiles; the keys of a tile are gathered once for all of them. Row
+numbers run through all sequences. `..key_lists` documents sizes and strides.
 """
 
 import triton
@@ -20,7 +20,7 @@ from .common import (
     store_tile,
 )
 
-# Triton would compile a kernel again for each of these that happens to be 1 or a multiple of 16.
+# Triton would recompile a kernel for each of these that is 1 or a multiple of 16.
 LIST_SIZES = [
     *("heads", "kv_heads", "group", "heads_at_once", "head_blocks", "rows", "length", "head_dim"),
     *("list_share", "index_share", "bias_share", "bias_head", "bias_key", "page", "page_batch"),
@@ -30,7 +30,7 @@ LIST_SIZES = [
 
 @triton.jit
 def tile_heads(kv_heads, group, heads_at_once, head_blocks, BLOCK_HEADS: tl.constexpr):
-    """Return the row, the KV head and the query heads of a program, and which of them there are."""
+    """Return a program's row, KV head and query heads, and which of the heads are valid."""
     part = tl.program_id(0) % (kv_heads * head_blocks)
     row = (tl.program_id(0) // (kv_heads * head_blocks)).to(tl.int64)
     kv_head = (part // head_blocks).to(tl.int64)
@@ -73,10 +73,10 @@ def listed_block(
     EVEN: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Return keys and values, by (head, key) scores, their slope and what is kept, and of each key
-    its index, where it lies and whether a head needs it.
+    """Return keys and values; scores, slope and kept pairs as (head, key); and for each key its
+    index, its offset and whether a head needs it.
 
-    Keys that no head of the tile keeps are not read: they may hold anything.
+    Keys that no head of the tile keeps are not loaded, because they may be non-finite.
     """
     index = tl.load(indices + at, mask=at < length, other=-1)
     needed = (index >= 0) & (index < limit)
@@ -152,7 +152,7 @@ def list_forward_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ):
-    """Write out and lse of the heads of a row."""
+    """Write out and lse of some heads of a row."""
     head_dim *= UNIT
     row, kv_head, these, valid_heads = tile_heads(
         kv_heads, group, heads_at_once, head_blocks, BLOCK_ROWS
@@ -204,7 +204,7 @@ def list_forward_kernel(
             BLOCK_D,
         )
         new_top = tl.maximum(top, tl.max(scores, 1))
-        # While a row has seen nothing its top is -inf, and -inf - -inf would be NaN.
+        # A row that has seen no key has a top of -inf, and -inf - -inf would be NaN.
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
         weights = tl.exp2(scores - shift[:, None])
         decay = tl.exp2(top - shift)
@@ -214,7 +214,7 @@ def list_forward_kernel(
         top = new_top
     tl.store(lse + row * heads + these, (top + tl.log2(total)) * LN2, mask=valid_heads)
     empty = total == 0
-    if SINK:  # lse is without it
+    if SINK:  # lse excludes the sink
         total += tl.exp2(tl.load(sink + these, mask=valid_heads, other=0.0) * LOG2E - top)
     out_tile = tl.where(empty[:, None], 0.0, out_tile / total[:, None])
     store_tile(out, q_offsets, out_tile, valid_heads, head_dim, BLOCK_D)
@@ -275,10 +275,10 @@ def list_backward_kernel(
     BIAS_BY_HEAD: tl.constexpr,
     INDEX_BY_HEAD: tl.constexpr,
 ):
-    """Write dq of the heads of a row, and add to the gradients of what it lists.
+    """Write dq of some heads of a row, and add to the gradients of the listed keys.
 
-    Of each row and head, ``share`` is the part of the softmax that is not the sink's, and ``shift``
-    the gradient of lse less ``share * sum(dout * out)``.
+    For each row and head, ``share`` is the keys' share of the softmax, and ``shift`` is the
+    gradient of lse minus ``share * sum(dout * out)``.
     """
     head_dim *= UNIT
     row, kv_head, these, valid_heads = tile_heads(
@@ -286,7 +286,7 @@ def list_backward_kernel(
     )
     at_heads = row * heads + these
     row_lse = tl.load(lse + at_heads, mask=valid_heads, other=float("-inf"))
-    # What rows without keys hold, as query or gradient, must reach nothing.
+    # Queries and gradients of rows without keys may be non-finite; they must not affect results.
     live = row_lse != float("-inf")
     row_lse = tl.where(live, row_lse * LOG2E, 0.0)
     row_share = tl.load(share + at_heads, mask=live, other=0.0)
@@ -414,7 +414,7 @@ def list_mass_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ):
-    """Add the probabilities of the heads of a row to the sums of what it lists."""
+    """Add the probabilities of some heads of a row to the sums of the listed keys."""
     head_dim *= UNIT
     row, kv_head, these, valid_heads = tile_heads(
         kv_heads, group, heads_at_once, head_blocks, BLOCK_ROWS
@@ -431,7 +431,7 @@ def list_mass_kernel(
     begin = tl.load(begins + row)
     if BIAS:
         bias += tl.load(bias_firsts + row)
-    # Of packed sequences keys count through all of them.
+    # The keys of packed sequences are numbered through all sequences.
     mass += begin if PACKED else tl.load(sequences + row) * mass_batch
     for at0 in range(0, length, BLOCK_KEYS):
         _, _, scores, _, kept, index, _, _ = listed_block(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The attention that each key received: by key blocks, over the rows that keep any of a block.
+"""The attention that each key received, by key blocks over the rows that keep any of their keys.
 
-A program has one query head. Where a block's rows are divided, each part writes sums of its own.
+A program has one query head. If a block's rows are divided, each part writes its own sums.
 """
 
 import triton
@@ -30,7 +30,7 @@ from .common import (
 
 @triton.jit
 def kept_pairs(tile_rows, first_row, past_row):
-    """Return by (key, row) what intervals keep."""
+    """Return the kept pairs of intervals as (key, row)."""
     return (first_row[:, None] <= tile_rows[None, :]) & (tile_rows[None, :] < past_row[:, None])
 
 
@@ -141,7 +141,7 @@ def key_mass_kernel(
         if SINK:
             head_sink = tl.load(sink + head) * LOG2E
         TESTS_PAIRS: tl.constexpr = KIND == ROWS or BIAS == ROW_BIAS
-        # Between these rows every key that there is is kept.
+        # Rows in this range keep every valid key.
         full_begin = tl.max(tl.where(alive, first_row, 0), 0)
         full_end = tl.min(tl.where(alive, past_row, q_count), 0)
         sums = tl.zeros([BLOCK_KEYS, BLOCK_ROWS], tl.float32)
@@ -183,7 +183,7 @@ def key_mass_kernel(
                     kept &= row_added != float("-inf")
                     scores += scaled_bias(row_added)
                 weights = probabilities(scores, shift[None, :], BIAS)
-                # What a row or a key holds that is not kept, NaN for one, is nobody's.
+                # Rows and keys of pairs that are not kept may be non-finite.
                 if TESTS_PAIRS:
                     weights = tl.where(kept, weights, 0.0)
                 elif (row0 < full_begin) | (row0 + BLOCK_ROWS > full_end):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The making of plans: each reads its mask once.
+"""Kernels that make plans. Each reads its mask once.
 
-A program goes through the keys of one list and sequence (or of one tile of it) in order, with the
-number of those found so far, so that lists are in key order and equal masks give equal plans.
+A program processes the keys of one list and sequence (or of one tile of it) in order, with a
+running count. So lists are in key order, and equal masks give equal plans.
 """
 
 import triton
@@ -33,9 +33,9 @@ def compact_kernel(
     INTERVALS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ):
-    """List the keys of a list that any query keeps, and the rows that keep each key.
+    """Write the keys of a list that any query keeps, and the rows that keep each key.
 
-    The mask is intervals, or a boolean for each key.
+    The mask is given as intervals, or as one boolean per key.
     """
     index = tl.program_id(0) % sequences
     this_list = (tl.program_id(0) // sequences).to(tl.int64)
@@ -68,7 +68,7 @@ def compact_kernel(
 
 @triton.jit
 def tile_of_program(lists, sequences):
-    """Return which list of which sequence this program's tile has, both of these, and its row."""
+    """Return list_sequence, list, sequence and first row of this program's tile."""
     list_sequence = tl.program_id(0) % (lists * sequences)
     index = list_sequence % sequences
     this_list = (list_sequence // sequences).to(tl.int64)
@@ -78,7 +78,7 @@ def tile_of_program(lists, sequences):
 
 @triton.jit
 def store_counts(counts, tile, full_count, partial_count):
-    """Store how many columns a tile has, and how many of them are full."""
+    """Store a tile's number of columns, and how many of them are full."""
     tl.store(counts + 2 * tile, full_count + partial_count)
     tl.store(counts + 2 * tile + 1, full_count)
 
@@ -116,7 +116,7 @@ def list_intervals_kernel(
     VARLEN: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ):
-    """List the columns of one tile, of the keys that any query keeps."""
+    """Write the columns of one tile, from the keys that any query keeps."""
     list_sequence, this_list, index, row0 = tile_of_program(lists, sequences)
     _, q_begin, q_count, k_begin, _ = sequence_place(
         index, cu_q, cu_k, rows, queries, total_keys, keys, VARLEN
@@ -166,7 +166,7 @@ def list_rows_kernel(
     VARLEN: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ):
-    """Turn the rows of one tile into columns, and a word for each key and WORD_ROWS rows."""
+    """Convert a mask's rows in one tile to columns, and to words of WORD_ROWS bits per key."""
     _, this_list, index, row0 = tile_of_program(lists, sequences)
     _, q_begin, q_count, _, k_count = sequence_place(
         index, cu_q, cu_k, rows, queries, total_keys, keys, VARLEN

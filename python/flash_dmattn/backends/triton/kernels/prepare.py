@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the backward passes read of each row, with zeros for rows that keep nothing."""
+"""Inputs of the backward kernels for each row, with zeros for rows that keep no key."""
 
 import triton
 import triton.language as tl
 
 from .common import LOG2E, SIZES, load_tile, store_tile, with_rest
 
-# Beyond it lse has lost the sum of a row to rounding: all that it keeps has a bias like finfo.min.
-# Such a row counts as one that keeps nothing.
+# From this magnitude lse has lost the row's sum to rounding: all kept keys have a bias such as
+# finfo.min. Such a row counts as empty.
 UNUSABLE_LSE = tl.constexpr(1e30)
-# How far, to base 2, the sink's part of a row's sum may exceed that of the keys. Beyond it the
-# probabilities of keys are nearly 0, but must not be, since the gradient of lse is multiplied by
-# them after it was divided by them.
+# Upper bound, in base-2 units, of the sink's part of a row's sum relative to the keys' part. Above
+# it the probabilities of keys are nearly 0. They must not become 0, because the gradient of lse is
+# divided by them and then multiplied by them.
 MOST_SINK = tl.constexpr(64.0)
 
 
@@ -48,18 +48,18 @@ def prepare_kernel(
 ):
     """Write query, the gradient of out, lse in units of ln 2, and sum(out * dout) - dlse.
 
-    A row that keeps nothing may hold anything, and 0 times some of that is not 0. As zeros, and
-    with an lse of +inf that makes all its probabilities 0, the kernels that loop over rows need not
-    ask, which would make their loads wait for one another.
+    Rows that keep no key may be non-finite, and 0 * NaN is NaN. They are written as zeros, with an
+    lse of +inf, which makes all probabilities 0. So the kernels that loop over rows need no check,
+    which would serialize their loads.
 
-    With REST, out is rounded, and out_rest what that has left of it.
+    With REST, out is rounded, and out_rest is the residual.
 
-    With HAS_SUMS, lse is the largest score, in units of ln 2. Then those kernels make of it
-    probabilities that are too large by the factor row_sums, and their gradient is too small by it.
+    With HAS_SUMS, lse is the largest score in units of ln 2. The kernels then compute probabilities
+    that are too large by the factor row_sums, and the written gradient is divided by it.
 
-    With SINK, the sums that probabilities are divided by have the sink's part too, and what each
-    row adds to the gradient of its head's sink is written. The gradient of lse, which is without
-    the sink, is divided by what the probabilities of keys sum to.
+    With SINK, the sums that divide probabilities include the sink, and each row's part of the
+    gradient of its head's sink is written. The gradient of lse, which excludes the sink, is divided
+    by the sum of the keys' probabilities.
     """
     head_dim *= UNIT
     place = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)

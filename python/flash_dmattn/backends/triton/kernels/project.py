@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A token's projections to heads, normalised and rotated. Of one token they are vectors."""
+"""Projections of single tokens to heads, with normalization and rotation, as vector products."""
 
 import triton
 import triton.language as tl
 
-# They differ from call to call; Triton would compile again for each that is 1 or a multiple of 16.
+# These differ from call to call. Triton would recompile for each that is 1 or a multiple of 16.
 SIZES = ["x_row", "turn_row"]
 
-# How a head is normalised: not; as nn.RMSNorm does; or rounded before it is multiplied by the
-# weight, as transformers' models do.
+# Normalization of a head: none; that of nn.RMSNorm; or that of transformers' models, which round
+# before the product with the weight.
 NO_NORM = tl.constexpr(0)
 RMS_NORM = tl.constexpr(1)
 ROUNDED_NORM = tl.constexpr(2)
-# How it is rotated: not; by a frequency for each pair and the token's position, in float32; or by
-# cosines and sines of the tokens' dtype, with which each product is rounded.
+# Rotation: none; by a frequency per pair and the token's position, in float32; or by cosines and
+# sines of the tokens' dtype, with each product rounded.
 NO_TURN = tl.constexpr(0)
 BY_POSITION = tl.constexpr(1)
 BY_COSINES = tl.constexpr(2)
@@ -55,12 +55,12 @@ def project_heads(
     NORM: tl.constexpr,
     TURN: tl.constexpr,
 ):
-    """Compute a head of a token, rounding where PyTorch's operations round.
+    """Compute a head of a token, with the rounding of PyTorch's operations.
 
-    A program has one head: first come those of the queries, then keys, then values, which are
-    neither normalised nor rotated. Of a head the two halves are computed side by side, as an
-    element is rotated with the one that stands half a head away. ``turn`` and ``other_turn`` are
-    the frequencies and the position, or the cosines and the sines ``(B, DIM)``.
+    A program has one head: first those of the queries, then keys, then values, which are neither
+    normalized nor rotated. The two halves of a head are computed separately, because each element
+    is rotated with the element half a head away. ``turn`` and ``other_turn`` are the frequencies
+    and the position, or the cosines and the sines ``(B, DIM)``.
     """
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The gradients of query, and of a bias that has rows: by blocks of rows, as the forward pass.
+"""The gradients of query and of a bias with rows, by row blocks as in the forward pass.
 
-A program goes through all heads (and elements of the batch) that share its block of the bias, one
-after another, so that their sum is made without atomic operations and always in the same order.
-Where no such gradient is wanted, nothing is shared: a program for each query head.
+A program processes all heads (and batch elements) that share its block of the bias one after
+another. So it sums them in a fixed order without atomic operations. Without such a gradient
+nothing is shared, and each query head has a program.
 """
 
 import triton
@@ -87,7 +87,7 @@ def row_gradients_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ):
-    """Write dq, and add up dbias, of a block of rows of the heads that share it."""
+    """Write dq and accumulate dbias of a block of rows, for the heads that share the bias."""
     shares = heads // share_heads
     first_index = (tl.program_id(0) % programs // shares * share_batches).to(tl.int64)
     first_head = (tl.program_id(0) % shares * share_heads).to(tl.int64)
@@ -188,5 +188,5 @@ def row_gradients_kernel(
             if WANT_DQ:
                 store_tile(dq + base, offsets, dq_tile * scale, valid_rows, head_dim, BLOCK_D)
         if WANT_DBIAS:
-            # What one thread has added for a head, another may add to for the next.
+            # The next head may add to an element in another thread than this head.
             tl.debug_barrier()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The scores of a block of rows at some of its tile's columns, for the kernels that go by rows."""
+"""The scores of a row block at some of its tile's columns, for the kernels over row blocks."""
 
 import triton
 import triton.language as tl
@@ -56,10 +56,10 @@ def score_block(
     EVEN: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Return keys and values, and by (row, column) scores, their slope, and what is kept; columns.
+    """Return keys and values; scores, slope and kept pairs as (row, column); and the columns.
 
-    Scores are -inf where nothing is kept. With GUARD, keys that the bias drops from all rows of the
-    block are not read: they may hold anything.
+    Scores are -inf where a pair is not kept. With GUARD, keys that the bias drops for all rows of
+    the block are not loaded, because they may be non-finite.
     """
     cols = tile_columns(columns, at, full, count, keys, KIND, PARTIAL)
     valid = at < count
