@@ -36,12 +36,12 @@ from .tables import (
 )
 from .timing import clock_for
 
-# Seconds of timing for each contestant and quantity; the lesser of the sweeps.
+# Seconds of timing for each contestant and quantity; the smaller one is for sweeps.
 _SECONDS, _FEWER_SECONDS = 0.2, 0.05
-# What a CPU takes by default, so that it is done in a minute.
+# The longest sequence on a CPU by default, which takes about a minute.
 _LONGEST_ON_CPU = 1024
 
-# Subcommands that measure the chosen cases: a line of help, and the quantities; None: all.
+# Subcommands that measure the chosen cases: a help text, and the quantities; None: all.
 VIEWS: dict[str, tuple[str, tuple[str, ...] | None]] = {
     "all": ("every quantity", None),
     "gpu": ("the same on a GPU", None),
@@ -65,7 +65,7 @@ Add = Callable[..., Any]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
+    """Run the command line, and return the exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or (given[0].startswith("-") and given[0] not in ("-h", "--help")):
         given = ["all", *given]
@@ -127,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_measuring(add: Add) -> None:
-    """Options of every subcommand that measures calls."""
+    """Add the options of every subcommand that measures calls."""
     _add_device(add)
     add(
         "--budget",
@@ -191,13 +191,13 @@ def _given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
 
 
 def _device(options: argparse.Namespace) -> str:
-    """The device by its number, and the current one; the CPU with its threads."""
+    """Return the name of the device, a GPU with its index; set it current, or set CPU threads."""
     on_gpu = options.view == "gpu" or torch.cuda.is_available()
     name = options.device or ("cuda" if on_gpu else "cpu")
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     if options.plot is not None:
-        load_pyplot()  # now, rather than after minutes
+        load_pyplot()  # fail now instead of after minutes
     device = torch.device(name)
     if device.type == "cuda":
         if not torch.cuda.is_available():
@@ -217,9 +217,9 @@ def _measure(
     steps: Iterable[Step],
     count: int,
 ) -> Results:
-    """Measure, and write after each step, so that an interrupted run leaves what it has; show it.
+    """Measure, write the results after each step, and show them.
 
-    ``count`` is how many steps there are.
+    An interrupted run keeps its results so far. ``count`` is the number of steps.
     """
     where = describe_environment(options.device, measurement, options.commit, options.note)
     results = Results(where, quantities, cases)
@@ -233,7 +233,7 @@ def _measure(
                     reason = f"not measured: the time budget of {options.budget:g} s was spent"
                 else:
                     results.records.extend(record.rounded() for record in step.run())
-            except Exception as error:  # whatever it is, the others go on
+            except Exception as error:  # continue with the other steps after any error
                 reason = short_reason(error)
             except KeyboardInterrupt:
                 print("interrupted: here is what was measured", file=sys.stderr)
@@ -292,7 +292,7 @@ def _lists(chosen: str, cases: sets.WorkloadSet) -> list[Table]:
 
 
 def _equivalence(options: argparse.Namespace) -> int:
-    """Returns 1 where an error is too large or a call failed, 3 where time ran out."""
+    """Return 1 if an error is too large or a call failed, 3 if the time budget was spent."""
     device = _device(options)
     longest = options.longest or (_LONGEST_ON_CPU if device == "cpu" else max(equivalence.LENGTHS))
     cases = equivalence.configurations(device, options.dtype, longest)

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Time in attention of one Doge model of transformers, and of the whole model.
+"""Time in attention of a Doge model of transformers, and of the whole model.
 
-In attention is what makes masks, and the attention function, whichever the model has:
+Attention includes making masks and the attention function, for any implementation:
 
-* once in a forward pass, the function that makes the model's causal mask;
+* once per forward pass, the function that makes the model's causal mask;
 * in each layer, from the call of the module's ``prepare_dynamic_mask`` until the attention function
   returns. Nothing else is computed between the two: eager attention and SDPA repeat the mask for
   the query heads there.
 
-What comes before in a layer is no attention and the same for all: projections, the bias's own
-included, norms, rotary embedding and the cache. Two moments are taken for each span, so that taking
-them costs little.
+Earlier parts of a layer are not attention, and equal for all: projections, including that of the
+bias, norms, rotary embedding and the cache. Each span takes only two timestamps, so that measuring
+costs little.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Function = Callable[..., Any]
 
 
 class Span(NamedTuple):
-    """A part of the work, by the moments at which it begins and ends."""
+    """A part of the work, with the timestamps of its begin and end."""
 
     phase: str
     kind: str  # mask, layer or model
@@ -40,7 +40,7 @@ class Span(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """The duration."""
         if isinstance(self.stop, (float, int)):
             return float(self.stop - self.start)
         self.stop.synchronize()
@@ -48,16 +48,16 @@ class Span(NamedTuple):
 
 
 def event_now() -> Any:
-    """The moment on a GPU: a CUDA event on the current stream."""
+    """Return the current time on a GPU: a CUDA event on the current stream."""
     event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
 
 
 class AttentionClock:
-    """Takes the time of a model's forward passes, of which the first is the prefill.
+    """Measures a model's forward passes; the first is the prefill.
 
-    ``now`` gives moments: numbers of seconds, or CUDA events.
+    ``now`` returns timestamps: numbers of seconds, or CUDA events.
     """
 
     def __init__(self, now: Callable[[], Any] = time.perf_counter) -> None:
@@ -68,10 +68,10 @@ class AttentionClock:
 
     @contextmanager
     def watching(self, model: Any) -> Iterator[None]:
-        """Take the times of this model. Afterwards all is as it was, in it and in transformers."""
+        """Measure this model. Afterwards the model and transformers are restored."""
         attentions = [layer.self_attn for layer in model.model.layers]
         self._layers = len(attentions)
-        # The functions that the model calls are names in the module that defines it.
+        # The model calls these functions by names of its defining module.
         modeling: Any = importlib.import_module(type(model).__module__)
         find, make_mask = (
             modeling.ALL_ATTENTION_FUNCTIONS.get_interface,
@@ -79,7 +79,7 @@ class AttentionClock:
         )
 
         def get_interface(*names: Any) -> Function:
-            """What looks attention functions up, and lets those that it finds end a span."""
+            """Look up an attention function, and make it end a span."""
             return self._timed(find(*names), ends="layer", of=lambda m, *_, **__: m in attentions)
 
         def is_of_model(*_: Any, config: Any = None, **__: Any) -> bool:
@@ -99,17 +99,17 @@ class AttentionClock:
             yield
 
     def restart(self) -> None:
-        """Forget what was seen."""
+        """Discard all measurements."""
         self.spans.clear()
         self._open.clear()
         self._calls = 0
 
     def seconds(self) -> dict[str, float]:
-        """The quantities of one generation.
+        """Return the quantities of one generation.
 
         Raises:
-            RuntimeError: the model did not call what is timed, once for each mask and layer: a
-                function that is called in another way would be left out, and nobody would notice.
+            RuntimeError: the model did not call the timed functions once per mask and layer. A
+                function that is called in another way would be missing from the time.
         """
         for kind, expected in (("mask", self._calls), ("layer", self._calls * self._layers)):
             count = sum(span.kind == kind for span in self.spans)
@@ -141,7 +141,7 @@ class AttentionClock:
         ends: str = "",
         of: Function = lambda *_, **__: True,
     ) -> Function:
-        """A function that begins or ends a span, where ``of`` says so of its arguments."""
+        """Return a function that begins or ends a span if ``of`` accepts its arguments."""
 
         @wraps(function)
         def timed(*args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The performance targets on one H200 and on CPUs, and how a run stands against them.
+"""The performance targets on one H200 and on CPUs, and their comparison with a run.
 
-A tool for maintainers: no test asks how fast a machine is.
+A tool for maintainers: no test depends on the speed of a machine.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ class Bar(NamedTuple):
     measured: str  # a case, a contestant and a quantity
     limit: float
     about: str = ""
-    others: str = ""  # contestants, of which the least is the reference
+    others: str = ""  # contestants; the smallest value is the reference
     first: str = ""  # a case, which is the reference
     scale: float | None = None  # if not the unit of the quantity
-    than: str = ""  # the quantity of others, if not the same
-    fastest: str = ""  # a quantity: of the others the one that has the least of it is the reference
-    speed: bool = False  # turns the ratio over: the reference by ours, bounded from below
+    than: str = ""  # the quantity of others, if different
+    fastest: str = ""  # a quantity; its smallest value selects the reference among the others
+    speed: bool = False  # bounds the inverse ratio, reference by ours, from below
 
     @property
     def key(self) -> Key:
-        """Whose number is bounded."""
+        """The bounded number."""
         case, who, quantity = self.measured.split()
         return case, who, quantity
 
     @property
     def references(self) -> list[Key]:
-        """By which it is divided."""
+        """The numbers that may be the divisor."""
         case, who, quantity = self.key
         others = [(case, other, self.than or quantity) for other in self.others.split()]
         return others + ([(self.first, who, quantity)] if self.first else [])
 
     @property
     def work(self) -> str:
-        """What the bound is of, in words."""
+        """The bounded quantity as text."""
         case, who, quantity = self.key
         words = [f"{case}: {who}", quantity.replace("_", " "), self.about]
         return ", ".join(filter(None, words))
 
 
 class Verdict(NamedTuple):
-    """What was seen for a bar; None where the run has no numbers for it."""
+    """The measured value for a bar; None if the run has no numbers for it."""
 
     bar: Bar
     seen: float | None
@@ -124,8 +124,8 @@ TRAIN_BARS = tuple(
     for length, limit in {"2k": 1.0, "4k": 1.1, "16k": 1.8, "64k": 5.0}.items()
 )
 
-# Of the set "shapes", by how hard a problem is: forward and backward, in times of cuDNN over w keys
-# that were gathered before.
+# For the set "shapes", by difficulty: bounds of forward and backward, relative to cuDNN over w keys
+# that are gathered beforehand.
 _OVER_COMPACT = {
     "compact-1x32x8x128x8192x1024": (1.2, 1.35),
     "compact-1x32x8x128x65536x1024": (1.2, 1.35),
@@ -176,8 +176,8 @@ def _pair_bars() -> Iterator[Bar]:
 
 PAIR_BARS = tuple(_pair_bars())
 
-# By the first part of the name of a run's first case: bars of GPUs, and of CPUs. A set of several
-# kinds of cases has all of them, whichever come first.
+# By the first part of the name of a run's first case: bars of GPUs, and of CPUs. All kinds of cases
+# in a set map to all bars of the set, because any of them may come first.
 _OF_SETS: dict[str, tuple[tuple[Bar, ...], tuple[Bar, ...]]] = {
     "decode": (DECODE_BARS, ()),
     "generate": (GENERATE_BARS, GENERATE_BARS),
@@ -188,7 +188,7 @@ _OF_SETS: dict[str, tuple[tuple[Bar, ...], tuple[Bar, ...]]] = {
 
 
 def verdicts(results: Results) -> list[Verdict]:
-    """How each bar that is meant for a run stands, by its numbers."""
+    """Return the verdict on each bar that applies to a run."""
     kind = next(iter(results.cases), "").partition("-")[0]
     on_gpu, on_cpu = _OF_SETS.get(kind, (BARS, CPU_BARS))
     bars = on_gpu if results.environment["gpu"] else on_cpu
@@ -216,7 +216,7 @@ def _references(bar: Bar, known: dict[Key, float]) -> list[Key]:
 
 
 def bars_table(found: Sequence[Verdict]) -> Table:
-    """The bars with what was seen, for people."""
+    """Return the bars with the measured values as a table."""
     rows = []
     for verdict in found:
         bar = verdict.bar

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The problems that are measured, and their inputs."""
+"""The measured problems and their inputs."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ PASSES: tuple[Pass, ...] = ("forward", "forward_backward")
 
 # Largest allowed |ours - theirs| / max |theirs|; both round each result to the dtype at least once.
 AGREEMENT = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
-# Of keys with a mask of their own, as where a few residues or tokens are padding.
+# Share of keys that a separate key mask keeps, as with a few residues or tokens of padding.
 _KEPT_SHARE = 0.9
 
 
 @dataclass(frozen=True)
 class Case:
-    """One attention problem. ``window`` is None for dense attention, which has no bias then.
+    """One attention problem. ``window`` is None for dense attention, which then has no bias.
 
-    The bias is per key, as models learn it, or with ``per_query`` it has a row for each query. With
+    The bias is per key, as models learn it, or with ``per_query`` has a row for each query. With
     ``pair_bias`` it has such rows and no batch dimension; then there is no window, and each batch
-    element has a mask of its keys.
-    ``queries`` is 1 for decoding, None where there are as many as keys.
+    element has its own key mask. ``queries`` is 1 for decoding, None if there are as many as keys.
     """
 
     name: str
@@ -50,12 +49,12 @@ class Case:
 
     @property
     def group(self) -> int:
-        """Query heads that share one key/value head."""
+        """Number of query heads that share one KV head."""
         return self.heads // self.kv_heads
 
     @property
     def rows(self) -> int:
-        """Queries."""
+        """Number of queries."""
         return self.length if self.queries is None else self.queries
 
     @property
@@ -74,7 +73,7 @@ class Case:
 class Inputs:
     """query, grad_out (B,Q,H,D); key, value (B,K,Hk,D); bias (B,Hk,{1|Q},K), None if dense.
 
-    Where the batch shares a bias of pairs, it is (1,H,Q,K), and ``keep`` a boolean (B,1,1,K).
+    If the batch shares a pair bias, it is (1,H,Q,K), and ``keep`` is a boolean (B,1,1,K).
     """
 
     query: torch.Tensor
@@ -86,7 +85,7 @@ class Inputs:
 
 
 def make_inputs(case: Case) -> Inputs:
-    """Normal random tensors, the same for every contestant and in every process.
+    """Return normal random tensors, equal for every contestant and in every process.
 
     Keys and biases have no structure, so that no tile of the mask is empty by chance.
     """
@@ -112,7 +111,7 @@ def make_inputs(case: Case) -> Inputs:
 
 
 def _kept_keys(case: Case, generator: torch.Generator) -> torch.Tensor:
-    """A (B,1,1,K) mask of nine keys in ten at random, the first always among them."""
+    """Return a (B,1,1,K) mask of nine random keys in ten, always including the first."""
     drawn = torch.rand(case.batch, 1, 1, case.length, generator=generator, device=case.device)
     keep = drawn < _KEPT_SHARE
     keep[..., 0] = True
@@ -120,7 +119,7 @@ def _kept_keys(case: Case, generator: torch.Generator) -> torch.Tensor:
 
 
 def shape_text(case: dict[str, Any]) -> str:
-    """A case, as files of results hold it, in the letters of the field."""
+    """Return a case of a results file as text, in the field's letters."""
     queries = "" if case["queries"] is None else f" Q{case['queries']}"
     window = "" if case["window"] is None else f" w{case['window']}"
     bias = ", bias per query and key" if case.get("per_query") and case["queries"] is None else ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Tables of pages that compare: over many problems with one reference or with all."""
+"""Comparison tables of pages: over many problems, with one reference or with all."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .results import Record, Results
 from .sets import SIZES
 from .tables import COLUMNS, Table
 
-Found = Mapping[str, Results]  # files of results by their names
+Found = Mapping[str, Results]  # results files by name
 _SHAPES, _PAIRS = "h100-shapes", "h200-pairs"
-_LEAST_LOST = 1.1  # times another's time, from which on ours is slower
+_LEAST_LOST = 1.1  # ratio to another's time from which ours counts as slower
 _PASSES = ("forward", "backward", "decode")
 
 
 class Judged(NamedTuple):
-    """Ours beside one reference, and the target for that: a line for each problem."""
+    """Ours compared with one reference, and the target: a line for each problem."""
 
     title: str
     kind: str  # the first part of the cases' names
@@ -28,11 +28,11 @@ class Judged(NamedTuple):
     file: str = _SHAPES
 
     def bars(self) -> list[Bar]:
-        """A bar for each line."""
+        """Return the bar of each line."""
         return [bar for bar in SHAPE_BARS if self._has(bar)]
 
     def table(self, found: Found) -> Table:
-        """Without lines where nothing was measured."""
+        """Return the table, without lines for problems that were not measured."""
         if self.file not in found:
             return Table(self.title)
         results, rows = found[self.file], []
@@ -55,16 +55,16 @@ class Judged(NamedTuple):
 
 
 class Peers(NamedTuple):
-    """Ours beside all others, of which the best is named: a line for each problem."""
+    """Ours compared with all others, naming the best: a line for each problem."""
 
     title: str
     kinds: tuple[str, ...]  # the first parts of the cases' names
     quantity: str
-    columns: Mapping[str, str]  # contestants, ours first, and what they are called
+    columns: Mapping[str, str]  # contestants, ours first, and their titles
     file: str = _PAIRS
 
     def table(self, found: Found) -> Table:
-        """Without lines and columns where nothing was measured; a note names those columns."""
+        """Return the table, without unmeasured lines and columns; a note names these columns."""
         if self.file not in found:
             return Table(self.title)
         results, rows = found[self.file], []
@@ -90,9 +90,9 @@ class Peers(NamedTuple):
 
 
 def slower_table(found: Found) -> Table:
-    """Where the fastest other with the same mask is faster than the fastest of ours.
+    """Return the cases where the fastest other with the same mask is faster than our fastest.
 
-    A problem that several files have is shown as it was measured last. Host times are elsewhere.
+    A problem in several files is shown with its latest measurement. Host times are excluded.
     """
     rows: dict[tuple[str, ...], tuple[str, ...]] = {}
     files: dict[tuple[str, ...], str] = {}
@@ -120,12 +120,12 @@ def slower_table(found: Found) -> Table:
 
 
 def _short(results: Results) -> str:
-    """A machine's name without its memory."""
+    """Return a machine's name without its memory size."""
     return results.machine.removeprefix("NVIDIA ").partition(" 80GB")[0]
 
 
 def _masked(case: Mapping[str, Any], mask: str) -> str:
-    """A case by its numbers, and what is masked and biased in it."""
+    """Return a case by its numbers, with its mask and bias."""
     if mask == ALL_KEYS:
         return f"{_problem({**case, 'window': None})}; no mask"
     return f"{_problem(case)}{'; bias per query' if case['per_query'] else ''}"
@@ -136,7 +136,7 @@ def _cell(results: Results, key: tuple[str, str, str]) -> str:
 
 
 def _problem(case: Mapping[str, Any]) -> str:
-    """A case by its numbers, in the order in which the pages have them."""
+    """Return a case by its numbers, in the order of the pages."""
     return ", ".join(str(case[size]) for size in SIZES if case[size] is not None)
 
 
@@ -188,7 +188,7 @@ def _earlier(what: str, file: str) -> Peers:
 
 
 _COMPACT, _DENSE = "compact cuDNN", "dense cuDNN"
-# What each block of a page holds.
+# The tables of each block of a page.
 COMPARISONS: dict[str, tuple[Judged | Peers, ...]] = {
     "compact-forward": (Judged("Forward over kept keys", "compact", "forward", _COMPACT),),
     "compact-backward": (Judged("Backward over kept keys", "compact", "backward", _COMPACT),),

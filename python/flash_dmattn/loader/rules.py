@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which candidates can serve a device, and which is the best: pure functions of facts.
+"""Which candidates can serve a device, and which is the best, as pure functions of facts.
 
-A candidate is refused by the first of `ROWS` that it breaks. The accepted ones are ranked by
+The first of `ROWS` that a candidate violates refuses it. The accepted candidates are ranked by
 
 1. the file that FLASH_DMATTN_LIBRARY_PATH names, then
-2. the place of its arch in the device's preference, then
-3. torch's CUDA major before the other one, and without torch's the newer before the older, then
+2. the position of the arch in the device's preference, then
+3. torch's CUDA major first, otherwise the newer CUDA major first, then
 4. the order in which they were found: flash_dmattn's own packs first.
 
-Of two packs with one name, such as a distribution's and flash_dmattn's own, the first found thus
-goes first; a pack from elsewhere never replaces flash_dmattn's own by being installed.
+Of two packs with the same name, for example a distribution's and flash_dmattn's own, this ranks the
+first found one first. So installing another pack never replaces flash_dmattn's own.
 
-The arch counts for more than the CUDA major, because code made for another arch is slower on every
-call, while packs of either major work under torch of either major.
+The arch has priority over the CUDA major, because code for another arch is slower in every call,
+while packs of either major work under torch of either major.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .trace import Entry, Rule, Trace
 
 
 class Wishes(NamedTuple):
-    """What the environment asks for; "" or "0" where it asks for nothing."""
+    """What the environment requests; "" or "0" for no request."""
 
     library_path: str = ""
     cuda: str = ""
@@ -44,17 +44,17 @@ class Wishes(NamedTuple):
 
 
 class Need(NamedTuple):
-    """What a device needs of a pack."""
+    """What a device needs from a pack."""
 
     facts: Situation
     wishes: Wishes
     targets: Targets
     forced: bool  # a variable names a file, which may be for this device
-    majors: Set[str]  # of the CUDA of the packs that are here
+    majors: Set[str]  # CUDA majors of the packs that are present
 
     @property
     def archs(self) -> tuple[str, ...]:
-        """The archs whose code the device runs, the best first."""
+        """The archs whose code the device runs, in order of preference."""
         return self.targets.preference.get(self.facts.device.capability or "", ())
 
     @property
@@ -64,19 +64,19 @@ class Need(NamedTuple):
 
     @property
     def platform(self) -> str:
-        """The platform of a torch whose cuda devices are not NVIDIA's; "" for others."""
+        """The platform of a torch whose cuda devices are not NVIDIA's; "" for other devices."""
         torch = self.facts.torch
         return torch.platform if torch and torch.rocm and self.facts.device.kind == "cuda" else ""
 
     @property
     def torch_major(self) -> str | None:
-        """The CUDA major that torch was built by."""
+        """The CUDA major that torch is built with."""
         torch = self.facts.torch
         return torch.cuda.partition(".")[0] if torch and torch.cuda else None
 
     @property
     def fix_of_no_pack(self) -> str:
-        """What to do if there is no pack of the device's kind."""
+        """The remedy if there is no pack of the device's kind."""
         version, kind = self.facts.package_version, self.facts.device.kind
         if kind == "cpu":
             return remedies.reinstall(version)
@@ -105,32 +105,32 @@ class Case(NamedTuple):
 
     @property
     def runs_elsewhere(self) -> bool:
-        """Whether it is code of an arch that the device does not run."""
+        """Whether it is code for an arch that the device does not run."""
         return self.pack.arch is not None and self.pack.arch not in self.need.archs
 
     @property
     def record(self) -> str:
-        """Whether packs were run on the device's compute capability, as the table has it."""
+        """The table's record of pack runs on the device's compute capability."""
         return self.need.targets.record.get(self.facts.device.capability or "", "")
 
     @property
     def is_wished(self) -> bool:
-        """Whether a variable asks for it, or for packs that were never run on such a device."""
+        """Whether a variable requests it, or requests untried packs."""
         return self.need.wishes.untried == "1" or self.pack.forced
 
     @property
     def is_untried(self) -> bool:
-        """Whether no GPU ever ran its kernels, and no variable asks for it."""
+        """Whether no GPU of this capability has run its kernels, and no variable requests it."""
         return self.record == "none" and not self.is_wished
 
     @property
     def needs_trial(self) -> bool:
-        """Whether its self-test has to pass on the device before it serves."""
+        """Whether its self-test must pass on the device before it serves."""
         return self.record == "self-test" and not self.is_wished
 
     @property
     def floor(self) -> str | None:
-        """The oldest driver that runs its CUDA major and its arch; None if the table does not know
+        """The oldest driver that runs its CUDA major and its arch; None if the table does not have
         the major.
         """
         floor = self.need.targets.min_driver.get(self.pack.cuda_major or "")
@@ -139,21 +139,21 @@ class Case(NamedTuple):
 
     @property
     def needed_cuda(self) -> str:
-        """The oldest CUDA whose driver runs it: its major, or the first that has its arch."""
+        """The oldest CUDA whose driver runs it: its major, or the first that supports its arch."""
         _, first = self.need.targets.arch_driver.get(self.pack.arch or "", ("", ""))
         return max(self.pack.cuda_major or "", first, key=_numbers)
 
     @property
     def needs_driver(self) -> bool:
-        """Whether there is a driver that must run it."""
+        """Whether it is a GPU pack and there is a driver to check."""
         return self.pack.cuda_major is not None and self.facts.driver is not None
 
     @property
     def driver_is_old(self) -> bool:
         """Whether the driver does not run the candidate's CUDA major, or its arch.
 
-        What the driver's library says it runs decides: with NVIDIA's forward-compatibility package
-        that is more than the version of the kernel driver tells.
+        The driver library's CUDA version takes precedence: with NVIDIA's forward-compatibility
+        package it is newer than the version of the kernel driver implies.
         """
         driver = self.facts.driver or Driver(None, None)
         runs, needed = driver.cuda, self.floor and self.needed_cuda
@@ -163,18 +163,18 @@ class Case(NamedTuple):
 
     @property
     def is_of_another_version(self) -> bool:
-        """Whether it is not of this flash_dmattn, where it is known which one this is."""
+        """Whether it differs from this flash_dmattn's version, if that is known."""
         return self.facts.package_version not in (None, self.pack.version)
 
     @property
     def fix_of_file(self) -> str:
-        """What to do about a file that is not what it should be."""
+        """The remedy for a wrong or damaged file."""
         if self.pack.forced:
             return remedies.unset("FLASH_DMATTN_LIBRARY_PATH")
         return remedies.reinstall(self.facts.package_version, self.pack.distribution)
 
     def filled(self, text: str) -> str:
-        """Return a text with its braces filled in."""
+        """Return a text with the fields in braces filled in."""
         return text.format(case=self, pack=self.pack, need=self.need, facts=self.facts)
 
 
@@ -183,7 +183,7 @@ _UPDATE = remedies.update_driver("{case.floor}")
 _UNSET = remedies.unset("FLASH_DMATTN_{}")
 Check = Callable[[Case], object]
 
-# A rule, whether it refuses a case, the reason, and the fix. The first that refuses speaks.
+# Rule, predicate that refuses a case, reason, and remedy. The first that refuses is reported.
 ROWS: tuple[tuple[Rule, Check, str, str], ...] = (
     (
         Rule.DEVICE_KIND,
@@ -211,7 +211,7 @@ ROWS: tuple[tuple[Rule, Check, str, str], ...] = (
     (Rule.DRIVER, lambda c: c.needs_driver and c.floor is None, say.UNKNOWN_CUDA, _FILE),
     (Rule.DRIVER, lambda c: c.needs_driver and c.driver_is_old, say.OLD_DRIVER, _UPDATE),
     (Rule.ABI_VERSION, lambda c: c.pack.abi_version != c.facts.abi_version, say.WRONG_ABI, _FILE),
-    # A file that a developer names may be of another build; equal ABI versions make that safe.
+    # A file that a developer names may be of another build; equal ABI versions make it safe.
     (
         Rule.VERSION,
         lambda c: c.is_of_another_version and not c.pack.forced,
@@ -240,7 +240,7 @@ ROWS: tuple[tuple[Rule, Check, str, str], ...] = (
     (Rule.DEFECT, lambda c: c.pack.defect, "{pack.defect}: {pack.path}", _FILE),
 )
 
-# What is worth knowing of a candidate that can serve.
+# Notes on candidates that can serve.
 NOTES: tuple[tuple[Check, str], ...] = (
     (lambda c: c.record == "none" or (c.record == "self-test" and c.is_wished), say.NEVER_RUN),
     (lambda c: c.needs_trial, say.TRIAL_FIRST),
@@ -266,7 +266,7 @@ def decide(
 
     ``targets`` may be None for devices other than GPUs.
     """
-    # A forced file for another kind of device leaves this device alone.
+    # A forced file for another kind of device does not affect this device.
     forced = any(c.forced and c.device in (situation.device.kind, None) for c in candidates)
     majors = {c.cuda_major for c in candidates if c.device == "cuda" and c.cuda_major}
     need = Need(situation, wishes, targets or Targets({}, {}, {}), forced, majors)
@@ -290,7 +290,7 @@ def _judge(case: Case, place: int) -> Entry:
 
 
 def _told_apart(accepted: Sequence[Entry]) -> list[Entry]:
-    """Say of each accepted candidate which one of the same name goes before it."""
+    """Add to each accepted candidate a note if one of the same name precedes it."""
     first: dict[str, Candidate] = {}
     result = []
     for entry in accepted:

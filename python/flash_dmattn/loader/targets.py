@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The declared table of GPU archs and CUDA majors: an installed copy of cmake/targets.json."""
+"""The table of GPU archs and CUDA majors: an installed copy of cmake/targets.json."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ SCHEMA = 1
 
 
 class InstallationError(RuntimeError):
-    """A file that every installation has is missing or cannot be understood."""
+    """A required file of the installation is missing or invalid."""
 
 
 class Targets(NamedTuple):
     """The GPU archs of packs, and the drivers and CUDA versions that they need."""
 
-    # For each compute capability, such as 8.9, the archs that run on it, the best first.
+    # By compute capability, such as 8.9: the archs that run on it, in order of preference.
     preference: Mapping[str, tuple[str, ...]]
-    # For each compute capability: "run" if the tests passed on such a GPU, "tiles" if they passed
-    # with its tiles on a GPU of another capability, "self-test" if that is so but a self-test has
-    # to pass before a pack serves, otherwise "none".
+    # By compute capability: "run" if the tests have passed on such a GPU; "tiles" if they have
+    # passed with its tiles on a GPU of another capability; "self-test" as "tiles", but a self-test
+    # must pass before a pack serves; otherwise "none".
     record: Mapping[str, str]
-    # For each CUDA major, such as 12, the oldest NVIDIA driver that runs its packs.
+    # By CUDA major, such as 12: the oldest NVIDIA driver that runs its packs.
     min_driver: Mapping[str, str]
-    # For each arch that needs a newer one: the driver, and the CUDA that this driver runs.
+    # By arch, if it needs a newer driver: that driver, and the CUDA that this driver runs.
     arch_driver: Mapping[str, tuple[str, str]] = MappingProxyType({})
 
 
@@ -37,7 +37,7 @@ def find_targets(directories: Iterable[Path]) -> Targets:
     """Read ``targets.json`` from the first directory that has it.
 
     Raises:
-        InstallationError: no directory has it, or it cannot be understood.
+        InstallationError: no directory has it, or it is invalid.
     """
     looked = [directory / "targets.json" for directory in directories]
     path = next((path for path in looked if path.is_file()), None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the loader decided for one device, and why."""
+"""The loader's decision for one device, and its reasons."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Rule(IntEnum):
-    """What refused a candidate, in the order of checking: the later, the nearer to working."""
+    """Reasons to refuse a candidate, in the order of checks: later ones are closer to working."""
 
     DEVICE_KIND = 1
     UNREADABLE = 2
@@ -32,14 +32,14 @@ class Rule(IntEnum):
 
 
 class Entry(NamedTuple):
-    """A candidate and what was decided of it."""
+    """A candidate and the decision about it."""
 
     candidate: Candidate
     rank: tuple[bool, int, bool, int, int]  # sorts the best first
-    rule: Rule | None  # what refused it; None if it can serve the device
-    reason: str  # why it was refused, or what is worth knowing of it: "" is nothing
-    remedy: str = ""  # the command or step that changes a refusal
-    trial: bool = False  # whether it serves only after its self-test has passed on the device
+    rule: Rule | None  # the rule that refused it; None if it can serve the device
+    reason: str  # why it was refused, or a note on it; "" for none
+    remedy: str = ""  # the command or step that resolves a refusal
+    trial: bool = False  # whether it serves only after its self-test passes on the device
 
     def __str__(self) -> str:
         verdict = "accepted" if self.rule is None else "refused"
@@ -52,10 +52,10 @@ class Trace:
     """The decision for one device.
 
     Attributes:
-        situation: what was known.
-        entries: the accepted candidates, the best first, then the refused ones as they were found.
-        default_remedy: what to do if there is no candidate at all, or about the problem.
-        problem: why nothing could be decided; None if candidates were judged.
+        situation: the known facts.
+        entries: the accepted candidates, the best first, then the refused ones in the order found.
+        default_remedy: the remedy if there is no candidate, or for the problem.
+        problem: why no decision was possible; None if candidates were judged.
         pack: the chosen candidate, opened.
     """
 
@@ -71,40 +71,40 @@ class Trace:
 
     @property
     def chosen(self) -> Candidate | None:
-        """The candidate that serves the device; None if no one does."""
+        """The candidate that serves the device; None if there is none."""
         return next((entry.candidate for entry in self.accepted()), None)
 
     @property
     def remedy(self) -> str:
-        """What to do if nothing was chosen: about the candidate that was nearest to working."""
+        """The remedy if no candidate was chosen: that of the candidate closest to working."""
         return self.remedy_of(self.entries)
 
     def remedy_of(self, entries: Iterable[Entry]) -> str:
-        """Return what to do about the refused one of these that was nearest to working."""
-        # max() returns the first of equals, so among equals the best-placed candidate speaks.
+        """Return the remedy of the refused entry that is closest to working."""
+        # max() returns the first of equals, which is the best-ranked candidate.
         nearest = max(entries, key=lambda entry: entry.rule or 0, default=None)
         return nearest.remedy if nearest and nearest.rule else self.default_remedy
 
     @property
     def passed_over(self) -> tuple[Entry, ...]:
-        """The damaged candidates that would have been taken before the chosen one."""
+        """The damaged candidates that rank before the chosen one."""
         ranks = [entry.rank for entry in self.accepted()]
         damaged = (e for e in self.entries if e.rule in (Rule.DEFECT, Rule.OPENING))
         return tuple(entry for entry in damaged if not ranks or entry.rank < ranks[0])
 
     def refuse(self, refused: Entry, rule: Rule, reason: str, remedy: str) -> Trace:
-        """Return the trace in which an accepted entry is refused after all."""
+        """Return the trace with an accepted entry refused."""
         rest = (entry for entry in self.entries if entry is not refused)
         last = refused._replace(rule=rule, reason=reason, remedy=remedy)
         return replace(self, entries=(*rest, last))
 
     def settle(self, tried: Entry, reason: str) -> Trace:
-        """Return the trace in which an accepted entry has passed its self-test."""
+        """Return the trace with an accepted entry whose self-test has passed."""
         passed = tried._replace(reason=reason, trial=False)
         return replace(self, entries=tuple(passed if e is tried else e for e in self.entries))
 
     def lines(self) -> list[str]:
-        """Return what was looked for and what was found, as lines."""
+        """Return what was searched and what was found, as lines."""
         known = self.situation
         looked = [
             f"a {known.device.kind} pack for {known.host.machine}",

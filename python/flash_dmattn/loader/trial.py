@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The self-test of a pack on a GPU of a compute capability on which none was ever run.
+"""The self-test of a pack on a GPU of a compute capability on which no pack has been run.
 
-Its outcome is remembered in the user's cache directory, for the pack, the driver and the GPU: the
-test takes nearly a second, and a kernel that ends the process must not end the next one.
+Its outcome is stored in the user's cache directory by pack, driver and GPU: the test takes nearly a
+second, and a kernel that crashes the process must not crash the next one.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ _BLOCK = 1 << 20
 
 
 class Outcome(NamedTuple):
-    """The outcome of a self-test: why it failed, "" if it passed; and whether it ran just now."""
+    """The outcome of a self-test: the failure, "" if it passed; and whether it ran just now."""
 
     failure: str
     is_new: bool
 
 
 class Trials:
-    """Runs self-tests, and remembers what came of them.
+    """Runs self-tests, and stores their outcomes.
 
     Args:
-        self_test: compares small problems by a pack on a device, such as ``cuda:0``; gives the
+        self_test: compares small problems by a pack on a device, such as ``cuda:0``; returns the
             first wrong result, or "".
-        folder: where outcomes are remembered; that of the user's caches if None.
+        folder: for the stored outcomes; the user's cache directory if None.
     """
 
     def __init__(
         self, self_test: Callable[[Pack, str], str] | None = None, folder: Path | None = None
     ) -> None:
-        """Keep the dependencies; nothing is looked up yet."""
+        """Store the dependencies; nothing is read yet."""
         self._self_test = self_test or _compare
         self._folder = folder
 
     def remembered(self, candidate: Candidate, situation: Situation) -> Outcome | None:
-        """Return the outcome of an earlier test; None where there was none, or it still runs."""
+        """Return the outcome of an earlier test; None if there is none, or it still runs."""
         try:
             found = json.loads(self._file(candidate, situation).read_text(encoding="utf-8"))
             if "failure" in found:
@@ -65,7 +65,7 @@ class Trials:
         return Outcome(messages.TRIAL_ENDED_PROCESS, is_new=False)
 
     def outcome(self, pack: Pack, candidate: Candidate, situation: Situation) -> Outcome:
-        """Return the outcome of an earlier test, or run it."""
+        """Return the outcome of an earlier test, or run the test."""
         known = self.remembered(candidate, situation)
         if known is not None:
             return known
@@ -77,7 +77,7 @@ class Trials:
         try:
             failure = _in_a_thread(lambda: self._self_test(pack, f"{device.kind}:{device.index}"))
         except BaseException as error:
-            # What the machine lacks at the moment may be there the next time.
+            # The cause may be temporary, so do not store it.
             _forget(file)
             if not isinstance(error, Exception):
                 raise
@@ -93,7 +93,7 @@ class Trials:
 
 
 def cache_folder() -> Path:
-    """Return the user's cache directory of this project, where the system has it."""
+    """Return this project's folder in the user's cache directory of the system."""
     if sys.platform == "win32":
         caches = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
     else:
@@ -102,7 +102,7 @@ def cache_folder() -> Path:
 
 
 def _hash(candidate: Candidate) -> str:
-    """Return the hash of the pack's file; of the file itself, whatever its manifest says."""
+    """Return the hash of the pack file itself, regardless of its manifest."""
     digest = hashlib.sha256()
     with Path(candidate.path).open("rb") as file:
         while block := file.read(_BLOCK):
@@ -111,13 +111,13 @@ def _hash(candidate: Candidate) -> str:
 
 
 def _compare(pack: Pack, device: str) -> str:
-    # By its name, since it imports what asks the loader.
+    # Imported by name, because it imports modules that query the loader.
     test = importlib.import_module("flash_dmattn.selftest.of_pack")
     return str(test.first_failure(pack, device))
 
 
 def _is_captured() -> bool:
-    """Say whether the current stream of torch is captured, in which nothing can be compared."""
+    """Say whether torch's current stream is being captured, so that no comparison is possible."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return False
@@ -125,8 +125,8 @@ def _is_captured() -> bool:
 
 
 def _in_a_thread(function: Callable[[], str]) -> str:
-    """Run a function in a thread, which has none of the modes that torch may be in here: those of a
-    compiler, of functorch, of autograd, of a recorder.
+    """Run a function in a new thread, without torch's thread-local modes: those of a compiler,
+    functorch, autograd or a recorder.
     """
     result: list[str | BaseException] = []
 
@@ -152,13 +152,13 @@ def _is_alive(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # somebody else's
+    except OSError:  # a process of another user
         return True
     return True
 
 
 def _write(file: Path, content: dict[str, Any]) -> None:
-    """Write as a whole, so that no reader sees a part; what cannot be written is not remembered."""
+    """Write atomically, so that readers see no partial file. Write errors are ignored."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=file.parent)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Whether the installed files are those that were recorded: ``python -m flash_dmattn --verify``.
+"""Comparison of the installed files with their records: ``python -m flash_dmattn --verify``.
 
-Hashes stand in each manifest, for its packs, and in each distribution's RECORD, for all its files.
-They are compared when asked for and not at each import: reading every byte of every pack would cost
-each process more than all else that the loader does. Both records lie beside what they describe, so
-they tell of damage; who made a file is told by its attestation.
+Each manifest has hashes of its packs. Each distribution's RECORD has hashes of all its files. They
+are compared on request and not at import: reading all bytes of all packs would cost each process
+more than everything else in the loader. Both records are next to the files, so they detect damage
+only; the attestation of a file proves its origin.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _BLOCK = 1 << 20
 
 
 class Recorded(NamedTuple):
-    """The record of a file: its hash and size."""
+    """A recorded hash and size of a file."""
 
     path: str
-    record: str  # where it stands, such as manifest.json or RECORD
+    record: str  # source of the record, such as manifest.json or RECORD
     algorithm: str  # of the hash, such as sha256
     digest: str  # in hexadecimal digits
-    size: int | None  # in bytes; None if the record does not say
+    size: int | None  # in bytes; None if not recorded
 
 
 class Checked(NamedTuple):
-    """A file and what differs from its records; "" if nothing does."""
+    """A file and its difference from its records; "" if there is none."""
 
     path: str
     problem: str
@@ -46,12 +46,11 @@ def verify(
     candidates: Iterable[Candidate],
     records: Callable[[str], Iterable[Recorded]] | None = None,
 ) -> list[Checked]:
-    """Compare files with their records: those of flash-dmattn and of each distribution that a
-    candidate is from.
+    """Compare files with the records of flash-dmattn and of each distribution of a candidate.
 
     Args:
-        candidates: as the loader found them.
-        records: gives the records of a distribution; `records_of` if None.
+        candidates: as found by the loader.
+        records: returns the records of a distribution; `records_of` if None.
     """
     known = list(candidates)
     said: dict[str, list[Recorded]] = {}
@@ -70,13 +69,13 @@ def verify(
 
 
 def records_of(distribution: str) -> Iterator[Recorded]:
-    """Yield what the RECORD of an installed distribution says; nothing where there is none."""
+    """Yield the entries of an installed distribution's RECORD; nothing if it has none."""
     try:
         files = metadata.distribution(distribution).files or []
     except metadata.PackageNotFoundError:
         return
     for file in files:
-        # INSTALLER has the name of what installs, and conda puts its own in place of pip's.
+        # INSTALLER names the installer, and conda replaces pip's name by its own.
         if file.hash is not None and file.name != "INSTALLER":
             # RECORD has base64 without its padding.
             digest = base64.urlsafe_b64decode(file.hash.value + "=" * (-len(file.hash.value) % 4))
@@ -85,7 +84,7 @@ def records_of(distribution: str) -> Iterator[Recorded]:
 
 
 def passed(checked: Sequence[Checked]) -> bool:
-    """Say whether something was compared, and nothing differed."""
+    """Say whether at least one file was compared, and none differs."""
     return bool(checked) and not any(row.problem for row in checked)
 
 
@@ -97,14 +96,14 @@ def render(checked: Sequence[Checked]) -> str:
 
 
 def as_json(checked: Sequence[Checked]) -> dict[str, Any]:
-    """Return the outcome in types that JSON has."""
+    """Return the outcome in JSON types."""
     files = [{"path": row.path, "problem": row.problem or None} for row in checked]
     return {"passed": passed(checked), "files": files}
 
 
 def _problem(path: str, said: Sequence[Recorded]) -> str:
-    """Return the first difference of a file from what is recorded of it."""
-    digest = functools.cache(functools.partial(_digest, path))  # one reading for equal algorithms
+    """Return the first difference of a file from its records."""
+    digest = functools.cache(functools.partial(_digest, path))  # one read per algorithm
     try:
         size = Path(path).stat().st_size
         for _, record, algorithm, expected, expected_size in said:

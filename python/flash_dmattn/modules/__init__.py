@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Ready layers: attention as a torch.nn.Module, and what each keeps for decoding."""
+"""Ready layers: attention as a torch.nn.Module, and their caches for decoding."""
 
 from .attention import DynamicMaskAttention
 from .cache import AttentionCache

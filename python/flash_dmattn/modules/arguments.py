@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Checks of the arguments that layers are made and called with."""
+"""Checks of the arguments of layers and of their calls."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def finite(name: str, value: float, least: float = -math.inf) -> float:
 
 
 def checked_base(rotary_base: float, head_dim: int) -> float:
-    """Return the base of the rotary embedding, which turns pairs of elements."""
+    """Check and return the base of the rotary embedding, which rotates pairs of elements."""
     base = finite("rotary_base", rotary_base)
     if head_dim % 2 or base <= 0:
         raise ValueError(
@@ -84,7 +84,7 @@ def checked_base(rotary_base: float, head_dim: int) -> float:
 
 
 def check_bias_form(bias_form: str) -> None:
-    """Raise ValueError unless there is such a form."""
+    """Raise ValueError unless the form exists."""
     if not isinstance(bias_form, str) or bias_form not in _BIAS_FORMS:
         raise ValueError(
             f"bias_form must be one of {', '.join(_BIAS_FORMS)}, got {checks.described(bias_form)}"
@@ -92,14 +92,14 @@ def check_bias_form(bias_form: str) -> None:
 
 
 def check_backend(backend: str | None) -> None:
-    """Raise unless it is the name of a backend; whether that can run is seen in a call."""
+    """Raise unless it is the name of a backend. Whether it can run is checked in a call."""
     name = backend_name(backend)
     if name != "auto":
         check_backend_name(name)
 
 
 def check_parameter_dtype(dtype: torch.dtype | None) -> None:
-    """Raise TypeError unless parameters of this dtype can learn."""
+    """Raise TypeError unless parameters of this dtype are trainable."""
     if dtype is None:
         return
     if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
@@ -126,14 +126,14 @@ def check_fits_projection(hidden_states: Tensor, weight: Tensor) -> None:
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, hidden_states: Tensor) -> Tensor:
-    """Return bounds of packed sequences of the right form; their values are checked later."""
+    """Check the form of packed bounds, and return them; their values are checked later."""
     checks.bounds("cu_seqlens", cu_seqlens)
     checks.same_device("cu_seqlens", cu_seqlens, "hidden_states' device", hidden_states.device)
     return cu_seqlens
 
 
 def check_keys(attn_mask: Tensor | IntervalMask, tokens: int, cached: int) -> None:
-    """Raise ValueError unless a mask has every key, of which attention would broadcast one."""
+    """Raise ValueError unless a mask has all keys. Attention would broadcast a single key."""
     given = attn_mask.start if isinstance(attn_mask, IntervalMask) else attn_mask
     if given.dim() and given.shape[-1] == cached + tokens:
         return
@@ -145,7 +145,7 @@ def check_keys(attn_mask: Tensor | IntervalMask, tokens: int, cached: int) -> No
 
 
 def check_padding(padding: Tensor, hidden_states: Tensor, cu_seqlens: Tensor | None) -> None:
-    """Raise unless there is a boolean for each token."""
+    """Raise unless padding has a boolean for each token."""
     check_token_mask(padding, cu_seqlens)
     rows = tuple(hidden_states.shape[:-1])
     if tuple(padding.shape) != rows:
@@ -157,7 +157,7 @@ def check_padding(padding: Tensor, hidden_states: Tensor, cu_seqlens: Tensor | N
 
 
 def check_positions(position_ids: Tensor, hidden_states: Tensor) -> None:
-    """Raise unless there is an integer for each token."""
+    """Raise unless position_ids has an integer for each token."""
     rows = tuple(hidden_states.shape[:-1])
     checks.tensor("position_ids", position_ids, "a torch.Tensor of integers or None")
     if position_ids.dtype not in checks.INTEGERS:
@@ -170,7 +170,7 @@ def check_positions(position_ids: Tensor, hidden_states: Tensor) -> None:
 
 
 def check_tokens(tokens: dict[str, Tensor]) -> None:
-    """Raise unless key, value and bias of tokens, for a cache, fit each other."""
+    """Raise unless the key, value and bias of new tokens of a cache fit each other."""
     for name, tensor in tokens.items():
         if checks.tensor(name, tensor).dtype not in _DTYPES:
             raise TypeError(f"{name} must be of 16 to 64 floating-point bits, got {tensor.dtype}")
@@ -182,7 +182,7 @@ def check_tokens(tokens: dict[str, Tensor]) -> None:
         tensor = tokens[name]
         wanted, got = tuple(key.shape), tuple(tensor.shape)
         if name == "bias":
-            # A layer's own key_bias may have another number of heads.
+            # A layer's own key_bias may have a different number of heads.
             wanted = (batch, got[1] if len(got) == 4 else heads, 1, added)
         if got != wanted:
             raise ValueError(f"{name} must have shape {wanted} to go with key, got {got}")

@@ -41,36 +41,36 @@ __all__ = ["DynamicMaskAttention"]
 
 @telling_keywords
 class DynamicMaskAttention(nn.Module):
-    """Self-attention of each query to the last keys, and to the others with the largest bias.
+    """Self-attention of each query to the last keys, and to those others with the largest bias.
 
     The bias of a key is learned from its value vector, one number for each KV head:
 
         bias = A * softplus(dt_proj(V))             bias_form="softplus"
         bias = exp(A * softplus(dt_proj(V)))        bias_form="exp"
 
-    It is added to the scaled scores, which is how it learns, and decides which keys are kept,
-    through which no gradient flows. The second form is that of "Trainable Dynamic Mask Sparse
-    Attention" (arXiv:2508.02124) and of the Doge models in transformers; the first, its logarithm,
-    keeps the same keys, cannot overflow, and is what the models of flash-dmattn 1.2.2 use.
+    It is added to the scaled scores, through which it learns. It also selects the kept keys; no
+    gradient flows through the selection. The second form is that of "Trainable Dynamic Mask Sparse
+    Attention" (arXiv:2508.02124) and of the Doge models in transformers. The first is its
+    logarithm. It keeps the same keys, cannot overflow, and the models of flash-dmattn 1.2.2 use it.
 
     Defaults are those of the Doge models, except where noted:
 
     * RMS norm of query and key, rotary base 10000, projections without a bias, weights drawn from a
       normal distribution with standard deviation 0.02.
-    * 1024 keys by bias beside the last 1024, which learns better than Doge's 2048 by bias alone:
+    * 1024 keys by bias besides the last 1024, which learns better than Doge's 2048 by bias alone:
       ``window_size=2048, keep_last=0``.
-    * bias_form is "softplus", as a large A makes "exp" infinite. Doge's weights need "exp".
+    * bias_form is "softplus", because a large A makes "exp" infinite. Doge's weights need "exp".
     * A starts as small random numbers, as in flash-dmattn 1.2.2. Doge starts at 0: then all biases
-      are equal, and what is kept are the first keys.
-    * No dropout of probabilities; Doge's is 0 too.
+      are equal, and the first keys are kept.
+    * No dropout of probabilities; Doge's is 0, too.
 
-    Parameters have the names and shapes of a Doge layer's, whose state dict can be loaded; and but
-    for ``A``, ``dt_proj`` and the norms those of a Llama layer. softplus, exp and the rotation are
-    computed in float32 (float64 for float64), and the bias stays float32, for in 16 bits many keys
-    would tie.
+    Parameters have the names and shapes of a Doge layer's, whose state dict can be loaded. Except
+    for ``A``, ``dt_proj`` and the norms they are also those of a Llama layer. softplus, exp and the
+    rotation are computed in float32 (float64 for float64). The bias stays float32, because many
+    keys would tie in 16 bits.
     """
 
-    keep_last: int = 0  # of layers that were pickled before it was there
+    keep_last: int = 0  # for layers that were pickled without the attribute
     keep_first: int = 0
 
     def __init__(
@@ -101,25 +101,25 @@ class DynamicMaskAttention(nn.Module):
 
         Args:
             embed_dim: width of the input and the output.
-            num_heads: H, heads of the queries.
-            num_kv_heads: Hk, heads of keys and values, a divisor of H. H by default.
+            num_heads: H, number of query heads.
+            num_kv_heads: Hk, number of key and value heads, a divisor of H. H by default.
             head_dim: D, from 1 to 256. ``embed_dim / num_heads`` by default.
-            window_size: keys that a query keeps, of those that it sees. None, or as many keys or
-                fewer, keeps all.
-            keep_last, keep_first: also keep the last and the first so many tokens that a query
-                sees; the window is then of the others, and may be 0. By default as many of the last
-                as ``window_size`` of a causal layer. Doge's weights need ``keep_last=0``.
-            is_causal: a query sees itself and what is before it. Otherwise all queries keep the
-                same keys.
+            window_size: number of keys that a query keeps of those that it sees. None, or at least
+                as many as there are keys, keeps all.
+            keep_last, keep_first: also keep this many of the last and first tokens that a query
+                sees. The window then selects among the others, and may be 0. A causal layer's
+                keep_last defaults to ``window_size``. Doge's weights need ``keep_last=0``.
+            is_causal: a query sees itself and earlier tokens. Otherwise all queries keep the same
+                keys.
             bias_form: "softplus" or "exp", see above.
-            qk_norm: normalise query and key of each head (RMS, arXiv:1910.07467) before the
+            qk_norm: normalize query and key of each head (RMS, arXiv:1910.07467) before the
                 rotation.
             rotary_base: base of the rotary position embedding; None for none. D must be even.
             softcap: if positive, scores become ``softcap * tanh(score / softcap)``.
             softmax_scale: multiplies the scores; ``D ** -0.5`` by default.
             projection_bias: give all projections an additive bias.
-            sink: give each head a learned score ``sink``, ``(H,)``, that takes a part of each row's
-                softmax and has nothing to attend to. No Doge weights have it.
+            sink: give each head a learned score ``sink``, ``(H,)``, that takes a share of each
+                row's softmax and has no value. Doge weights do not have it.
             norm_eps: added to the mean square in the norms.
             init_std: standard deviation of the initial weights.
             backend: as in `flash_dmattn_func`.
@@ -127,7 +127,7 @@ class DynamicMaskAttention(nn.Module):
 
         Raises:
             TypeError: a size is not an integer.
-            ValueError: a size, number or name is not possible; the text says what is.
+            ValueError: a size, number or name is invalid; the text gives the valid ones.
         """
         super().__init__()
         kv_heads, head_dim = checked_heads(embed_dim, num_heads, num_kv_heads, head_dim)
@@ -187,7 +187,7 @@ class DynamicMaskAttention(nn.Module):
                 nn.init.normal_(self.sink, std=self.init_std)
 
     def extra_repr(self) -> str:
-        """Show what the projections do not."""
+        """Show the settings that the projections do not show."""
         places = {"keep_last": self.keep_last, "keep_first": self.keep_first}
         kept = "".join(f"{name}={count}, " for name, count in places.items() if count)
         return (
@@ -215,25 +215,25 @@ class DynamicMaskAttention(nn.Module):
 
         Args:
             hidden_states: ``(B, N, embed_dim)``, of the parameters' dtype or under autocast; or
-                sequences one after another, ``(total, embed_dim)``, with ``cu_seqlens``.
-            attn_mask: what can be seen besides causality; the window is chosen among it. As in
-                `flash_dmattn_func`, with K keys, those of the cache included: bool ``(B, K)`` for
+                packed sequences, ``(total, embed_dim)``, with ``cu_seqlens``.
+            attn_mask: what can be seen besides causality; the window selects within it. As in
+                `flash_dmattn_func`, with K keys, including those of the cache: bool ``(B, K)`` for
                 padding, any other boolean form, or an `IntervalMask`. With a window that drops keys
-                an `IntervalMask` is made a boolean one, of O(N x K) memory. With ``cu_seqlens`` as
-                in `flash_dmattn_varlen_func`, boolean where a window drops keys.
+                an `IntervalMask` is converted to a boolean mask, of O(N x K) memory. With
+                ``cu_seqlens`` as in `flash_dmattn_varlen_func`, boolean if a window drops keys.
             cu_seqlens: int32 ``(sequences + 1,)``: 0, then where each packed sequence ends.
             max_seqlen: at least the length of the longest packed sequence; by default read from the
-                device, which waits for it.
+                device, which synchronizes.
             position_ids: integers ``(N,)`` or ``(B, N)``, packed ``(total,)``, for the rotary
-                embedding; by default counted in each sequence, from the length of the cache on.
+                embedding; by default counted in each sequence, starting at the cache's length.
             cache: of this layer; the tokens are appended to it, and attend to all that it holds.
-                With a window it keeps what later tokens can see, and gradients flow to these.
-            padding: bool ``(B, N)``, of these tokens alone, True is a token; others are never seen,
-                by later calls with the cache either.
+                With a window it keeps the keys that later tokens can see, with their gradients.
+            padding: bool ``(B, N)``, of these tokens only, True is a token; others are never seen,
+                not even by later calls with the cache.
 
         Returns:
-            A tensor of the shape of ``hidden_states``. A token that sees nothing, such as padding
-            on the left, gets zeros (and the bias of ``o_proj``).
+            A tensor of the shape of ``hidden_states``. A token that sees no key, such as padding on
+            the left, gets zeros (and the bias of ``o_proj``).
 
         Raises:
             TypeError: an argument has the wrong type or dtype.
@@ -252,7 +252,8 @@ class DynamicMaskAttention(nn.Module):
         bias = self.key_bias(value)
         query, key = prepared(self, query, key, position_ids, cu_seqlens, cache)
         counts = self._counts()
-        # A bias of -inf marks padding. A token whose bias that is gets NaN: counted, but not kept.
+        # A bias of -inf marks padding. A token with such a bias gets NaN: it counts for keep_last
+        # and keep_first, but is not kept.
         is_marked = counts.by_place and not (cache is None and padding is None)
         if is_marked:
             bias = bias.masked_fill(bias == -torch.inf, torch.nan)
@@ -293,8 +294,8 @@ class DynamicMaskAttention(nn.Module):
             ``(B, Hk, 1, N)``, or ``(Hk, 1, total)``, float32 (float64 for float64).
         """
         states = self.dt_proj(value.flatten(-2)).transpose(-1, -2)
-        # A head's biases side by side. It also spares softplus a gradient of other strides than its
-        # input's, of whose derivative torch.compile expects the wrong strides (torch 2.13).
+        # Makes each head's biases contiguous. This also avoids a gradient of softplus whose strides
+        # differ from its input's; torch.compile (torch 2.13) assumes wrong strides for it.
         states = states.to(torch.promote_types(states.dtype, torch.float32)).contiguous()
         bias = self.A.unsqueeze(-1) * softplus(states)
         if self.bias_form == "exp":
@@ -314,7 +315,7 @@ class DynamicMaskAttention(nn.Module):
         max_seqlen: int | None = None,
         **unknown: NoReturn,
     ) -> Tensor:
-        """Compute the attention between the projections; a subclass may compute it otherwise.
+        """Compute the attention between the projections. Subclasses may override this.
 
         Args:
             query: ``(B, N, H, D)``, or packed ``(total, H, D)``.
@@ -354,7 +355,7 @@ class DynamicMaskAttention(nn.Module):
             else:
                 settings |= selects
                 if cu_seqlens is None:
-                    # So that what is kept does not depend on the form of the mask.
+                    # Makes the kept keys independent of the form of the mask.
                     settings["attn_mask"] = attn_mask.to_bool(query.shape[1])
         if cu_seqlens is None:
             out = flash_dmattn_func(query, key, value, **settings)

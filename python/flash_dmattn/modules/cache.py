@@ -31,20 +31,20 @@ _SETTINGS = ("rollback", "every_key", "length")
 
 @telling_keywords
 class AttentionCache:
-    """What one layer keeps of the tokens that it has seen, in the order in which they came.
+    """The tokens that one layer keeps for decoding, in order.
 
-    Where the layer is causal and has a window, these are the keys that later tokens can still see,
-    a `KeptKeys`: ``window_size`` of them for each head, and the last and the first where the layer
-    keeps these, however many tokens came. Memory and time of a step are constant, and nothing that
-    a step reads or writes moves. Otherwise, and where the first call has a mask other than one of
-    padding, these are all keys, values and biases; without ``max_length`` their memory doubles when
-    it is full.
+    If the layer is causal and has a window, these are the keys that later tokens can still see, as
+    a `KeptKeys`: ``window_size`` of them for each head, plus the last and the first if the layer
+    keeps these, whatever the number of tokens. Memory and time of a step are constant, and the
+    addresses that a step reads or writes stay the same. Otherwise, and if the first call has a mask
+    other than padding, these are all keys, values and biases. Without ``max_length`` their memory
+    doubles when it is full.
 
     Attributes:
-        max_length: tokens that it can hold, or None. Where it keeps a window's keys, it can see any
-            number of tokens.
-        rollback: tokens at the end that `truncate` can take back where it keeps a window's keys.
-        every_key: whether it keeps all keys for a layer with a window too.
+        max_length: most tokens that it can hold, or None. If it keeps a window's keys, it can see
+            any number of tokens.
+        rollback: number of last tokens that `truncate` can remove if it keeps a window's keys.
+        every_key: whether it keeps all keys even for a layer with a window.
     """
 
     max_length: int | None
@@ -57,14 +57,14 @@ class AttentionCache:
         """Make an empty cache.
 
         Args:
-            max_length: allocate memory for so many tokens once, where all are kept.
-            rollback: the last tokens that `truncate` must be able to take back, such as drafts.
-            every_key: keep all keys, whatever the window, for masks that change what is seen of
-                earlier tokens.
+            max_length: allocate memory for this many tokens at once, if all are kept.
+            rollback: number of last tokens that `truncate` must be able to remove, such as drafts.
+            every_key: keep all keys, regardless of the window, for masks that change which earlier
+                tokens are seen.
 
         Raises:
-            TypeError: a number is not an integer, or every_key no boolean.
-            ValueError: max_length is less than 1, or rollback negative.
+            TypeError: a number is not an integer, or every_key is not a boolean.
+            ValueError: max_length is less than 1, or rollback is negative.
         """
         if max_length is not None:
             max_length = index("max_length", max_length, most=checks.MOST_ROWS)
@@ -81,7 +81,7 @@ class AttentionCache:
         self._made_during = current_backward()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a pickled cache, of 2.0.0a1 too."""
+        """Restore a pickled cache, also of version 2.0.0a1."""
         if "length" in state:
             self.__init__(state["max_length"])  # type: ignore[misc]
             state = {"_length": state["length"], "_buffers": state["_buffers"]}
@@ -91,7 +91,7 @@ class AttentionCache:
             self._buffers = {name: writable(buffer) for name, buffer in self._buffers.items()}
 
     def __repr__(self) -> str:
-        """Show how full it is."""
+        """Show the numbers of tokens seen and allocated."""
         return (
             f"AttentionCache(length={self.known_length}, capacity={self.capacity}, "
             f"max_length={self.max_length})"
@@ -99,13 +99,13 @@ class AttentionCache:
 
     @property
     def length(self) -> int:
-        """Tokens that it has seen. Where it keeps a window's keys on a GPU, it waits for that."""
+        """Number of tokens seen. If it keeps a window's keys on a GPU, this synchronizes."""
         return self._length if self._kept is None else self._kept.length
 
     @property
     def known_length(self) -> int | None:
-        """The length, but None where compiled code would have to ask a device for it, or no one
-        can be asked.
+        """The length; None if compiled code would have to read it from a device, or its counter has
+        no readable values.
         """
         counter = None if self._kept is None else self._kept.counter
         if counter is not None and (torch.compiler.is_compiling() or not has_values(counter)):
@@ -114,31 +114,31 @@ class AttentionCache:
 
     @property
     def capacity(self) -> int:
-        """Tokens for which memory is allocated."""
+        """Number of tokens for which memory is allocated."""
         if self._kept is not None:
             return self._kept.capacity
         return self._buffers["key"].shape[1] if self._buffers else 0
 
     @property
     def kept(self) -> KeptKeys | None:
-        """The window's keys, where it keeps these alone."""
+        """The window's keys, if it keeps only these."""
         return self._kept
 
     def positions(self, count: int, device: torch.device) -> Tensor:
-        """Return int64 ``(count,)``: the positions of the tokens that follow."""
+        """Return int64 ``(count,)``: the positions of the next tokens."""
         if self._kept is not None:
             return self._kept.positions(count, device)
         return torch.arange(self._length, self._length + count, device=device)
 
     def keeps_window(self, window_size: int | None, attn_mask: object) -> bool:
-        """Say whether the tokens that follow will be kept only as long as they can be seen.
+        """Say whether the next tokens will be kept only as long as they can be seen.
 
         Args:
             window_size: of the layer.
             attn_mask: of the call, for all keys.
 
         Raises:
-            ValueError: earlier tokens are forgotten, and this mask may show them again.
+            ValueError: earlier tokens are dropped, and this mask may make them visible again.
         """
         if self.every_key or window_size is None or self._buffers:
             return False
@@ -162,30 +162,30 @@ class AttentionCache:
         keep_first: int = 0,
         backend: str | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Add the tokens that follow, and return key, value and bias of all that they see.
+        """Add the next tokens, and return key, value and bias of all that they see.
 
         Args:
             key, value: ``(B, N, Hk, D)``.
-            bias: ``(B, Hk, 1, N)``; -inf for what is never seen, such as padding.
+            bias: ``(B, Hk, 1, N)``; -inf for tokens that are never seen, such as padding.
             window_size: of a causal layer: keep only what it can still see. None keeps all.
             keep_last, keep_first: of the layer.
-            backend: that selects, as in `flash_dmattn_func`.
+            backend: for the selection, as in `flash_dmattn_func`.
 
         Returns:
             Without a window views ``(B, length, Hk, D)``, the same of value, and ``(B, Hk, 1,
-            length)``. With one, the keys that the new tokens can see, which they attend to
-            causally, aligned to the bottom right, with that window; and where it keeps the last or
-            the first, with ``attn_mask=cache.kept.seen(bias)``. The next `append` leaves views
-            of all as they are; `truncate` and `append` after it may overwrite them, as the next
-            `append` may what it returned for a window.
+            length)``. With a window, the keys that the new tokens can see. The tokens attend to
+            them causally, aligned bottom right, with that window, and with
+            ``attn_mask=cache.kept.seen(bias)`` if the last or the first keys are kept. The next
+            `append` does not change views of all tokens; `truncate` followed by `append` may
+            overwrite them. With a window, the next `append` may overwrite the returned tensors.
 
         Raises:
-            TypeError: an argument is not a tensor of floating-point numbers.
+            TypeError: an argument is not a floating-point tensor.
             ValueError: a tensor does not fit the others, differs in shape, dtype or device from
-                what the cache holds, or max_length is exceeded; without a window, a tensor requires
-                a gradient; or a number of kept keys is not that of earlier calls.
-            RuntimeError: a backward pass calls, as activation checkpointing lets it, and the cache
-                was made before.
+                those in the cache, or max_length is exceeded; without a window, a tensor requires
+                a gradient; or a number of kept keys differs from that of earlier calls.
+            RuntimeError: the call is part of a backward pass, as in activation checkpointing, and
+                the cache was made before it.
         """
         counts = None
         if window_size is None:
@@ -208,11 +208,11 @@ class AttentionCache:
         counts: KeyCounts | None,
         backend: str | None,
     ) -> Any:
-        """Do what `append` does, unless `attend` raises, and return what it makes of what they see.
+        """Do the same as `append` unless ``attend`` raises, and return the result of ``attend``.
 
         Args:
             key, value, bias, backend: as in `append`.
-            attend: returns the result.
+            attend: computes the result from the key, value and bias that the tokens see.
             call: as in `KeptKeys.taken_in`.
             counts: of the keys that a causal layer keeps; None keeps all.
 
@@ -237,7 +237,7 @@ class AttentionCache:
                 f"cache has max_length={self.max_length} and holds {self._length} tokens; "
                 f"{key.shape[1]} more do not fit"
             )
-        # A boolean, since torch.compile of torch 2.11 traces no "is" of dictionaries.
+        # A boolean, because torch.compile of torch 2.11 cannot trace "is" of dictionaries.
         grows = not self._buffers or length > self.capacity
         buffers = self._grown(tokens, length) if grows else self._buffers
         for name, added in tokens.items():
@@ -250,9 +250,9 @@ class AttentionCache:
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` makes the same cache of, in memory of its own.
+        """Return a state for `load_state_dict`, in separate memory.
 
-        It holds numbers and tensors alone, which ``torch.load(..., weights_only=True)`` reads.
+        It holds only numbers and tensors, which ``torch.load(..., weights_only=True)`` can read.
         """
         state: dict[str, Any] = {name: getattr(self, name) for name in _SETTINGS}
         if self._kept is not None:
@@ -262,11 +262,11 @@ class AttentionCache:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Become what `state_dict` was asked of.
+        """Restore a state of `state_dict`.
 
         Raises:
             TypeError: a field has the wrong type or dtype.
-            ValueError: it is of another rollback or every_key, or longer than max_length; or a
+            ValueError: its rollback or every_key differs, or it is longer than max_length; or a
                 field is missing or unknown, or has the wrong shape.
         """
         check_names(state, _SETTINGS, ("kept", *_NAMES))
@@ -293,15 +293,15 @@ class AttentionCache:
         self._length, self._buffers, self._kept = loaded._length, loaded._buffers, loaded._kept
 
     def reorder(self, indices: Tensor) -> None:
-        """Make sequence i what sequence ``indices[i]`` was: for beam search, or to drop some.
+        """Replace sequence i by sequence ``indices[i]``: for beam search, or to drop sequences.
 
         Args:
             indices: int64 or int32 ``(new B,)``.
 
         Raises:
             TypeError: indices is not a tensor of integers.
-            ValueError: the number of dimensions is wrong, or an index, where they are on the CPU,
-                is none of a sequence.
+            ValueError: the number of dimensions is wrong, or an index is out of range, which is
+                checked on CPUs only.
         """
         held = self._buffers if self._kept is None else self._kept.tensors
         check_sequences(indices, held.get("key"), "the cache")
@@ -315,12 +315,12 @@ class AttentionCache:
             }
 
     def truncate(self, length: int) -> None:
-        """Forget all but the first ``length`` tokens; 0 empties the cache, its memory stays.
+        """Drop all but the first ``length`` tokens; 0 empties the cache but keeps its memory.
 
         Raises:
             TypeError: length is not an integer.
-            ValueError: length is negative, more than the cache holds, or takes back more than
-                ``rollback`` tokens where it keeps a window's keys.
+            ValueError: length is negative, exceeds the cache's, or would remove more than
+                ``rollback`` tokens of a cache that keeps a window's keys.
         """
         length, held = index("length", length), self.length
         revocable = held if self._kept is None else self._kept.revocable
@@ -334,7 +334,7 @@ class AttentionCache:
             self._kept.forget(held - length)
 
     def detach(self) -> None:
-        """Keep what is held without its gradients, between the steps of training on a stream."""
+        """Detach the held tensors from their gradients, between training steps on a stream."""
         if self._kept is not None:
             self._kept = self._kept.detach()
 
@@ -399,7 +399,7 @@ class AttentionCache:
         for name, added in tokens.items():
             shape = list(added.shape)
             shape[_LENGTH_DIMENSION[name]] = capacity
-            # Tensors made in inference mode cannot be written to outside of it, others anywhere.
+            # Inference tensors cannot be written outside of inference mode; others can anywhere.
             with torch.inference_mode(False):
                 grown[name] = added.new_empty(shape)
             if self._buffers:
@@ -412,5 +412,5 @@ def _part(buffers: dict[str, Tensor], name: str, start: int, end: int) -> Tensor
     return buffers[name].narrow(_LENGTH_DIMENSION[name], start, end - start)
 
 
-# So that torch.load(weights_only=True) takes a cache, and a state, that were saved whole.
+# Lets torch.load(weights_only=True) load a pickled cache or a pickled state.
 torch.serialization.add_safe_globals([AttentionCache, KeptKeys, Rows])

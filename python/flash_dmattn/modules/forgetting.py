@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Forgetting attention as a layer: projections, forget gates, and a cache of what they leave."""
+"""Forgetting attention as a layer: projections, forget gates, and a cache of the remaining keys."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ __all__ = ["ForgettingAttention"]
 
 @telling_keywords
 class ForgettingAttention(nn.Module):
-    """Causal self-attention whose weights decay by forget gates that are learned.
+    """Causal self-attention whose weights decay by learned forget gates.
 
-    Each token has a gate for each KV head, ``sigmoid(f_proj(x))``, and between query i and
-    key j the score gets the logarithms of the gates j + 1 to i (FoX, arXiv:2503.02130). Keys that
-    have decayed below ``prune`` are dropped, so that time and memory follow what is remembered.
+    Each token has a gate for each KV head, ``sigmoid(f_proj(x))``. The score of query i and key j
+    gets the logarithms of the gates j + 1 to i (FoX, arXiv:2503.02130). Keys that have decayed
+    below ``prune`` are dropped, so time and memory follow the remaining keys.
 
-    There is no position embedding by default, as decay tells what is near.
+    There is no position embedding by default, because decay distinguishes near from far keys.
 
-    Gates start with half-lives spread over the heads: the weights of ``f_proj`` are small, and the
-    biases are such that head h lets a key decay to one half in ``half_lives[0]`` tokens for the
-    first head, ``half_lives[1]`` for the last, and geometrically between.
+    Gates start with half-lives spread over the heads: the weights of ``f_proj`` are small, and its
+    biases let a key decay to one half in ``half_lives[0]`` tokens for the first head, in
+    ``half_lives[1]`` for the last, and in geometric steps between.
 
-    But for ``f_proj`` and the norms, parameters have the names and shapes of a Llama layer's. Gates
-    are summed in float64, whatever the dtype of the layer.
+    Except for ``f_proj`` and the norms, parameters have the names and shapes of a Llama layer's.
+    Gates are summed in float64, whatever the dtype of the layer.
     """
 
     def __init__(
@@ -77,26 +77,26 @@ class ForgettingAttention(nn.Module):
 
         Args:
             embed_dim: width of the input and the output.
-            num_heads: H, heads of the queries.
-            num_kv_heads: Hk, heads of keys and values, a divisor of H. H by default.
+            num_heads: H, number of query heads.
+            num_kv_heads: Hk, number of key and value heads, a divisor of H. H by default.
             head_dim: D, from 1 to 256. ``embed_dim / num_heads`` by default.
             num_gates: gates of a token, ``num_kv_heads`` (the default) or ``num_heads``.
-            prune: drop a key for a query when the gates between them sum to less than this, as in
+            prune: drop a key for a query if the gates between them sum to less than this, as in
                 `forgetting_bias`; None keeps every key. It may be changed later.
-            half_lives: tokens in which the gates of the first and the last head, as they start, let
-                a key decay to one half.
-            qk_norm: normalise query and key of each head (RMS, arXiv:1910.07467).
+            half_lives: number of tokens in which the initial gates of the first and of the last
+                head let a key decay to one half.
+            qk_norm: normalize query and key of each head (RMS, arXiv:1910.07467).
             rotary_base: base of a rotary position embedding; None for none. D must be even.
             softmax_scale: multiplies the scores; ``D ** -0.5`` by default.
-            projection_bias: give all projections an additive bias; that of the gates has one.
+            projection_bias: give all projections an additive bias; ``f_proj`` always has one.
             norm_eps: added to the mean square in the norms.
             init_std: standard deviation of the initial weights.
             backend: as in `flash_dmattn_func`.
             device, dtype: of the parameters.
 
         Raises:
-            TypeError: a size is not an integer, or half_lives no pair of numbers.
-            ValueError: a size, number or name is not possible; the text says what is.
+            TypeError: a size is not an integer, or half_lives is not a pair of numbers.
+            ValueError: a size, number or name is invalid; the text gives the valid ones.
         """
         super().__init__()
         kv_heads, head_dim = checked_heads(embed_dim, num_heads, num_kv_heads, head_dim)
@@ -140,8 +140,8 @@ class ForgettingAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw weights from a normal distribution; set the gates' biases by the half-lives, others
-        to 0, and norms to 1.
+        """Draw weights from a normal distribution; set the gates' biases by the half-lives, other
+        biases to 0, and norms to 1.
         """
         with torch.no_grad():
             draw_parameters(self, self.init_std)
@@ -149,7 +149,7 @@ class ForgettingAttention(nn.Module):
             self.f_proj.bias.copy_(torch.tensor(logits, dtype=torch.float64, device="cpu"))
 
     def extra_repr(self) -> str:
-        """Show what the projections do not."""
+        """Show the settings that the projections do not show."""
         return (
             f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
             f"head_dim={self.head_dim}, num_gates={self.num_gates}, prune={self.prune}, "
@@ -168,24 +168,24 @@ class ForgettingAttention(nn.Module):
         padding: Tensor | None = None,
         **unknown: NoReturn,
     ) -> Tensor:
-        """Attend from each token of a batch to what is before it in its own sequence.
+        """Attend from each token of a batch to earlier tokens of its own sequence.
 
         Args:
             hidden_states: ``(B, N, embed_dim)``, of the parameters' dtype or under autocast; or
-                sequences one after another, ``(total, embed_dim)``, with ``cu_seqlens``.
+                packed sequences, ``(total, embed_dim)``, with ``cu_seqlens``.
             cu_seqlens: int32 ``(sequences + 1,)``: 0, then where each packed sequence ends.
             max_seqlen: at least the length of the longest packed sequence; by default read from the
-                device, which waits for it.
+                device, which synchronizes.
             position_ids: integers ``(N,)`` or ``(B, N)``, packed ``(total,)``, for a rotary
-                embedding; by default counted in each sequence, from the length of the cache on.
-            cache: of this layer; the tokens are appended to it, and attend to what it holds.
-                Gradients flow to that, unless `ForgettingCache.detach` is called.
-            padding: bool ``(B, N)``, True is a token; others are never seen, and do not decay what
-                is before them.
+                embedding; by default counted in each sequence, starting at the cache's length.
+            cache: of this layer; the tokens are appended to it, and attend to all that it holds.
+                Gradients flow to the held tokens, unless `ForgettingCache.detach` is called.
+            padding: bool ``(B, N)``, True is a token; others are never seen, and do not decay
+                earlier tokens.
 
         Returns:
-            A tensor of the shape of ``hidden_states``. A token that sees nothing, such as padding
-            on the left, gets zeros (and the bias of ``o_proj``).
+            A tensor of the shape of ``hidden_states``. A token that sees no key, such as padding on
+            the left, gets zeros (and the bias of ``o_proj``).
 
         Raises:
             TypeError: an argument has the wrong type or dtype.
@@ -246,7 +246,7 @@ class ForgettingAttention(nn.Module):
         padding: Tensor | None = None,
         **unknown: NoReturn,
     ) -> Tensor:
-        """Compute the attention of tokens to each other; a subclass may divide it.
+        """Compute the attention among the tokens. Subclasses may override this.
 
         Args:
             query, key, value: ``(B, N, heads, D)``, packed ``(total, heads, D)``.
@@ -323,7 +323,7 @@ class ForgettingAttention(nn.Module):
 
 
 def _logit_of_half_life(tokens: float) -> float:
-    """Return the x of which sigmoid(x) ** tokens is one half."""
+    """Return x such that ``sigmoid(x) ** tokens`` is one half."""
     return -math.log(math.expm1(math.log(2) / tokens))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a layer that forgets keeps of the tokens that it has seen, for decoding and streams."""
+"""The cache of a forgetting layer, for decoding and streams."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ _Result = TypeVar("_Result")
 
 
 class _Held(NamedTuple):
-    """Rows of consecutive tokens, the last ones that were seen, and room for more.
+    """Rows of the last consecutive tokens, and room for more.
 
-    Buffers are key and value ``(B, room, Hk, D)``, and total, float64 ``(B, G, room)``: what the
-    gates have summed to at each token, and inf at padding.
+    Buffers are key and value ``(B, room, Hk, D)``, and total, float64 ``(B, G, room)``: the gate
+    sum at each token, and inf at padding.
     """
 
     buffers: dict[str, Tensor]
-    # float64 (B, G, 1 + n): what the gates have summed to before each of the last n tokens, which
-    # can be taken back, and at the last
+    # float64 (B, G, 1 + n): the gate sums before each of the last n tokens, which can be removed,
+    # and at the last token
     sums: Tensor
-    rows: int  # that are filled
+    rows: int  # filled rows
     length: int  # tokens seen
 
     @property
@@ -50,7 +50,7 @@ class _Held(NamedTuple):
 
     @property
     def carries_gradients(self) -> bool:
-        """Say whether gradients flow to what is held."""
+        """Say whether any held tensor requires a gradient."""
         return any(tensor.requires_grad for tensor in (*self.buffers.values(), self.sums))
 
     def part(self, name: str, start: int, end: int) -> Tensor:
@@ -60,40 +60,41 @@ class _Held(NamedTuple):
         return {name: self.part(name, 0, self.rows) for name in _FIELDS}
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> _Held:
-        """Return this with each tensor changed."""
+        """Return a copy with ``change`` applied to each tensor."""
         buffers = {name: change(buffer) for name, buffer in self.buffers.items()}
         return self._replace(buffers=buffers, sums=change(self.sums))
 
     @property
     def revocable(self) -> int:
-        """How many of the last tokens can be taken back."""
+        """The number of last tokens that can be removed."""
         return self.sums.shape[-1] - 1
 
     def without(self, count: int) -> _Held:
-        """Return this without its last tokens."""
+        """Return this without its last ``count`` tokens."""
         sums = self.sums.narrow(-1, 0, self.sums.shape[-1] - count)
         left = self._replace(sums=sums, rows=self.rows - count, length=self.length - count)
-        # What has no room may belong to a graph, and is never written to.
+        # Buffers without room may belong to a graph, and are never written.
         return left._replace(buffers=left.filled()) if self.rows == self.room else left
 
 
 @telling_keywords
 class ForgettingCache:
-    """What one `ForgettingAttention` keeps: the tokens that have not decayed for all of its heads.
+    """The cache of one `ForgettingAttention`: the tokens that have not decayed for all its heads.
 
-    A token is held until the gates of every head have decayed it below the layer's ``prune``, so
-    that results are those of one call over all tokens, however many came. Rows are those of the
-    longest memory among heads and sequences. How much has decayed is read from the device, which
-    waits for it, only when the memory is full; it then drops what has decayed, and becomes twice as
-    large as what is left. In training, where nothing is written in place, every call reads it.
+    A token is held until the gates of every head have decayed it below the layer's ``prune``. So
+    results equal those of one call over all tokens, whatever their number. All heads and sequences
+    hold as many rows as the longest memory among them. The decay is read from the device, which
+    synchronizes, only when the memory is full. Decayed tokens are then dropped, and the memory
+    becomes twice the size of the rest. In training, which writes nothing in place, every call reads
+    the decay.
 
-    With a ``capacity`` a token attends to the last ``capacity`` tokens at most, itself included,
-    decayed or not: what is older is forgotten. Then memory is constant, that of twice the capacity,
-    and nothing is read from the device. As long as no key lives longer, results are the same.
+    With a ``capacity`` a token attends to at most the last ``capacity`` tokens, including itself,
+    whether decayed or not. Older tokens are dropped. Memory is then constant, twice the capacity,
+    and nothing is read from the device. Results are the same as long as no key lives longer.
 
     Attributes:
-        capacity: tokens that a token can see, or None.
-        rollback: tokens at the end that `truncate` can take back.
+        capacity: number of tokens that a token can see, or None.
+        rollback: number of last tokens that `truncate` can remove.
     """
 
     capacity: int | None
@@ -103,13 +104,14 @@ class ForgettingCache:
         """Make an empty cache.
 
         Args:
-            capacity: tokens that a token can see, itself included; None for all that live.
-            rollback: the last tokens that `truncate` must be able to take back, such as drafts.
-                What these have let decay is held so much longer.
+            capacity: number of tokens that a token can see, including itself; None for all that
+                have not decayed.
+            rollback: number of last tokens that `truncate` must be able to remove, such as drafts.
+                Tokens that these have let decay are held until then.
 
         Raises:
             TypeError: a number is not an integer.
-            ValueError: capacity is less than 1, or rollback negative.
+            ValueError: capacity is less than 1, or rollback is negative.
         """
         if capacity is not None:
             capacity = checks.index("capacity", capacity, 1, checks.MOST_ROWS)
@@ -120,7 +122,7 @@ class ForgettingCache:
         self._made_during = current_backward()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take what was copied or pickled."""
+        """Restore a copied or pickled state."""
         self.__dict__.update(state)
         self._made_during = current_backward()
         if self._held is not None:
@@ -128,21 +130,21 @@ class ForgettingCache:
                 self._held = self._held.changed(writable)
 
     def __repr__(self) -> str:
-        """Show how full it is."""
+        """Show the numbers of tokens seen and held."""
         return f"ForgettingCache(length={self.length}, rows={self.rows}, capacity={self.capacity})"
 
     @property
     def length(self) -> int:
-        """Tokens that it has seen."""
+        """Number of tokens seen."""
         return 0 if self._held is None else self._held.length
 
     @property
     def rows(self) -> int:
-        """Tokens that it holds."""
+        """Number of tokens held."""
         return 0 if self._held is None else self._held.rows
 
     def positions(self, count: int, device: torch.device) -> Tensor:
-        """Return int64 ``(count,)``: the positions of the tokens that follow."""
+        """Return int64 ``(count,)``: the positions of the next tokens."""
         return torch.arange(self.length, self.length + count, device=device)
 
     def taken_in(
@@ -155,28 +157,28 @@ class ForgettingCache:
         prune: float | None,
         padding: Tensor | None = None,
     ) -> _Result:
-        """Add the tokens that follow, unless ``attend`` raises, and return what it returns.
+        """Add the next tokens, unless ``attend`` raises, and return its result.
 
         Args:
             key, value: ``(B, N, Hk, D)``.
             log_forget: ``(B, {H|Hk}, N)``, as in `forgetting_bias`.
-            attend: is given the keys, the values, the bias and the mask that the tokens attend
-                with, causally and aligned to the bottom right. The next call may overwrite them.
-            prune: as in `forgetting_bias`, the same in all calls.
+            attend: called with the keys, the values, the bias and the mask for the attention of the
+                tokens, causal and aligned bottom right. The next call may overwrite them.
+            prune: as in `forgetting_bias`, equal in all calls.
             padding: bool ``(B, N)``, True is a token.
 
         Raises:
             TypeError: a tensor has the wrong type or dtype.
-            ValueError: a tensor does not fit the others or what is held, or prune is another one.
-            RuntimeError: a backward pass calls, as activation checkpointing lets it, and the cache
-                was made before.
+            ValueError: a tensor does not fit the others or the held ones, or prune differs.
+            RuntimeError: the call is part of a backward pass, as in activation checkpointing, and
+                the cache was made before it.
         """
         self._refuse_recomputation()
         prune = checked_prune(prune)
         self._check(key, value, log_forget, prune, padding)
         new = key, value, log_forget
         if self._held is not None and self._held.carries_gradients and not torch.is_grad_enabled():
-            # Gradients still flow to what is held, though not to these tokens.
+            # Gradients still flow to the held tokens, but not to the new ones.
             with torch.inference_mode(False), torch.enable_grad():
                 detached = (writable(tensor.detach()) for tensor in new)
                 following, seen = self._followed_by(*detached, prune=prune, padding=padding)
@@ -187,15 +189,15 @@ class ForgettingCache:
         return result
 
     def reorder(self, indices: Tensor) -> None:
-        """Make sequence i what sequence ``indices[i]`` was: for beam search, or to drop some.
+        """Replace sequence i by sequence ``indices[i]``: for beam search, or to drop sequences.
 
         Args:
             indices: int64 or int32 ``(new B,)``.
 
         Raises:
             TypeError: indices is not a tensor of integers.
-            ValueError: the number of dimensions is wrong, or an index, where they are on the CPU,
-                is none of a sequence.
+            ValueError: the number of dimensions is wrong, or an index is out of range, which is
+                checked on CPUs only.
         """
         held = self._held
         check_sequences(indices, None if held is None else held.sums, "the cache")
@@ -206,11 +208,11 @@ class ForgettingCache:
             self._held = held.changed(lambda tensor: writable(chosen(tensor, indices)))
 
     def truncate(self, length: int) -> None:
-        """Take back all but the first ``length`` tokens; 0 empties the cache.
+        """Drop all but the first ``length`` tokens; 0 empties the cache.
 
         Raises:
             TypeError: length is not an integer.
-            ValueError: length is negative, more than the cache has seen, or takes back more than
+            ValueError: length is negative, exceeds the cache's, or would remove more than
                 ``rollback`` tokens.
         """
         held = self._held
@@ -224,19 +226,19 @@ class ForgettingCache:
             self._held = held.without(held.length - length)
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Drop all tokens."""
         self._refuse_recomputation()
         self._held, self._prune = None, None
 
     def detach(self) -> None:
-        """Keep what is held without its gradients, between the steps of training on a stream."""
+        """Detach the held tensors from their gradients, between training steps on a stream."""
         if self._held is not None:
             self._held = self._held.changed(Tensor.detach)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` makes the same cache of, in memory of its own.
+        """Return a state for `load_state_dict`, in separate memory.
 
-        It holds numbers and tensors alone, which ``torch.load(..., weights_only=True)`` reads.
+        It holds only numbers and tensors, which ``torch.load(..., weights_only=True)`` can read.
         """
         state: dict[str, Any] = {
             "capacity": self.capacity,
@@ -250,12 +252,12 @@ class ForgettingCache:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Become what `state_dict` was asked of.
+        """Restore a state of `state_dict`.
 
         Raises:
             TypeError: a field has the wrong type or dtype.
-            ValueError: it is of another capacity or rollback; a field is missing or unknown, or has
-                the wrong shape.
+            ValueError: its capacity or rollback differs; a field is missing or unknown, or has the
+                wrong shape.
         """
         tensors = (*_FIELDS, "sums")
         check_names(state, _SETTINGS, tensors)
@@ -302,7 +304,7 @@ class ForgettingCache:
         prune: float | None,
         padding: Tensor | None,
     ) -> tuple[_Held, tuple[Tensor, Tensor, Tensor, IntervalMask | None]]:
-        """Return what follows this state, which stays as it is, and what tokens attend to."""
+        """Return the state after these tokens, without changing this one, and their inputs."""
         tokens = None if padding is None else padding.unsqueeze(1)
         gates = bounded_gates(log_forget, prune, tokens)
         earlier = gates.new_zeros((*gates.shape[:2], 1)) if self._held is None else self._held.sums
@@ -313,8 +315,8 @@ class ForgettingCache:
             kept = kept.masked_fill(~tokens, torch.inf)
         sums = torch.cat([earlier[..., :-1], total], -1)[..., -1 - self.rollback :]
         following, seen = self._extended({"key": key, "value": value, "total": kept}, sums, prune)
-        # The same but for a constant of the row, and small however long the sequence: of one token
-        # float32 holds what weighs.
+        # A constant per row does not change softmax. It keeps the bias small for long sequences, so
+        # for one token float32 is sufficient.
         bias = (before - seen["total"]).unsqueeze(2)
         if log_forget.shape[-1] == 1:
             bias = bias.float()
@@ -327,7 +329,7 @@ class ForgettingCache:
     def _extended(
         self, new: dict[str, Tensor], sums: Tensor, prune: float | None
     ) -> tuple[_Held, dict[str, Tensor]]:
-        """Return what follows this state, which stays as it is, and what the new tokens can see."""
+        """Return the state after new tokens, without changing this one, and what these can see."""
         held, count = self._held, new["key"].shape[1]
         rows, length = self.rows, self.length + count
         with torch.inference_mode(False):
@@ -358,7 +360,7 @@ class ForgettingCache:
         return _Held(parts, sums, kept, length), seen
 
     def _first_needed(self, total: Tensor, sums: Tensor, prune: float | None) -> int:
-        """Return how many rows no later token can see, whatever is taken back."""
+        """Return the number of first rows that no later token can see, even after a rollback."""
         fixed = total.shape[-1] - (sums.shape[-1] - 1)
         if self.capacity is not None:
             return max(0, fixed - self.capacity + 1)
@@ -366,7 +368,7 @@ class ForgettingCache:
         if prune is None or not total.numel() or not has_values(total):
             return 0
         lives = (sums[..., :1] - total >= prune).flatten(0, 1).any(0)
-        # The first that lives; all of them, if none does.
+        # The first row that has not decayed; all rows, if there is none.
         return int(torch.nn.functional.pad(lives, (0, 1), value=True).byte().argmax())
 
     def _check(
@@ -432,12 +434,12 @@ def check_tokens(key: Tensor, value: Tensor, log_forget: Tensor) -> None:
 def _with_room(part: Tensor, name: str, room: int) -> Tensor:
     shape, dimension = list(part.shape), _LENGTH_DIMENSION[name]
     shape[dimension] = room
-    # Tensors made in inference mode cannot be written to outside of it, others anywhere.
+    # Inference tensors cannot be written outside of inference mode; others can anywhere.
     with torch.inference_mode(False):
         made = torch.empty(shape, dtype=part.dtype, device=part.device)
     made.narrow(dimension, 0, part.shape[dimension]).copy_(part)
     return made
 
 
-# So that torch.load(weights_only=True) takes a cache that was saved whole.
+# Lets torch.load(weights_only=True) load a pickled cache.
 torch.serialization.add_safe_globals([ForgettingCache, _Held])

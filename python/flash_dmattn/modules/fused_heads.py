@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Norm and rotation of heads in one kernel, and their gradients in another.
 
-PyTorch's operations read and write heads about twenty times, mostly in float32, which in a training
-step may take longer than attention.
+PyTorch's operations read and write heads about twenty times, mostly in float32. In a training step
+that may take longer than attention.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Factors", "normed_and_turned"]
 # Cosines and sines, ({B|1}, N, 1, D / 2) each.
 Factors = tuple[Tensor, Tensor]
 
-# Elements of half of a program's rows, and its warps.
+# Elements in half of a program's rows, and its warps.
 _BLOCK, _WARPS = 1024, 4
 
 
@@ -40,7 +40,7 @@ def normed_and_turned(
         eps: of the norm.
         factors: of the rotation; None for none.
     """
-    # Positions whose batch comes last in memory make factors of the same order.
+    # Positions may have their batch last in memory, and then factors have the same order.
     cos, sin = (None, None) if factors is None else (each.contiguous() for each in factors)
     prepared: Tensor = _NormedAndTurned.apply(heads, weight, cos, sin, eps)  # type: ignore[no-untyped-call]
     return prepared
@@ -65,7 +65,7 @@ class _NormedAndTurned(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         inputs = _Inputs(*ctx.saved_tensors)
-        # A graph of the gradients is wanted; or torch.vmap computes many of them, or a mode looks.
+        # Use operations for a double backward, under torch.vmap, or if a mode observes the call.
         if torch.is_grad_enabled() or not dispatch_state.is_idle(
             (gradient, *inputs), or_profiled=True
         ):
@@ -89,7 +89,7 @@ class _Inputs(NamedTuple):
 def _by_operations(
     inputs: _Inputs, eps: float, gradient: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of heads and weight, by operations of torch."""
+    """Return the gradients of heads and weight, by torch operations."""
     heads, weight, cos, sin = inputs
     is_recorded = torch.is_grad_enabled()
     with torch.enable_grad():
@@ -107,13 +107,13 @@ def _by_operations(
 def _start(
     before: tuple[Tensor, ...], inputs: _Inputs, results: tuple[Tensor, ...], eps: float
 ) -> None:
-    """Start a kernel: with the gradient before its inputs that of backward."""
+    """Start a kernel: that of backward if ``before`` has a gradient."""
     heads, cos = inputs.heads, inputs.cos
     count, dim = heads.shape[-2:]
     token = heads.flatten(0, -3).stride(0)
     positions = 1 if cos is None else cos.numel() // (dim // 2)
     dtypes = tuple(None if tensor is None else tensor.dtype for tensor in inputs)
-    # In place of what there is not, something that is not read.
+    # In place of absent tensors pass one that the kernel does not read.
     given = [heads if tensor is None else tensor for tensor in inputs]
     _kernel(bool(before), count, dim, dtypes).start(
         (_programs(heads), 1, 1),
@@ -128,7 +128,7 @@ def _programs(heads: Tensor) -> int:
 
 
 def _rows(dim: int) -> int:
-    """Return how many rows a program has."""
+    """Return the number of rows of a program."""
     return max(1, _BLOCK // int(triton.next_power_of_2((dim + 1) // 2)))
 
 
@@ -136,8 +136,8 @@ def _rows(dim: int) -> int:
 def _kernel(
     is_backward: bool, heads: int, dim: int, dtypes: tuple[torch.dtype | None, ...]
 ) -> Prepared:
-    """Return the kernel for these sizes, and for tensors of these dtypes alone; None: there is no
-    such tensor.
+    """Return the kernel for these sizes, and only for tensors of these dtypes; None for an absent
+    tensor.
     """
     _, weight, cos, _ = dtypes
     half = (dim + 1) // 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Whether a call of the layer is a decoding step whose parts can be fused."""
+"""Whether a call of the layer is a decoding step that can be fused."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 __all__ = ["are_as_found", "fused_step", "is_as_made", "is_token", "plain_parts"]
 
-# For more sequences, or larger projections, products of matrices are faster than of vectors.
+# Beyond these sizes matrix products are faster than the kernels' vector products.
 _MOST_SEQUENCES = 4
 _MOST_WEIGHTS = 1 << 23
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "dt_proj")
 _NORMS = ("q_norm", "k_norm")
 _METHODS = ("attend", "key_bias")
-# What was made of layers, until they change.
+# Steps by layer, valid until the layer changes.
 _steps: weakref.WeakKeyDictionary[Fusable, Step] = weakref.WeakKeyDictionary()
 
 
@@ -39,13 +39,15 @@ def fused_step(
     cache: AttentionCache | None,
     *others: Any,
 ) -> Step | None:
-    """Return kernels that compute just what the layer would, for one token, without gradients.
+    """Return kernels that compute exactly the layer's result for one token without gradients.
+
+    Return None if the kernels do not support the call.
 
     Args:
-        layer: whose parts may have been replaced, hooked or overridden.
+        layer: its parts may be replaced, hooked or overridden.
         kind: the class whose methods are fused.
-        hidden_states: ``(B, N, embed_dim)``; it is not checked yet.
-        cache: of the call; it is not checked yet.
+        hidden_states: ``(B, N, embed_dim)``, not checked yet.
+        cache: of the call, not checked yet.
         *others: arguments of the call, all of which must be None.
     """
     if cache is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -82,7 +84,7 @@ def fused_step(
 
 
 def is_token(x: Any) -> bool:
-    """Say whether these are states of one token, ``(B, 1, width)``, that the kernels read."""
+    """Say whether these are states of one token, ``(B, 1, width)``, that the kernels can read."""
     return (
         type(x) in PLAIN_TYPES
         and x.dim() == 3
@@ -96,20 +98,20 @@ def is_token(x: Any) -> bool:
 
 
 def _plain_parts(layer: Fusable, kind: type) -> tuple[Part, ...] | None:
-    """Return the parts of a layer if they compute what those of a new layer do."""
+    """Return the parts of a layer if they compute the same as those of a new layer, else None."""
     for name in _METHODS:
         if getattr(type(layer), name) is not getattr(kind, name) or name in layer.__dict__:
             return None
     for norm in (layer.q_norm, layer.k_norm):
-        if type(norm) is nn.RMSNorm and norm.eps is None:  # what torch adds depends on its version
+        if type(norm) is nn.RMSNorm and norm.eps is None:  # torch's default depends on its version
             return None
     return plain_parts(layer, nn.RMSNorm) if layer.is_causal and _is_accepted(layer) else None
 
 
 def _is_accepted(layer: Fusable) -> bool:
-    """Say whether attention takes what may have been changed since the layer was made.
+    """Say whether attention accepts settings that may have changed since the layer was made.
 
-    What it refuses must not have been written into the cache before.
+    This is checked first, because the step writes into the cache before attention could raise.
     """
     scale, sink = layer.softmax_scale, layer.sink
     return (
@@ -120,11 +122,11 @@ def _is_accepted(layer: Fusable) -> bool:
 
 
 def plain_parts(layer: Projecting, norm: type[nn.Module]) -> tuple[Part, ...] | None:
-    """Return projections and norms if nothing else has taken their place, otherwise None.
+    """Return projections and norms if they are not replaced, otherwise None.
 
     Args:
         layer: that has them.
-        norm: the class that its norms must have, if it has any.
+        norm: the required class of its norms, if it has any.
     """
     if type(layer.A) is not nn.Parameter:
         return None
@@ -147,7 +149,7 @@ def plain_parts(layer: Projecting, norm: type[nn.Module]) -> tuple[Part, ...] | 
 
 
 def is_as_made(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Say whether a module is of this class, and nothing is hooked to its call."""
+    """Say whether a module is of this class, without hooks or a replaced forward."""
     return (
         type(module) is kind
         and not module._forward_hooks
@@ -163,7 +165,7 @@ def is_as_made(module: nn.Module, kind: type[nn.Module]) -> bool:
 
 
 def are_as_found(parts: tuple[Part, ...], dtype: torch.dtype, device: torch.device) -> bool:
-    """Say whether nothing has replaced, hooked, moved or converted the parts of a layer."""
+    """Say whether no part of a layer has been replaced, hooked, moved or converted."""
     for module, kind, weight, bias in parts:
         parameters = module._parameters
         if (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The norm and the rotation of the heads of queries and keys, between projections and attention."""
+"""The norm and the rotation of query and key heads, between projections and attention."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .rotary import packed_positions, rotary_factors, rotate
 
 __all__ = ["prepared"]
 
-# Dtypes that kernels take; they compute in float32.
+# Dtypes that the kernels support; they compute in float32.
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -27,7 +27,7 @@ class _Layer(Protocol):
 
 
 class _Positions(Protocol):
-    """A cache, which knows how many tokens it has seen."""
+    """A cache that knows the number of tokens seen."""
 
     def positions(self, count: int, device: torch.device) -> Tensor: ...
 
@@ -40,10 +40,10 @@ def prepared(
     cu_seqlens: Tensor | None,
     cache: _Positions | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return query and key ``(..., N, heads, D)`` normalised and rotated.
+    """Return query and key ``(..., N, heads, D)``, normalized and rotated.
 
     Args:
-        layer: whose norms and rotary base are used.
+        layer: its norms and rotary base are used.
         query, key: of the projections.
         position_ids, cu_seqlens, cache: as in `DynamicMaskAttention.forward`.
     """
@@ -72,17 +72,17 @@ def _prepared(
 
 
 def _is_fused(heads: Tensor, norm: nn.RMSNorm | None) -> bool:
-    """Say whether kernels compute what the norm and a rotation do.
+    """Say whether kernels compute the norm and the rotation.
 
-    Not where torch looks at each operation, but for profilers, which are to see what runs without
-    them.
+    They do not if torch observes single operations, with the exception of profilers: these must see
+    what runs without them.
     """
     if not has_kernel(heads.device.type) or heads.dtype not in _DTYPES or not heads.numel():
         return False
     if norm is None:
         weight = None
     elif is_as_made(norm, nn.RMSNorm) and norm.weight is not None and norm.eps is not None:
-        # What torch adds to the mean square by default depends on its version.
+        # torch's default epsilon depends on its version, so it must be given.
         weight = norm.weight
         if weight.dtype not in (heads.dtype, torch.float32) or weight.shape != heads.shape[-1:]:
             return False
@@ -94,7 +94,7 @@ def _is_fused(heads: Tensor, norm: nn.RMSNorm | None) -> bool:
 
 
 def _has_even_tokens(heads: Tensor) -> bool:
-    """Say whether each token's heads are contiguous, and as far from those of the token before."""
+    """Say whether each token's heads are contiguous, and tokens are at a constant distance."""
     *sizes, tokens, count, dim = heads.shape
     *strides, token, head, element = heads.stride()
     if element != 1 or (head != dim and count > 1):
@@ -105,7 +105,7 @@ def _has_even_tokens(heads: Tensor) -> bool:
 def _normalized(heads: Tensor, norm: nn.RMSNorm | None) -> Tensor:
     if norm is None:
         return heads
-    # Under autocast heads are of its dtype, and the weight is not. Another norm may have none.
+    # Under autocast the dtypes of heads and weight differ. Another kind of norm may have no weight.
     weight = getattr(norm, "weight", None)
     normalized: Tensor = norm(heads if weight is None else heads.to(weight.dtype))
     return normalized.to(heads.dtype)

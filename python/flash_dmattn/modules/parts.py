@@ -11,7 +11,7 @@ __all__ = ["Fusable", "Headed", "Part", "Projecting", "Sized", "eps_of"]
 
 
 class Headed(Protocol):
-    """The projections that make heads of hidden states, and their sizes."""
+    """The projections of hidden states to heads, and their sizes."""
 
     q_proj: nn.Linear
     k_proj: nn.Linear
@@ -45,7 +45,7 @@ class Sized(Projecting, Protocol):
 
 
 class Fusable(Sized, Protocol):
-    """The parts of a layer, and what it is told."""
+    """The parts of a layer, and its settings."""
 
     q_norm: nn.RMSNorm | None
     k_norm: nn.RMSNorm | None
@@ -62,7 +62,7 @@ class Fusable(Sized, Protocol):
 
 
 class Part(NamedTuple):
-    """A module of a layer, as it was found."""
+    """A module of a layer and its parameters, as recorded."""
 
     module: nn.Module
     kind: type[nn.Module]
@@ -71,7 +71,7 @@ class Part(NamedTuple):
 
 
 def eps_of(norm: nn.Module) -> float:
-    """Return the epsilon of a norm that states it."""
+    """Return the epsilon of a norm, which must be set."""
     assert isinstance(norm, nn.RMSNorm)
     assert norm.eps is not None
     return float(norm.eps)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Hidden states as heads of queries, keys and values."""
+"""Projections of hidden states to heads of queries, keys and values."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def draw_parameters(layer: nn.Module, std: float) -> None:
 
 
 def check_states(layer: Headed, hidden_states: Tensor, cu_seqlens: Tensor | None) -> None:
-    """Raise unless a layer's input is what its projections take."""
+    """Raise unless a layer's input fits its projections."""
     checks.tensor("hidden_states", hidden_states)
     form = "(B, N, embed_dim)" if cu_seqlens is None else "(total, embed_dim) with cu_seqlens"
     shape, width = tuple(hidden_states.shape), layer.embed_dim
     if len(shape) != (3 if cu_seqlens is None else 2) or shape[-1] != width:
         raise ValueError(f"hidden_states must have shape {form}, embed_dim={width}, got {shape}")
-    # Another module has rules of its own, for quantization for example; and a hook may bring
-    # the weight only when the projection is called.
+    # Other modules, for example quantized ones, have their own rules. A hook may set the weight
+    # only when the projection is called.
     if is_as_made(layer.q_proj, nn.Linear):
         check_fits_projection(hidden_states, layer.q_proj.weight)
     if cu_seqlens is not None:
@@ -46,9 +46,9 @@ def check_states(layer: Headed, hidden_states: Tensor, cu_seqlens: Tensor | None
 def projected(layer: Headed, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return query ``(..., H, D)``, key and value ``(..., Hk, D)`` of states ``(..., embed_dim)``.
 
-    In training they are one product, of which they are views: the gradient of the states is then
-    one product too, and not three that are added, and autocast casts the states once. Not so in
-    torch.jit.trace, which records what then runs without gradients too.
+    In training they are views of one product: the gradient of the states is then one product, too,
+    instead of a sum of three, and autocast casts the states once. torch.jit.trace is excluded,
+    because its recording also runs without gradients.
     """
     modules = layer.q_proj, layer.k_proj, layer.v_proj
     counts = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
@@ -71,9 +71,9 @@ def _in_heads(states: Tensor, count: int, dim: int) -> Any:
 
 
 def _are_joined(modules: tuple[nn.Linear, ...], widths: list[int]) -> bool:
-    """Say whether these are linear layers that train, with nothing of others in their place.
+    """Say whether these are trainable plain linear layers without hooks.
 
-    Of other widths the error of each is clearer than that of all, if there is one at all.
+    If a width is wrong, separate products give clearer errors, if there is an error at all.
     """
     first = modules[0]
     for module, width in zip(modules, widths, strict=True):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Rotary position embedding (RoFormer, arXiv:2104.09864), and where the tokens of a batch stand."""
+"""Rotary position embedding (RoFormer, arXiv:2104.09864), and the positions of packed tokens."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def rotary_factors(
 ) -> tuple[Tensor, Tensor]:
     """Return cos and sin ``(*positions, 1, head_dim / 2)`` of ``position * base ** (-2 i / D)``.
 
-    Made anew for each call and not kept as a buffer, which ``module.to(torch.bfloat16)`` would
-    round: a bfloat16 holds no position above 256 exactly.
+    Computed in each call and not kept as a buffer, because ``module.to(torch.bfloat16)`` would
+    round it: bfloat16 does not represent all positions above 256 exactly.
     """
     angle = positions[..., None, None].to(dtype) * frequencies(
         head_dim, base, dtype, positions.device
@@ -39,8 +39,8 @@ def frequencies(head_dim: int, base: float, dtype: torch.dtype, device: torch.de
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate ``(..., rows, heads, D)``: element i forms a pair with element ``i + D / 2``.
 
-    That is the order of Llama's and Doge's weights, not the neighbouring pairs of RoFormer.
-    Computed at the dtype of the factors, returned in that of x.
+    This is the order of Llama's and Doge's weights, not the neighboring pairs of RoFormer. Computed
+    in the dtype of the factors, returned in that of x.
     """
     first, second = x.to(cos.dtype).chunk(2, dim=-1)
     rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

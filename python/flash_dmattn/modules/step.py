@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A decoding step of the layer in few kernels, where these compute exactly what the layer does."""
+"""A decoding step of the layer in few kernels, which compute exactly the layer's result."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ __all__ = ["Step"]
 
 
 class Step:
-    """The kernels of a layer's decoding steps, and what they were made for.
+    """The kernels of a layer's decoding steps, and the parts that they were made for.
 
-    It holds the layer's parts and not the layer, which may be freed before it.
+    It holds the layer's parts but not the layer, which may be freed first.
     """
 
     def __init__(self, layer: Fusable, parts: tuple[Part, ...]) -> None:
-        """Prepare kernels for the parts that were found."""
+        """Prepare kernels for the given parts."""
         self.parts = parts
         self._modules = tuple(layer._modules.values())
         self._settings = _settings(layer)
         self._amplitude, self._sink = layer.A, layer.sink
-        # A layer is converted in place, which leaves its parameters what they are.
+        # Converting a layer's dtype keeps its parameter objects, so store the dtype.
         self.dtype = parts[0].weight.dtype
         states, norms = parts[4], parts[5:]
         self._norms = tuple(norm.module for norm in norms)
@@ -64,14 +64,14 @@ class Step:
         )
 
     def _eps(self) -> tuple[object, ...]:
-        """Return the epsilons of the norms as they are now."""
+        """Return the current epsilons of the norms."""
         return tuple(norm.eps for norm in self._norms)
 
     def __call__(self, layer: Fusable, x: Tensor, kept: KeptKeys) -> Tensor:
-        """Return what the layer's forward returns for one token, and take it in.
+        """Return the output of the layer's forward for one token, which the cache takes in.
 
         Args:
-            layer: whose parts these are.
+            layer: that has these parts.
             x: ``(B, 1, embed_dim)``.
             kept: of the layer's cache, not empty.
         """
@@ -99,6 +99,6 @@ def _settings(layer: Fusable) -> tuple[object, ...]:
 
 @functools.lru_cache(maxsize=8)
 def _kept_frequencies(dim: int, base: float, device: torch.device) -> Tensor:
-    # Outside of inference mode, as every later call reads it.
+    # Outside of inference mode, because all later calls read it.
     with torch.inference_mode(False):
         return frequencies(dim, base, torch.float32, device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The kernels of a decoding step: from a token to its heads, into what is kept, and out again."""
+"""The kernels of a decoding step: projection to heads, insertion into the kept keys, output."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _WARPS = 8
 
 
 class Sizes(NamedTuple):
-    """Of a layer."""
+    """The sizes of a layer."""
 
     width: int
     heads: int
@@ -40,19 +40,19 @@ class Sizes(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """By what heads are rotated, as the kernel reads it."""
+    """The rotation of heads, in the kernel's form."""
 
     first: Tensor
     second: Tensor
-    row: int = 0  # elements from one sequence's to the next's
+    row: int = 0  # elements between the values of consecutive sequences
 
 
-# Writes a token into rows, given a function of the rows and their counter; returns the rows.
+# Writes a token into rows by a function of the rows and their counter; returns the rows.
 Write = Callable[[Callable[[Rows, Tensor], None]], Rows]
 
 
 class StepKernels:
-    """The kernels for a layer of certain sizes, with the parameters that they read."""
+    """The kernels for a layer of given sizes, with the parameters that they read."""
 
     def __init__(
         self,
@@ -66,16 +66,16 @@ class StepKernels:
         scale: float,
         backend: str,
     ) -> None:
-        """Prepare the kernels; they are compiled when they are first started.
+        """Prepare the kernels; they are compiled at their first launch.
 
         Args:
             sizes: of the layer.
             parts: projections to queries, keys, values, the output and the states of biases, then
                 the norms of queries and keys, or none.
-            bias: how the bias of a key follows from its values.
+            bias: how the bias of a key is computed from its values.
             eps: of the two norms.
-            rounds_norm: the norms round before they multiply by the weight.
-            turn: how heads are rotated, one of the kernel's kinds.
+            rounds_norm: the norms round before the product with the weight.
+            turn: the kind of rotation, a constant of the kernel.
             scale: of the scores.
             backend: of attention.
         """
@@ -86,7 +86,7 @@ class StepKernels:
         is_normed, biased, part = len(parts) > 5, query.bias is not None, _part(width)
         norm = (ROUNDED_NORM if rounds_norm else RMS_NORM) if is_normed else NO_NORM
         self._into_heads = _prepared(width, heads, kv_heads, dim, biased, norm.value, turn)
-        # A "head" of the output is a part of it.
+        # A "head" of the output is a slice of its columns.
         self._out_of_heads = _prepared(
             heads * dim, width // part, 0, part, biased, NO_NORM.value, NO_TURN.value
         )
@@ -109,13 +109,13 @@ class StepKernels:
         sink: nn.Parameter | None,
         softcap: float,
     ) -> Tensor:
-        """Return the output ``(B, 1, width)`` for one token, and take it in.
+        """Return the output ``(B, 1, width)`` for one token, which is inserted.
 
         Args:
             x: ``(B, 1, width)``.
-            turn: how it is rotated.
-            write: writes it into what is kept.
-            counts: of what is kept.
+            turn: its rotation.
+            write: writes it into the kept rows.
+            counts: of the kept rows.
             sink, softcap: as in `flash_dmattn_func`.
         """
         batch = x.shape[0]
@@ -150,7 +150,7 @@ class StepKernels:
 
 
 def _part(width: int) -> int:
-    """Return a divisor of the width, such that there are about as many parts as SMs."""
+    """Return a divisor of the width that gives about as many parts as there are SMs."""
     return next(part for part in (16, 8, 4, 2, 1) if width % part == 0)
 
 

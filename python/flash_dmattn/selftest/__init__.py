@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Small problems on each device on which calls compute, compared with the formula in float64.
+"""Comparison of small problems with the formula in float64, on each device that computes.
 
-With torch the public functions run, forward and backward, by whatever computes calls that do not
-say. With NumPy alone the cpu pack is called through the core.
+With torch the public functions run, forward and backward, by the default backend. With only NumPy
+the cpu pack is called through the core.
 """
 
 from .outcome import TOLERANCES, Comparison, Outcome

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The self-test of one pack, by itself, before calls are given to it."""
+"""The self-test of a single pack before it serves calls."""
 
 from __future__ import annotations
 

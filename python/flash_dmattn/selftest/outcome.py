@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-# The largest difference, divided by the largest value of the exact result or by 1. The 16-bit
-# tolerances are some 8 rounding steps of the dtype, since sums over keys are float32 until the end.
+# The largest difference, relative to the largest exact value or 1. The 16-bit tolerances are about
+# 8 rounding steps of the dtype, because sums over keys are float32 until the end.
 TOLERANCES: Mapping[str, float] = {"float32": 1e-5, "float16": 8e-3, "bfloat16": 6e-2}
 
 BATCH, QUERIES, KEYS, HEADS, KV_HEADS, HEAD_DIM, WINDOW = 2, 70, 90, 4, 2, 40, 16
@@ -16,7 +16,7 @@ BATCH, QUERIES, KEYS, HEADS, KV_HEADS, HEAD_DIM, WINDOW = 2, 70, 90, 4, 2, 40, 1
 
 @dataclass(frozen=True)
 class Comparison:
-    """One result of one problem: its largest error, and the largest that is allowed."""
+    """One result of one problem: its largest error, and the tolerance."""
 
     device: str
     case: str
@@ -27,29 +27,29 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        """Whether the error is allowed; that of a NaN is not."""
+        """Whether the error is within the tolerance; NaN is not."""
         return self.error <= self.tolerance
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Every comparison, and why devices were not tested."""
+    """All comparisons, and why devices were not tested."""
 
     comparisons: tuple[Comparison, ...]
     untested: tuple[str, ...]
 
     @property
     def passed(self) -> bool:
-        """Whether something was compared, nothing was left out, and everything agreed."""
+        """Whether there are comparisons, all devices were tested, and all results agree."""
         return bool(self.comparisons) and not self.untested and not self.failures
 
     @property
     def failures(self) -> list[Comparison]:
-        """The comparisons whose error is too large."""
+        """The comparisons whose error exceeds the tolerance."""
         return [comparison for comparison in self.comparisons if not comparison.passed]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the outcome in types that JSON has."""
+        """Return the outcome in JSON types."""
         rows = [{**asdict(c), "passed": c.passed} for c in self.comparisons]
         return {"passed": self.passed, "comparisons": rows, "untested": list(self.untested)}
 

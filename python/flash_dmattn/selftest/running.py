@@ -11,9 +11,9 @@ from .outcome import Comparison, Outcome
 
 
 def run(served: Iterable[tuple[str, int]], pack_for: Callable[[str, int], Any]) -> Outcome:
-    """Test every device, given as its kind and index; without torch, the pack of ``pack_for``.
+    """Test every device, given as kind and index; without torch, the pack of ``pack_for``.
 
-    Whatever raises, a call would raise too, and is a reason why a device was not tested.
+    An exception, which a call would raise, too, is recorded as the reason for an untested device.
     """
     comparisons: list[Comparison] = []
     untested: list[str] = []
@@ -39,7 +39,7 @@ def run(served: Iterable[tuple[str, int]], pack_for: Callable[[str, int], Any]) 
 
 
 def _cannot_test(kind: str) -> str:
-    """Return what keeps a kind of device from being tested; "" if nothing does."""
+    """Return why a kind of device cannot be tested; "" if it can."""
     if importlib.util.find_spec("torch") is None:
         if kind != "cpu":
             return "needs PyTorch: python -m pip install torch"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The self-test of the cpu pack where NumPy is there but torch is not: through the core."""
+"""The self-test of the cpu pack through the core, for NumPy without torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .outcome import (
     Comparison,
 )
 
-# The gradients, by the fields of a call that they belong to.
+# The names of the gradients, by the fields of a call.
 _GRADIENTS = {"query": "dq", "key": "dk", "value": "dv", "bias": "dbias"}
 _ALIGNMENT = 64  # of plans and workspaces, in bytes
 
@@ -103,7 +103,7 @@ def attention(query: Any, key: Any, value: Any, dout: Any, bias: Any, kept: Any)
 def _run_pack(
     pack: Any, query: Any, key: Any, value: Any, dout: Any, given: dict[str, Any], causal: bool
 ) -> dict[str, Any]:
-    """Return the same results, computed by the pack."""
+    """Return the same results as `attention`, computed by the pack."""
     problem = _core.Problem(
         pack,
         _as_tuple(query),
@@ -151,7 +151,7 @@ def _run_pack(
 
 
 def _as_tuple(array: Any) -> Any:
-    """Return how the core takes an array, or None for None; the caller keeps the array alive."""
+    """Return an array in the core's form, or None for None. The caller keeps the array alive."""
     if array is None:
         return None
     strides = tuple(stride // array.itemsize for stride in array.strides)
@@ -159,7 +159,7 @@ def _as_tuple(array: Any) -> Any:
 
 
 def _buffer(size: int) -> Any:
-    """Return ``size`` zero bytes, aligned as packs want them."""
+    """Return ``size`` zero bytes with the alignment that packs require."""
     storage = np.zeros(size + _ALIGNMENT, np.uint8)
     return storage[-storage.ctypes.data % _ALIGNMENT :][:size]
 

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The self-test where torch is there: the public functions, forward and backward, by whatever
-computes calls that do not say.
-"""
+"""The self-test with torch: the public functions, forward and backward, by the default backend."""
 
 from __future__ import annotations
 
@@ -44,13 +42,14 @@ class Problem(NamedTuple):
     dout: torch.Tensor
 
 
-# Gives out, lse, and the gradients of query, key, value and of a bias.
+# Returns out, lse, and the gradients of query, key, value and, if given, of the bias.
 Compute: TypeAlias = Callable[[Problem], tuple[torch.Tensor, ...]]
 
 
 def compare(device: str, compute: Compute | None = None) -> Iterator[Comparison]:
-    """Yield the comparisons of a device, such as ``cuda:0``; by the public functions unless
-    ``compute`` says how.
+    """Yield the comparisons of a device, such as ``cuda:0``.
+
+    ``compute`` computes the problems; by default the public functions do.
     """
     for dtype in DTYPES["cpu" if device == "cpu" else "gpu"]:
         for case, mask, bias, causal in _cases(device):
@@ -83,12 +82,12 @@ def _by_calls(problem: Problem) -> tuple[torch.Tensor, ...]:
         "tuple[torch.Tensor, torch.Tensor]",
         flash_dmattn_func(query, key, value, mask, bias, is_causal=causal, return_lse=True),
     )
-    # A scalar needs no given gradient, for which torch imports sympy to compare shapes.
+    # A scalar needs no explicit gradient. With one torch would import sympy to compare shapes.
     return out.detach(), lse.detach(), *torch.autograd.grad((out * dout).sum(), leaves)
 
 
 def by_backend(backend: Backend) -> Compute:
-    """Return what computes by a backend itself: no dispatcher, autograd or loader is asked."""
+    """Return a function that computes by a backend without dispatcher, autograd and loader."""
 
     def compute(problem: Problem) -> tuple[torch.Tensor, ...]:
         query, key, value, mask, bias, causal, dout = problem
@@ -115,8 +114,8 @@ def by_backend(backend: Backend) -> Compute:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Let torch use one thread: in small steps, threads mostly wait for each other, and on a busy
-    machine for a turn.
+    """Let torch use one thread. In small steps threads mostly wait for each other, and on a busy
+    machine for CPU time.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -156,9 +155,9 @@ def _random(shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 
 def _relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Return the largest difference over the largest value, or over 1.
+    """Return the largest difference, relative to the largest value or to 1.
 
-    Equal infinities do not differ.
+    Equal infinities have no difference.
     """
     found = found.double()
     difference = (found - wanted).abs().masked_fill(found == wanted, 0)

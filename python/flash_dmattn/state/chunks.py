@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The tokens that callers pass to a state, as rows."""
+"""Conversion of the tokens that callers pass to a state into rows."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def as_rows(
     *,
     counts_dropped: bool = False,
 ) -> Rows:
-    """Return tokens as rows, with a bias of -inf where they are padding.
+    """Return tokens as rows, with a bias of -inf for padding.
 
     Args:
         key, value, bias, padding: as in `KeptKeys.attend`.
         positions: int64 ``(N,)``.
-        heads: H, where it is known.
-        counts_dropped: a token whose bias is -inf is no padding; its bias becomes NaN, which is not
-            kept either.
+        heads: H, if known.
+        counts_dropped: a token with a bias of -inf is not padding. Its bias becomes NaN, which is
+            not kept either.
 
     Raises:
         TypeError, ValueError: as `KeptKeys.attend`.
@@ -79,13 +79,13 @@ def as_rows(
 
 
 def check_heads(name: str, heads: Tensor) -> None:
-    """Raise unless this is a tensor of four dimensions."""
+    """Raise unless this is a 4-D tensor."""
     if checks.tensor(name, heads).dim() != 4:
         raise ValueError(f"{name} must have shape (B, N, heads, D), got {tuple(heads.shape)}")
 
 
 def check_like(held: Rows, others: Rows, name: str = "") -> None:
-    """Raise ValueError unless rows can lie beside those that are held."""
+    """Raise ValueError unless rows fit the held ones."""
     for field, dimension in zip(Rows._fields, (1, 1, 3, 2), strict=True):
         one: Tensor = getattr(held, field)
         other: Tensor = getattr(others, field)
@@ -106,9 +106,9 @@ def check_like(held: Rows, others: Rows, name: str = "") -> None:
 
 
 def check_sequences(indices: Tensor, held: Tensor | None, holder: str) -> None:
-    """Raise unless these number sequences of a batch, of which a tensor is held, or nothing.
+    """Raise unless these are indices of sequences in the batch of a held tensor, if there is one.
 
-    Values on a GPU would have to be waited for; there index_select checks them itself.
+    Values on a GPU are not checked here, which would synchronize; index_select checks them.
     """
     checks.tensor("indices", indices, "a torch.Tensor of integers")
     if indices.dtype not in (torch.int32, torch.int64):
@@ -129,13 +129,13 @@ def check_sequences(indices: Tensor, held: Tensor | None, holder: str) -> None:
 
 
 def check_left(length: int, held: int, revocable: int, holder: str) -> None:
-    """Raise ValueError unless a cache can take back all but its first tokens.
+    """Raise ValueError unless a cache can remove all but its first tokens.
 
     Args:
-        length: of these tokens.
-        held: how many it has seen.
-        revocable: how many of the last it can take back; all of them it always can.
-        holder: how it was made.
+        length: number of these first tokens.
+        held: number of tokens seen.
+        revocable: number of last tokens that it can remove; it can always remove all.
+        holder: text of the constructor call.
     """
     if not 0 <= length <= held:
         raise ValueError(f"length must be from 0 to {held}, got {length}")
@@ -149,10 +149,10 @@ def check_left(length: int, held: int, revocable: int, holder: str) -> None:
 def described_call(
     query: Tensor, sink: Tensor | None, settings: tuple[object, ...]
 ) -> tuple[object, ...]:
-    """Return what attention accepts or refuses of a call, to compare with that of another call.
+    """Return the properties by which attention accepts or refuses a call, for comparison.
 
-    Types come first: attention takes 1.0 and refuses True, which are equal, and a tensor in place
-    of a number is not compared.
+    Types come first, because attention accepts 1.0 and refuses True, which are equal. This also
+    avoids comparing a tensor in place of a number.
     """
     tensors = (query,) if sink is None else (query, sink)
     types = tuple(type(setting) for setting in settings)
@@ -161,7 +161,7 @@ def described_call(
 
 
 def needs_gradient(*parts: Rows | None) -> bool:
-    """Say whether a gradient would be lost by writing these rows in place."""
+    """Say whether writing these rows in place would lose a gradient."""
     return torch.is_grad_enabled() and any(
         tensor.requires_grad for rows in parts if rows is not None for tensor in rows
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The rows that a state holds, and how they are changed, in place or not."""
+"""The rows that a state holds, and their changes, in place or as copies."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _Result = TypeVar("_Result")
 
 
 class HeldRows:
-    """The base of `KeptKeys`: rows, a counter, and all but attention and merging."""
+    """The base of `KeptKeys`: rows, a counter, and all operations but attention and merging."""
 
     window_size: int
-    keep_last: int = 0  # of states that were pickled before it was there
+    keep_last: int = 0  # for states that were pickled without the attribute
     keep_first: int = 0
     rollback: int
 
@@ -52,20 +52,22 @@ class HeldRows:
         rollback: int = 0,
         start: int = 0,
     ) -> None:
-        """Make a state that has seen nothing.
+        """Make an empty state.
 
         Args:
-            window_size: keys that a query keeps, at least 1; or 0 with keep_last or keep_first.
-            keep_last, keep_first: also keep the last and the first so many tokens, as in
+            window_size: number of keys that a query keeps, at least 1; or 0 with keep_last or
+                keep_first.
+            keep_last, keep_first: also keep this many of the last and first tokens, as in
                 `flash_dmattn_func`.
-            rollback: the last tokens that `forget` must be able to take back. They are kept besides
-                what is older, so memory is for ``window_size + keep_last + keep_first + rollback``.
-            start: the position of the first token, by which it is told from those of other states
-                in `merge`.
+            rollback: number of last tokens that `forget` must be able to remove. They are kept in
+                addition to older ones, so memory is for ``window_size + keep_last + keep_first +
+                rollback``.
+            start: position of the first token, which distinguishes tokens of several states in
+                `merge`.
 
         Raises:
             TypeError: an argument is not an integer.
-            ValueError: window_size is too small, or another number negative.
+            ValueError: window_size is too small, or another number is negative.
         """
         self.keep_last = index("keep_last", keep_last, 0, MOST_ROWS)
         self.keep_first = index("keep_first", keep_first, 0, MOST_ROWS)
@@ -73,31 +75,31 @@ class HeldRows:
         self.window_size = index("window_size", window_size, least, MOST_ROWS)
         self.rollback = index("rollback", rollback, 0, MOST_ROWS)
         self._start = index("start", start, 0)
-        # What is older than the last tokens, and those: as many as can be taken back.
+        # Older rows, and the last ``rollback`` tokens.
         self._kept: Rows | None = None
         self._recent: Rows | None = None
-        # int64 (3,): the position of the next token; one that `forget` cannot go behind; and 0,
-        # which the kernel of a step counts its programs with. On the device, so that a graph which
-        # has captured a step counts on when it is replayed.
+        # int64 (3,): the position of the next token; the least position that `forget` can return
+        # to; and 0, the step kernel's count of programs. It is on the device, so that replays of a
+        # graph with a captured step advance it.
         self._counter: Tensor | None = None
         # Whether the rows are known to be in the order of their positions. Steps in place put a
-        # token anywhere, those of a replayed graph too, of which Python does not hear.
+        # token at any row. Python does not notice the steps of a replayed graph.
         self._is_ordered = True
-        # The last call of `_taken_in` that attention has not refused.
+        # The last call of `_taken_in` that attention has accepted.
         self._accepted: tuple[object, ...] | None = None
         self._made_during = current_backward()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is copied or pickled, in which no setting of a call is."""
+        """Return the state for copy or pickle, without settings of a call."""
         return {**self.__dict__, "_accepted": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take what was copied or pickled."""
+        """Restore a copied or pickled state."""
         self.__dict__.update(state)
         self.__dict__.update(self._owned().__dict__)
 
     def __repr__(self) -> str:
-        """Show what it is for, and what it holds where that need not be asked of a device."""
+        """Show the settings, and the contents that need no read from a device."""
         by_place = f"keep_last={self.keep_last}, keep_first={self.keep_first}, "
         text = (
             f"KeptKeys(window_size={self.window_size}, {by_place if self.counts.by_place else ''}"
@@ -114,22 +116,22 @@ class HeldRows:
 
     @property
     def counts(self) -> KeyCounts:
-        """How many keys a query keeps, and which."""
+        """The numbers of keys that a query keeps, by kind."""
         return KeyCounts(self.window_size, self.keep_last, self.keep_first)
 
     @property
     def length(self) -> int:
-        """How many tokens were seen, those of `start` included. On a GPU it is waited for."""
+        """Number of tokens seen, including ``start``. On a GPU this synchronizes."""
         return self._start if self._counter is None else int(self._known_counter()[0])
 
     @property
     def counter(self) -> Tensor | None:
-        """int64 ``(3,)``, the first of which is `length`, on the device; None before any token."""
+        """int64 ``(3,)`` on the device, whose first is `length`; None before the first token."""
         return self._counter
 
     @property
     def revocable(self) -> int:
-        """How many of the last tokens `forget` can take back. On a GPU it is waited for."""
+        """Number of last tokens that `forget` can remove. On a GPU this synchronizes."""
         if self._counter is None:
             return 0
         length, floor, _ = self._known_counter().tolist()
@@ -142,48 +144,49 @@ class HeldRows:
 
     @property
     def capacity(self) -> int:
-        """Rows for which memory is allocated."""
+        """Number of rows for which memory is allocated."""
         return sum(part.size for part in (self._kept, self._recent) if part is not None)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """What is held, by name: key, value ``(B, rows, Hk, D)``, bias ``(B, h, 1, rows)``, where
-        -inf is a row that the head does not keep, and position, int64 ``(B, {1|Hk}, rows)``.
+        """The held tensors by name: key, value ``(B, rows, Hk, D)``, bias ``(B, h, 1, rows)``, with
+        -inf for a row that the head does not keep, and position, int64 ``(B, {1|Hk}, rows)``.
         Changes of the state may overwrite them.
         """
         held = [part for part in (self._kept, self._recent) if part is not None]
         return {} if not held else concatenated(*held)._asdict()
 
     def positions(self, count: int, device: torch.device) -> Tensor:
-        """Return int64 ``(count,)``: the positions of the tokens that follow, on the device."""
+        """Return int64 ``(count,)``: the positions of the next tokens, on the device."""
         following = torch.arange(count, device=device)
         return following + (self._start if self._counter is None else self._counter[0])
 
     def detach(self) -> Self:
-        """Return the same state in memory of its own, without what gradients need."""
+        """Return the same state in separate memory, without autograd history."""
         return self._mapped(lambda tensor, _: tensor.detach().clone())
 
     def clone(self) -> Self:
-        """Return the same state in memory of its own."""
+        """Return the same state in separate memory."""
         return self._mapped(lambda tensor, _: tensor.clone())
 
     def to(self, device: torch.device | str) -> Self:
-        """Return the same state on a device, in memory of its own."""
+        """Return the same state on a device, in separate memory."""
         checks.device("device", device)
         return self._mapped(lambda tensor, _: tensor.to(device, copy=True))
 
     def reorder(self, indices: Tensor) -> None:
-        """Make sequence i what sequence ``indices[i]`` was: for beam search, or to drop some.
+        """Replace sequence i by sequence ``indices[i]``: for beam search, or to drop sequences.
 
-        As many as before stay where they are in memory, unless gradients flow to what is held.
+        If the number of sequences stays, so does the memory, unless gradients flow to the held
+        rows.
 
         Args:
             indices: int64 or int32 ``(new B,)``.
 
         Raises:
             TypeError: indices is not a tensor of integers.
-            ValueError: the number of dimensions is wrong, or an index, where they are on the CPU,
-                is none of a sequence.
+            ValueError: the number of dimensions is wrong, or an index is out of range, which is
+                checked on CPUs only.
         """
         check_sequences(indices, None if self._kept is None else self._kept.key, "the state")
         if self._kept is None:
@@ -194,14 +197,14 @@ class HeldRows:
         )
 
     def forget(self, count: int) -> None:
-        """Take back the last tokens, in place unless gradients flow to what is held.
+        """Remove the last tokens, in place unless gradients flow to the held rows.
 
         Args:
-            count: of the tokens, at most ``rollback`` of them, and of those that came since.
+            count: number of tokens, at most `revocable`.
 
         Raises:
             TypeError: count is not an integer.
-            ValueError: it is negative, or more than can be taken back.
+            ValueError: it is negative, or more than can be removed.
         """
         count, revocable = index("count", count), self.revocable
         if not 0 <= count <= revocable:
@@ -225,7 +228,7 @@ class HeldRows:
         self._replace_by(left)
 
     def reset(self) -> None:
-        """Forget everything; the memory stays, unless gradients need what is in it."""
+        """Remove all tokens. The memory stays, unless gradients need its contents."""
         self._refuse_recomputation()
         if self._carries_gradients():
             self._kept = self._recent = self._counter = None
@@ -237,17 +240,17 @@ class HeldRows:
             self._counter[:2] = self._start
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` makes the same state of, in memory of its own."""
+        """Return a state for `load_state_dict`, in separate memory."""
         names = ("window_size", "keep_last", "keep_first", "rollback")
         settings = {name: getattr(self, name) for name in names}
         return state_of({**settings, "start": self._start}, self._kept, self._recent, self._counter)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Become what `state_dict` was asked of.
+        """Restore a state of `state_dict`.
 
         Raises:
             TypeError: a field has the wrong type or dtype.
-            ValueError: it is of another window_size, keep_last, keep_first or rollback, a field is
+            ValueError: its window_size, keep_last, keep_first or rollback differs, or a field is
                 missing or unknown, or has the wrong shape.
         """
         self._start, self._kept, self._recent, self._counter = read_state(
@@ -265,17 +268,17 @@ class HeldRows:
         *,
         is_marked: bool = False,
     ) -> Rows:
-        """Return the tokens that follow as rows.
+        """Return the next tokens as rows.
 
         Args:
             key, value, bias, padding: as in `KeptKeys.attend`.
-            heads: H, where it is known.
+            heads: H, if known.
             is_marked: a bias of -inf marks padding.
         """
         check_heads("key", key)
         added = key.shape[1]
         if added == 1 and self._counter is not None:
-            positions = self._counter[:1]  # read before the counter goes on
+            positions = self._counter[:1]  # read before the counter is advanced
         else:
             positions = self.positions(added, key.device)
         counts_dropped = self.counts.by_place and not is_marked
@@ -285,7 +288,7 @@ class HeldRows:
         return chunk
 
     def _columns(self, chunk: Rows) -> Rows:
-        """Return all that the tokens of a chunk can see, in the order of the positions."""
+        """Return all rows that the tokens of a chunk can see, in the order of the positions."""
         if self._kept is None:
             return chunk
         kept = self._kept if self._is_ordered else in_order(self._kept)
@@ -300,19 +303,19 @@ class HeldRows:
         attend: Callable[[Rows], _Result],
         call: tuple[object, ...] | None = None,
     ) -> _Result:
-        """Take tokens in, and return what `attend` makes of what they see.
+        """Take in tokens, and return the result of ``attend`` for the rows that they see.
 
-        Where it raises nothing is changed. A single token overwrites what is held before it
-        attends, so of a call that is not known to be accepted it first attends to what is held.
+        If ``attend`` raises, nothing is changed. A single token overwrites held rows before it
+        attends. So if its call is not known to be accepted, it attends to the held rows first.
 
-        Nothing is written to rows to which gradients flow: other rows take their place, to whose
-        earlier tokens they still flow, though not to these tokens.
+        Rows with gradients are never written. Other rows replace them, with gradients to their
+        earlier tokens but not to the new ones.
 
         Args:
-            chunk, backend: the tokens, and what selects.
-            attend: returns the result.
-            call: what `attend` accepts or refuses, but for the shapes of what is held; None where
-                it refuses nothing.
+            chunk, backend: the tokens, and the backend for the selection.
+            attend: computes the result.
+            call: properties by which ``attend`` accepts or refuses, except shapes of the held rows;
+                None if it refuses nothing.
         """
         self._refuse_recomputation()
         if self._needs_gradient(chunk):
@@ -340,7 +343,7 @@ class HeldRows:
         return result
 
     def _extended(self, chunk: Rows, backend: str) -> tuple[Rows, Self]:
-        """Return what tokens see, and the state after them, in memory of its own."""
+        """Return the rows that tokens see, and the state after them, in separate memory."""
         seen = self._columns(chunk)
         return seen, self._followed_by(seen, chunk.size, backend)
 
@@ -348,17 +351,17 @@ class HeldRows:
         refuse_recomputation("a KeptKeys", self._made_during, self._counter)
 
     def _needs_gradient(self, *others: Rows | None) -> bool:
-        """Say whether a gradient would be lost by taking other rows in in place."""
+        """Say whether taking in other rows in place would lose a gradient."""
         return needs_gradient(*others, self._kept, self._recent)
 
     def _carries_gradients(self) -> bool:
-        """Say whether gradients flow to what is held, which must not be written to then."""
+        """Say whether gradients flow to the held rows, which must not be written then."""
         return any(t.requires_grad for part in (self._kept, self._recent) for t in part or ())
 
     def has_slots_for(
         self, shape: tuple[int, int, int], like: Tensor, bias_dtype: torch.dtype = torch.float32
     ) -> bool:
-        """Say whether `step` can write a token with a bias of its own for each KV head.
+        """Say whether `step` can write a token with a separate bias for each KV head.
 
         Args:
             shape: B, Hk and D of the token.
@@ -377,10 +380,10 @@ class HeldRows:
         )
 
     def step(self, write: Callable[[Rows, Tensor], None]) -> Rows:
-        """Let a token be written in place into the rows, and return these.
+        """Let a token be written into the rows in place, and return the rows.
 
         Args:
-            write: is given the rows and the `counter`.
+            write: called with the rows and the `counter`.
         """
         assert self._kept is not None
         assert self._counter is not None
@@ -390,7 +393,7 @@ class HeldRows:
         return self._kept
 
     def _followed_by(self, columns: Rows, added: int, backend: str) -> Self:
-        """Return the state that is left of what the last tokens have seen."""
+        """Return the state after tokens that have seen ``columns``."""
         result = self._copied()
         older = columns
         if self.rollback:
@@ -409,10 +412,11 @@ class HeldRows:
         return result
 
     def _replace_by(self, other: Self) -> None:
-        """Become another state, which is not used again.
+        """Become another state, which must not be used again.
 
-        It is written into this one's memory, unless that has rows of another number of sequences or
-        none, or gradients flow to what is held: a graph in which that is would not hear of it.
+        It is copied into this state's memory, unless this state has no rows or another number of
+        sequences, or gradients flow to the held rows: a graph that uses these would not see the
+        change.
         """
         self._start = other._start
         self._is_ordered = self._is_ordered and other._is_ordered
@@ -423,7 +427,7 @@ class HeldRows:
             other = other._owned()
             self._kept, self._recent, self._counter = other._kept, other._recent, other._counter
             return
-        # Tensors made in inference mode cannot be written to outside of it, others anywhere.
+        # Inference tensors cannot be written outside of inference mode; others can anywhere.
         with torch.inference_mode(False), torch.no_grad():
             for held, new in ((self._kept, other._kept), (self._recent, other._recent)):
                 if held is not None and new is not None and held is not new:
@@ -433,7 +437,7 @@ class HeldRows:
                 self._counter.copy_(other._counter)
 
     def _copied(self) -> Self:
-        """Return a state that shares the tensors; torch.compile does not trace copy.copy."""
+        """Return a state that shares the tensors. torch.compile cannot trace copy.copy."""
         by_place = {"keep_last": self.keep_last, "keep_first": self.keep_first}
         result = type(self)(self.window_size, **by_place, rollback=self.rollback, start=self._start)
         result._kept, result._recent = self._kept, self._recent
@@ -441,9 +445,9 @@ class HeldRows:
         return result
 
     def _mapped(self, change: Callable[[Tensor, bool], Tensor]) -> Self:
-        """Return the state whose tensors are made of this one's; the counter has no batch.
+        """Return the state with ``change`` applied to its tensors; the counter has no batch.
 
-        What inference mode has made is copied, as else only it changes that.
+        Inference tensors are copied, because they could only be changed in inference mode.
         """
         result = self._copied()
         with torch.inference_mode(False):
@@ -457,5 +461,5 @@ class HeldRows:
         return result
 
     def _owned(self) -> Self:
-        """Return the state that can be changed in any mode."""
+        """Return the state with tensors that can be changed in any mode."""
         return self._mapped(lambda tensor, _: tensor)

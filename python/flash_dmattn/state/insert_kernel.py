@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The launch of the kernel that inserts a token, some thirty operations of `.stepping`."""
+"""The launch of the kernel that inserts a token, in place of thirty operations of `.stepping`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ..backends.triton.prepared import Prepared
 from ..record import KeyCounts
 from .rows import Rows
 
-# A longer row of biases is searched part by part.
+# More biases than this are searched in parts.
 _MOST_ROWS_AT_ONCE = 4096
 
 
 class BiasOfValues(NamedTuple):
-    """How the bias of a key follows from the values of all its heads."""
+    """How the bias of a key is computed from the values of all its heads."""
 
     weight: Tensor  # (Hk, Hk D), contiguous
     states_bias: Tensor | None  # (Hk,)
@@ -37,14 +37,14 @@ def launch_insert(
     counter: Tensor,
     counts: KeyCounts,
 ) -> None:
-    """Write one token into rows of which each set belongs to one head of the bias.
+    """Write one token into rows, each set of which belongs to one head of the bias.
 
     Args:
         held: the rows, contiguous.
-        key, value: ``(B, 1, Hk, D)``; where the bias is computed value is contiguous.
+        key, value: ``(B, 1, Hk, D)``; value is contiguous if the bias is computed.
         bias: ``(B, h, 1, 1)``, or how it is computed.
-        counter: int64 ``(3,)``: the position of the token, which becomes the next one's; what is
-            left alone; and 0.
+        counter: int64 ``(3,)``: the position of the token, which is incremented; an unchanged
+            number; and 0.
         counts: of the rows.
     """
     batch, rows, kv_heads, dim = held.key.shape
@@ -67,7 +67,7 @@ def launch_insert(
         (*held, key, value, line, amplitude, other, counter),
         (rows, key_batch, key_head, value_batch, value_head, *strides),
     )
-    for written in held:  # which autograd cannot see
+    for written in held:  # autograd cannot see the kernel's writes
         increment_version(written)
 
 
@@ -83,7 +83,7 @@ def _prepared(
     keep_first: int,
     dtypes: tuple[torch.dtype, ...],
 ) -> Prepared:
-    """Return the kernel for these sizes, and for tensors of these dtypes alone."""
+    """Return the kernel for these sizes, and only for tensors of these dtypes."""
     del dtypes
     width = kv_heads // sets * dim
     return Prepared(

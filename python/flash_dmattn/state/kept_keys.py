@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The window's keys of a prefix of any length."""
+"""The keys of a prefix of any length that a window still sees."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from .rows import Rows, concatenated, in_order, kept_rows, marked
 
 @telling_keywords
 class KeptKeys(HeldRows):
-    """The ``window_size`` keys with the largest bias among those so far: all that is still visible.
+    """The ``window_size`` keys with the largest bias so far: all that later queries can see.
 
-    With a bias for each key and a causal selection, a key that has left the ``window_size`` best
-    never returns. So what later queries see of any prefix is in this object, exactly, in memory
-    that does not grow: keys, values, biases and positions of at most ``window_size`` tokens for
-    each head of the bias. Ties are decided by the position, as in `flash_dmattn_func`, and biases
-    of NaN and -inf are never kept. With ``keep_last`` and ``keep_first`` the last and the first
-    tokens are kept besides, and the window is of the others.
+    With a per-key bias and a causal selection, a key that has left the ``window_size`` best never
+    returns. So this object holds exactly what later queries see of any prefix, in memory of
+    constant size: keys, values, biases and positions of at most ``window_size`` tokens for each
+    head of the bias. Ties are resolved by position, as in `flash_dmattn_func`, and biases of NaN
+    and -inf are never kept. With ``keep_last`` and ``keep_first`` the last and the first tokens are
+    also kept, and the window selects among the others.
 
-    That holds while what is visible only grows: causality, and padding that stays padding. It does
-    not hold for sliding windows and documents, where a key that is dropped would make room for one
-    that has been forgotten; use `flash_dmattn_func` for these.
+    This requires that what is visible only grows, as with causality, and padding that stays
+    padding. It excludes sliding windows and documents, where a dropped key would be replaced by one
+    that is no longer held; use `flash_dmattn_func` for these.
 
     `update` and `merge` change the object in place, in the same memory, which CUDA graphs and
-    compiled programs rely on; they are for inference. Only where gradients flow to what earlier
-    calls have left, other memory takes its place, and they still flow to it. `updated` and `merged`
-    return another object, through whose keys, values and biases gradients flow; `detach` cuts them
-    off. A call that raises changes nothing. In a backward pass, where activation checkpointing
-    calls a function again, what changes an object that was made before raises RuntimeError.
+    compiled programs rely on; they are for inference. If gradients flow to rows of earlier calls,
+    other memory replaces them, and gradients still flow. `updated` and `merged` return another
+    object whose keys, values and biases are differentiable; `detach` removes the gradients. A call
+    that raises changes nothing. In a backward pass, in which activation checkpointing calls
+    functions again, changing an object that was made before it raises RuntimeError.
 
     Attributes:
-        window_size: keys that a query keeps.
-        keep_last, keep_first: and the last and the first tokens.
-        rollback: tokens at the end that `forget` can take back.
+        window_size: number of keys that a query keeps.
+        keep_last, keep_first: numbers of last and first tokens that are also kept.
+        rollback: number of last tokens that `forget` can remove.
     """
 
     @without_unknown
@@ -63,24 +63,24 @@ class KeptKeys(HeldRows):
         backend: str | None = None,
         **unknown: NoReturn,
     ) -> Output:
-        """Let the tokens that follow attend to what is held and, causally, to themselves.
+        """Let the next tokens attend to the held keys and, causally, to themselves.
 
         Args:
             query: ``(B, N, H, D)``.
             key, value: ``(B, N, Hk, D)``.
-            bias: a number for each key, ``({B|1}, {H|Hk|1}, 1, N)``, or as `flash_dmattn_func`
-                takes it for every query alike.
+            bias: a number for each key, ``({B|1}, {H|Hk|1}, 1, N)``, or a per-key form of
+                `flash_dmattn_func`.
             padding: bool ``(B, N)``, True for tokens; others are never seen.
-            update: also do what `update` does, which the attention of a single token is then spared
-                part of its work for.
+            update: also do `update`. This saves the attention of a single token some work.
             softmax_scale, softcap, sink, return_lse, backend: as in `flash_dmattn_func`.
 
         Returns:
-            As `flash_dmattn_func` for these queries and all keys so far, with ``is_causal=True``,
-            ``window_size``, ``keep_last`` and ``keep_first``, equal within rounding.
+            The results of `flash_dmattn_func` for these queries and all keys so far, with
+            ``is_causal=True``, ``window_size``, ``keep_last`` and ``keep_first``, equal within
+            rounding.
 
         Raises:
-            TypeError, ValueError: as `flash_dmattn_func`; or the tokens do not fit those held.
+            TypeError, ValueError: as `flash_dmattn_func`; or the tokens do not fit the held ones.
         """
         if unknown:
             refuse_keywords(KeptKeys.attend, unknown)
@@ -128,18 +128,18 @@ class KeptKeys(HeldRows):
         backend: str | None = None,
         **unknown: NoReturn,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Take in the tokens that follow, in place.
+        """Take in the next tokens, in place.
 
         Args:
             key, value, bias, padding, backend: as in `attend`.
 
         Returns:
-            Key, value and bias of what the new tokens see, which they attend to causally, aligned
-            to the bottom right, with ``window_size``; with ``keep_last`` or ``keep_first`` also
-            with ``attn_mask=state.seen(bias)``. The next `update` may overwrite them.
+            Key, value and bias that the new tokens see. They attend to these causally, aligned
+            bottom right, with ``window_size``; with ``keep_last`` or ``keep_first`` also with
+            ``attn_mask=state.seen(bias)``. The next `update` may overwrite them.
 
         Raises:
-            TypeError, ValueError: as `attend`; or a gradient is required, which `updated` is for.
+            TypeError, ValueError: as `attend`; or a gradient is required, for which use `updated`.
         """
         if unknown:
             refuse_keywords(KeptKeys.update, unknown)
@@ -156,7 +156,7 @@ class KeptKeys(HeldRows):
         padding: Tensor | None = None,
         **unknown: NoReturn,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what `update` returns for tokens that are not taken in.
+        """Return the result of `update` for tokens without taking them in.
 
         Args:
             key, value, bias, padding: as in `attend`.
@@ -169,15 +169,15 @@ class KeptKeys(HeldRows):
     def visible_by_marked(
         self, key: Tensor, value: Tensor, bias: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Do what `visible` does for tokens of which a bias of -inf marks padding."""
+        """Do `visible` for tokens whose padding is marked by a bias of -inf."""
         seen = self._columns(self._rows(key, value, bias, None, is_marked=True))
         return seen.key, seen.value, seen.bias
 
     def seen(self, bias: Tensor) -> Tensor | None:
-        """Return which of the columns that `update` has returned the bias of are tokens.
+        """Return which columns of a bias from `update` are tokens.
 
-        Others must not be counted among the last and the first keys. None where nothing has to be
-        counted: as all are kept, or none for their place.
+        Other columns must not count among the last and the first keys. None if no counting is
+        needed: all keys are kept, or none for its place.
         """
         counts = self.counts
         if not counts.by_place or bias.shape[3] <= counts.total:
@@ -195,7 +195,7 @@ class KeptKeys(HeldRows):
         backend: str | None = None,
         **unknown: NoReturn,
     ) -> KeptKeys:
-        """Return the state after the tokens that follow, with gradients for those it keeps.
+        """Return the state after the next tokens, with gradients for those it keeps.
 
         Args:
             key, value, bias, padding, backend: as in `attend`.
@@ -215,7 +215,7 @@ class KeptKeys(HeldRows):
         backend: str | None = None,
         **unknown: NoReturn,
     ) -> tuple[tuple[Tensor, Tensor, Tensor], KeptKeys]:
-        """Return what `update` returns, and the state that `updated` returns.
+        """Return the results of `update`, and the state of `updated`.
 
         Args:
             key, value, bias, padding, backend: as in `attend`.
@@ -227,7 +227,7 @@ class KeptKeys(HeldRows):
     def extended_by_marked(
         self, key: Tensor, value: Tensor, bias: Tensor, *, backend: str | None = None
     ) -> tuple[tuple[Tensor, Tensor, Tensor], KeptKeys]:
-        """Do what `extended` does for tokens of which a bias of -inf marks padding."""
+        """Do `extended` for tokens whose padding is marked by a bias of -inf."""
         return self._after(self._rows(key, value, bias, None, is_marked=True), backend)
 
     def _after(
@@ -246,30 +246,32 @@ class KeptKeys(HeldRows):
         *,
         backend: str | None = None,
     ) -> Any:
-        """Take in the tokens that follow, in place, unless attention raises.
+        """Take in the next tokens, in place, unless attention raises.
 
         Args:
             key, value, bias, backend: as in `attend`; a bias of -inf marks padding.
-            attend: returns the result for what `update` returns.
-            call: what `attend` accepts or refuses, `described_call`; None where it refuses nothing.
+            attend: computes the result from the results of `update`.
+            call: the `described_call` by which ``attend`` accepts or refuses; None if it refuses
+                nothing.
         """
         chunk = self._rows(key, value, bias, None, is_marked=True)
         return self._taken_in(chunk, backend_name(backend), lambda rows: attend(*rows[:3]), call)
 
     def takes_in_place(self, key: Tensor, value: Tensor, bias: Tensor) -> bool:
-        """Say whether `update` takes these tokens, as no gradient would be lost."""
+        """Say whether `update` can take these tokens without losing a gradient."""
         return not self._needs_gradient(Rows(key, value, bias, bias))
 
     def merge(self, other: KeptKeys, *, backend: str | None = None) -> None:
-        """Take in what another state has seen, in place.
+        """Take in the tokens of another state, in place.
 
         Args:
-            other: a state of other positions (``start``) and as many heads, in any order.
-            backend: that selects, as in `flash_dmattn_func`.
+            other: a state of other positions (``start``) and the same number of heads, in any
+                order.
+            backend: for the selection, as in `flash_dmattn_func`.
 
         Raises:
-            TypeError: other is no KeptKeys.
-            ValueError: it does not fit, can take tokens back, or a gradient is required.
+            TypeError: other is not a KeptKeys.
+            ValueError: it does not fit, has a rollback, or a gradient is required.
         """
         self._refuse_recomputation()
         _check_is_state(other)
@@ -285,7 +287,7 @@ class KeptKeys(HeldRows):
         self._replace_by(merged)
 
     def merged(self, other: KeptKeys, *, backend: str | None = None) -> KeptKeys:
-        """Return the state of the tokens that either has seen, in memory of its own.
+        """Return the state of the tokens of both states, in separate memory.
 
         Args:
             other, backend: as in `merge`.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Rows of keys, values, biases and positions, and the choice among them. All is differentiable.
+"""Rows of keys, values, biases and positions, and their selection. All is differentiable.
 
-A row belongs to each KV head by itself: what lies in row i of one head need not be the token
-that lies in row i of another. Only a bias that all heads share has rows that they share.
+Each KV head has its own rows: row i of one head and row i of another may be different tokens. Only
+with a bias that all heads share do they share rows.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from ..arguments import writable
 from ..record import DENSE, KeyCounts
 from ..selection import CallShape, select
 
-# The position of a row that holds nothing: behind all others.
+# The position of an empty row: after all others.
 NOWHERE = 2**62
 
 
 class Rows(NamedTuple):
-    """Some tokens' keys and values.
+    """Keys and values of some tokens.
 
-    Where a head of the bias does not keep a row that is held, its bias there is -inf.
+    If a head of the bias does not keep a held row, its bias there is -inf.
     """
 
     key: Tensor  # (B, rows, Hk, D)
@@ -33,16 +33,16 @@ class Rows(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many rows there are."""
+        """The number of rows."""
         return self.key.shape[1]
 
     @property
     def sharing(self) -> int:
-        """Heads of the bias that keep rows of one KV head."""
+        """The number of bias heads that share the rows of one KV head."""
         return self.bias.shape[1] // self.position.shape[1]
 
     def take(self, index: Tensor) -> Rows:
-        """Return the rows that int64 ``(B, p, n)`` names."""
+        """Return the rows at indices int64 ``(B, p, n)``."""
         batch, _, count = index.shape
         kv_heads, dim = self.key.shape[2:]
         by_row = index.transpose(1, 2).expand(batch, count, kv_heads).unsqueeze(-1)
@@ -68,7 +68,7 @@ class Rows(NamedTuple):
 
 
 def empty_rows(like: Rows, count: int) -> Rows:
-    """Return rows that hold nothing, for tokens like these, in memory of their own."""
+    """Return empty rows for tokens like these, in separate memory."""
     shapes = [list(tensor.shape) for tensor in like]
     for shape, dimension in zip(shapes, (1, 1, 3, 2), strict=True):
         shape[dimension] = count
@@ -82,12 +82,12 @@ def empty_rows(like: Rows, count: int) -> Rows:
 
 
 def chosen(tensor: Tensor, sequences: Tensor) -> Tensor:
-    """Return some sequences of a batch; inference mode must be off here."""
+    """Return some sequences of a batch. Inference mode must be off here."""
     return tensor.index_select(0, writable(sequences.to(tensor.device)))
 
 
 def concatenated(*parts: Rows) -> Rows:
-    """Put rows one after another."""
+    """Concatenate rows."""
     if len(parts) == 1:
         return parts[0]
     key, value, bias, position = zip(*parts, strict=True)
@@ -95,7 +95,7 @@ def concatenated(*parts: Rows) -> Rows:
 
 
 def narrowed(rows: Rows, start: int, end: int) -> Rows:
-    """Return some of the rows, as views."""
+    """Return a range of the rows as views."""
     return Rows(
         rows.key[:, start:end],
         rows.value[:, start:end],
@@ -105,22 +105,22 @@ def narrowed(rows: Rows, start: int, end: int) -> Rows:
 
 
 def in_order(rows: Rows) -> Rows:
-    """Sort by position, so that the lower index is the earlier token; empty rows go to the end."""
+    """Sort by position, so that lower indices are earlier tokens; empty rows go to the end."""
     return rows.take(rows.position.argsort(-1))
 
 
 def slots(like: Rows, counts: KeyCounts) -> int:
-    """Return for how many rows `kept_rows` has room."""
+    """Return the number of rows that `kept_rows` returns."""
     return counts.keep_first + counts.window * like.sharing + counts.keep_last
 
 
 def kept_rows(rows: Rows, counts: KeyCounts, backend: str) -> Rows:
-    """Return what later queries can see of tokens: the first, the best of the others, and the last.
+    """Return the rows that later queries can see: the first, the best of the others, and the last.
 
     Args:
-        rows: in order of their positions. Where each head's bias is -inf there is no token.
+        rows: in order of their positions. If the bias is -inf for every head, there is no token.
         counts: of the rows that a query keeps.
-        backend: that selects.
+        backend: for the selection.
     """
     if rows.size == 0:
         return empty_rows(rows, slots(rows, counts))
@@ -141,25 +141,25 @@ def kept_rows(rows: Rows, counts: KeyCounts, backend: str) -> Rows:
 
 
 def marked(rows: Rows) -> Rows:
-    """Return the rows of `kept_rows` with a bias of NaN for each token that no head keeps, which
-    tells it from a place without a token.
+    """Return the rows of `kept_rows` with a bias of NaN for each token that no head keeps, to
+    distinguish it from an empty row.
     """
     if rows.sharing > 1:
-        return rows  # a head may keep what another drops, so all tokens have their own biases
+        return rows  # a head may keep a row that another drops, so biases of all tokens are kept
     is_dropped = (rows.bias == -torch.inf) & (rows.position != NOWHERE).unsqueeze(2)
     return rows._replace(bias=rows.bias.masked_fill(is_dropped, torch.nan))
 
 
 def _unmarked(rows: Rows) -> Rows:
-    """Do what `marked` undoes, for attention that takes all rows without a selection."""
+    """Undo `marked`, for attention to all rows without a selection."""
     if rows.sharing > 1:
         return rows
     return rows._replace(bias=rows.bias.masked_fill(rows.bias.isnan(), -torch.inf))
 
 
 def by_place(is_token: Tensor, counts: KeyCounts) -> tuple[Tensor, Tensor]:
-    """Return which of the columns that are tokens, bool ``(..., columns)``, are the first ones, and
-    which of the others are the last.
+    """Return, for bool ``(..., columns)`` of tokens, which are the first ones, and which of the
+    others are the last.
     """
     number = is_token.cumsum(-1)
     is_first = is_token & (number <= counts.keep_first)
@@ -167,13 +167,13 @@ def by_place(is_token: Tensor, counts: KeyCounts) -> tuple[Tensor, Tensor]:
 
 
 def best(rows: Rows, window: int, capacity: int, backend: str) -> Rows:
-    """Return what the heads keep: the rows with the ``window`` largest biases of each.
+    """Return the rows that any head keeps, each those with its ``window`` largest biases.
 
     Args:
         rows: in order of their positions.
-        window: rows that a head of the bias keeps.
-        capacity: rows to return, at least as many as are kept; the rest are empty.
-        backend: that selects.
+        window: number of rows that a head of the bias keeps.
+        capacity: number of rows to return, at least the number of kept ones; the rest are empty.
+        backend: for the selection.
     """
     batch, heads, _, count = rows.bias.shape
     kv_heads = rows.key.shape[2]
@@ -181,13 +181,13 @@ def best(rows: Rows, window: int, capacity: int, backend: str) -> Rows:
     by = selecting(rows, backend)
     keep = select(rows.bias, None, DENSE, shape, KeyCounts(window), False, by).mask
     assert keep is not None
-    keep = keep.expand_as(rows.bias)  # where the bias is expanded, the selection is one for all
+    keep = keep.expand_as(rows.bias)  # an expanded bias has one selection for all heads
     rows = rows._replace(bias=rows.bias.masked_fill(~keep, -torch.inf))
     return _compacted(rows, rows.by_set(keep).any(2), capacity)
 
 
 def _compacted(rows: Rows, wanted: Tensor, capacity: int) -> Rows:
-    """Return at most so many rows, those that bool ``(B, p, rows)`` wants, and empty ones."""
+    """Return ``capacity`` rows: those that bool ``(B, p, rows)`` selects, then empty ones."""
     running = wanted.cumsum(-1)
     number = torch.arange(1, capacity + 1, device=running.device).expand(*running.shape[:2], -1)
     index = torch.searchsorted(running, number.contiguous())
@@ -200,5 +200,5 @@ def _compacted(rows: Rows, wanted: Tensor, capacity: int) -> Rows:
 
 
 def selecting(rows: Rows, backend: str) -> str:
-    """Return the backend that ranks biases: kernels do not rank those of float64."""
+    """Return the backend that ranks biases. Kernels cannot rank float64."""
     return "reference" if rows.bias.dtype == torch.float64 else backend

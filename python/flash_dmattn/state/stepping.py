@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Inserting one token in place: it is dropped, or takes the slot of the one that it replaces."""
+"""Insertion of one token in place: it is dropped, or replaces the worst row."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .rows import NOWHERE, Rows, narrowed
 
 
 def insert(rows: Rows, new: Rows, counts: KeyCounts, counter: Tensor) -> None:
-    """Write one token, later than all others, into rows that `kept_rows` has made.
+    """Write one token, later than all others, into rows of `kept_rows`.
 
     Args:
-        rows: what is held.
+        rows: the held rows.
         new: the token.
         counts: of the rows that each head keeps.
-        counter: int64 ``(3,)``, whose first number is the token's position, and becomes the next's.
+        counter: int64 ``(3,)``, whose first number is the token's position and is incremented.
     """
     is_ranked = rows.sharing == 1 and rows.bias.dtype != torch.float64
     if is_ranked and has_kernel(rows.key.device.type):
@@ -42,11 +42,11 @@ def _has_kernel(device_type: str) -> bool:
         return True
     from triton.runtime import driver
 
-    # Triton compiles a launcher in C. A machine that only runs programs may lack a compiler,
-    # Python's headers, or a folder to write to.
+    # Triton compiles a launcher in C. A production machine may lack a compiler, Python's headers,
+    # or a writable folder.
     try:
         driver.active.get_current_target()
-    except Exception as error:  # whatever it is, PyTorch's operations compute the same
+    except Exception as error:  # PyTorch's operations compute the same, so any error is handled
         warnings.warn(
             f"Triton cannot start kernels on {device_type} devices, so PyTorch's operations do, "
             f"slower, what of DynamicMaskAttention and KeptKeys is not attention: {error}",
@@ -58,20 +58,20 @@ def _has_kernel(device_type: str) -> bool:
 
 
 def has_kernel(device_type: str) -> bool:
-    """Say whether Triton can compute on a type of device, and is not called by torch.compile.
+    """Say whether Triton can compute on a type of device, and torch.compile is not tracing.
 
-    Compiled, kernels that write into what they are given left wrong rows (seen with torch 2.11 on a
-    GPU); the operations that stand for them are fused by the compiler.
+    Compiled kernels that write into their arguments leave wrong rows (seen with torch 2.11 on a
+    GPU). The compiler fuses the equivalent operations.
     """
     return not torch.compiler.is_compiling() and bool(_has_kernel(device_type))
 
 
 def insert_by_operations(rows: Rows, new: Rows, counts: KeyCounts, counter: Tensor) -> None:
-    """Do what `insert` does by PyTorch's operations, for heads that share rows too.
+    """Do `insert` by PyTorch operations, also for heads that share rows.
 
-    Of equal biases the earlier token is kept. So the new one must be better than the worst, and the
-    worst is the latest of those with the smallest bias, whatever slot it lies in. Nothing is read
-    by the host, but on a CPU, where it need not wait for it, whether the token is dropped.
+    Of equal biases the earlier token is kept. So the new one must be better than the worst. The
+    worst is the latest of those with the smallest bias, at any row. The host reads nothing, except
+    on a CPU, without a synchronization, whether the token is dropped.
     """
     if counts.by_place:
         _insert_by_place(rows, new, counts)
@@ -81,8 +81,8 @@ def insert_by_operations(rows: Rows, new: Rows, counts: KeyCounts, counter: Tens
 
 
 def _insert_by_place(rows: Rows, new: Rows, counts: KeyCounts) -> None:
-    """Put a token, unless it is padding, in the place of the oldest of the last ones, and that one
-    among the first, where these are not all there, or among the best.
+    """Write a token, unless it is padding, over the oldest of the last ones. Move that one to the
+    first tokens if these are not complete, else rank it among the best.
     """
     window, keep_last, keep_first = counts
     is_there = rows.by_set(new.bias != -torch.inf).any(2)
@@ -107,12 +107,12 @@ def _insert_by_place(rows: Rows, new: Rows, counts: KeyCounts) -> None:
 
 
 def _rank(rows: Rows, new: Rows, window: int) -> None:
-    """Write a token into rows of which each head keeps the best."""
+    """Write a token into rows that hold the best of each head."""
     if rows.sharing == 1:
         slot, is_taken = _replaced(rows, new)
     else:
         slot, is_taken = _replaced_of_shared(rows, new, window)
-    may_look = is_taken.is_cpu and dispatch_state.is_idle((is_taken,))  # and nothing is traced
+    may_look = is_taken.is_cpu and dispatch_state.is_idle((is_taken,))  # a read costs nothing
     if not may_look or is_taken.any():
         _write_token(rows, slot, new, is_taken)
 
@@ -123,7 +123,7 @@ def _write_row(rows: Rows, slot: Tensor, new: Rows, is_written: Tensor) -> None:
 
 
 def _write_token(rows: Rows, slot: Tensor, new: Rows, is_written: Tensor) -> None:
-    """Write all but the bias into a row of each set."""
+    """Write all fields but the bias into a row of each set."""
     _write(rows.position, 2, slot, new.position, is_written)
     kv_heads, dim = rows.key.shape[2:]
     by_row, of_heads = (
@@ -135,9 +135,9 @@ def _write_token(rows: Rows, slot: Tensor, new: Rows, is_written: Tensor) -> Non
 
 
 def _replaced(rows: Rows, new: Rows) -> tuple[Tensor, Tensor]:
-    """Write the bias, and return which row of each set becomes the token's, and whether one does.
+    """Write the bias, and return the replaced row of each set, and whether it is replaced.
 
-    Rows that hold nothing have the smallest bias, and the latest position.
+    Empty rows have the smallest bias and the latest position.
     """
     least = rows.bias.amin(-1, keepdim=True)
     positions = rows.position.unsqueeze(2)
@@ -148,7 +148,7 @@ def _replaced(rows: Rows, new: Rows) -> tuple[Tensor, Tensor]:
 
 
 def _replaced_of_shared(rows: Rows, new: Rows, window: int) -> tuple[Tensor, Tensor]:
-    """Do what `_replaced` does for heads that share rows, each of which keeps rows of its own."""
+    """Do `_replaced` for heads that share rows, each of which keeps its own subset."""
     bias, new_bias = rows.by_set(rows.bias), rows.by_set(new.bias)
     held = bias > -torch.inf
     is_full = held.sum(-1, keepdim=True) >= window
@@ -158,8 +158,8 @@ def _replaced_of_shared(rows: Rows, new: Rows, window: int) -> tuple[Tensor, Ten
     takes = (new_bias > -torch.inf) & (~is_full | (new_bias > least))
     is_worst = torch.arange(rows.size, device=worst.device) == worst
     bias = bias.masked_fill(is_worst & is_full & takes, -torch.inf)
-    # There is a row where none of them keeps one: each keeps at most ``window``, and those that
-    # take the token have just dropped theirs.
+    # Some row is kept by none of the heads: each keeps at most ``window`` rows, and those that take
+    # the token have just dropped one.
     slot = (bias == -torch.inf).all(2).to(torch.uint8).argmax(-1, keepdim=True)
     is_slot = torch.arange(rows.size, device=slot.device) == slot
     bias = torch.where(is_slot.unsqueeze(2) & takes, new_bias, bias)

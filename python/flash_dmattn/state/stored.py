@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Checks of the `state_dict` of a state or a cache, before it is loaded."""
+"""Checks of the `state_dict` of a state or a cache before it is loaded."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from .chunks import check_like
 from .rows import Rows, slots
 
 _SETTINGS = ("window_size", "keep_last", "keep_first", "rollback", "start")
-# Fields that states saved by 2.0.0a1 lack.
+# Fields that are absent in states of version 2.0.0a1.
 _ADDED = {"keep_last": 0, "keep_first": 0}
 
 
 def check_names(state: Any, needed: Collection[str], allowed: Collection[str] = ()) -> None:
-    """Raise unless this is a dictionary of these fields.
+    """Raise unless this is a dictionary with these fields.
 
     Raises:
-        TypeError: it is no dictionary.
-        ValueError: a field is missing, or unknown.
+        TypeError: it is not a dictionary.
+        ValueError: a field is missing or unknown.
     """
     if not isinstance(state, dict):
         checks.refuse_type("state", "a dictionary of state_dict()", state)
@@ -38,7 +38,7 @@ def check_names(state: Any, needed: Collection[str], allowed: Collection[str] = 
 
 
 def check_setting(state: dict[str, Any], name: str, own: object, holder: str) -> None:
-    """Raise ValueError unless a state was made with the same number or flag."""
+    """Raise ValueError unless a state has the same value of a setting."""
     given = state[name]
     if type(given) is not type(own) or given != own:
         raise ValueError(
@@ -49,7 +49,7 @@ def check_setting(state: dict[str, Any], name: str, own: object, holder: str) ->
 def state_of(
     settings: dict[str, int], kept: Rows | None, recent: Rows | None, counter: Tensor | None
 ) -> dict[str, Any]:
-    """Return what `read_state` reads, in memory of its own."""
+    """Return the dictionary that `read_state` reads, in separate memory."""
     state: dict[str, Any] = dict(settings)
     for prefix, rows in (("kept", kept), ("recent", recent)):
         if rows is not None:
@@ -59,18 +59,18 @@ def state_of(
 
 
 def with_added(state: Any) -> Any:
-    """Return a state with the settings that one saved by an earlier version lacks."""
+    """Return a state with the settings that states of earlier versions lack."""
     return {**_ADDED, **state} if isinstance(state, dict) else state
 
 
 def read_state(
     state: Any, counts: KeyCounts, rollback: int
 ) -> tuple[int, Rows | None, Rows | None, Tensor | None]:
-    """Return start, rows, last rows and counter of a `KeptKeys`, in memory of their own.
+    """Return start, rows, last rows and counter of a `KeptKeys`, in separate memory.
 
     Args:
         state: of `KeptKeys.state_dict`.
-        counts, rollback: of the state that it becomes.
+        counts, rollback: of the state that loads it.
 
     Raises:
         TypeError, ValueError: as `KeptKeys.load_state_dict`.
@@ -86,7 +86,7 @@ def read_state(
         return start, None, None, None
     held = every if rollback else (*rows["kept"], "counter")
     check_names(state, (*_SETTINGS, *held))
-    # Later steps write into these, outside of inference mode too.
+    # Later steps write into these, also outside of inference mode.
     with torch.inference_mode(False):
         tensors = {name: checks.tensor(f"{name} of state", state[name]).clone() for name in held}
     kept = Rows(*(tensors[name] for name in rows["kept"]))
@@ -115,7 +115,7 @@ def read_state(
 
 
 def _check_rows(prefix: str, rows: Rows, like: Rows | None) -> None:
-    """Raise ValueError unless the tensors are rows, and those of ``like`` fit beside them."""
+    """Raise ValueError unless the tensors are rows, and fit those of ``like``."""
     if rows.key.dim() != 4:
         raise ValueError(
             f"{prefix}.key of state must have shape (B, rows, Hk, D), got {tuple(rows.key.shape)}"

@@ -21,26 +21,24 @@ def top_k_mask(
     min_dtype: float,
     block_size: int | None = None,
 ) -> Tensor:
-    """Keep the ``window_size`` largest biases of each row; 1.2.2 called it ``dynamic_mask``.
+    """Keep the ``window_size`` largest biases of each row; the ``dynamic_mask`` of 1.2.2.
 
-    It is not aware of causality, except by ``attention_mask``. `flash_dmattn.dynamic_mask` is, and
-    needs O(K) memory where the bias is the same for every query.
+    It knows no causality, except through ``attention_mask``. `flash_dmattn.dynamic_mask` does, and
+    needs O(K) memory if the bias is the same for every query.
 
     Args:
         attention_bias: ``(B, h, rows, K)``, any floating dtype.
         attention_mask: bool, broadcasts to ``attention_bias``; False keys are not kept.
-        window_size: keys to keep; all, if more than K.
-        min_dtype: the smallest value of the dtype, which stands for a masked key.
-        block_size: let blocks of this many keys be kept or dropped whole, by the majority of their
-            keys.
+        window_size: number of keys to keep; all, if more than K.
+        min_dtype: the smallest value of the dtype, which represents a masked key.
+        block_size: keep or drop whole blocks of this many keys, by the majority of their keys.
 
     Returns:
         bool of the shape of ``attention_bias``.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
-        ValueError: attention_mask does not broadcast to attention_bias, or a number is not
-            possible.
+        ValueError: attention_mask does not broadcast to attention_bias, or a number is invalid.
     """
     scores = checks.tensor("attention_bias", attention_bias).detach()
     if scores.dtype not in _DTYPES or scores.dim() == 0:
@@ -77,8 +75,8 @@ def create_mask(
 
     Args:
         attention_bias: ``(B, h, rows, K)``.
-        attention_mask: ``(B, key_len)``; ``(B, query_len)``, for the last keys, the earlier ones
-            being kept; or bool, 4-D.
+        attention_mask: ``(B, key_len)``; ``(B, query_len)``, for the last keys, with all earlier
+            ones kept; or bool, 4-D.
         batch_size, query_len, key_len: B, Q and K.
         window_size, min_dtype, block_size: as in `top_k_mask`.
 

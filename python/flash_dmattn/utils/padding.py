@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Packing padded batches and back, with the signatures of flash-dmattn 1.2.2."""
+"""Packing of padded batches and its inverse, with the signatures of flash-dmattn 1.2.2."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["get_unpad_data", "index_first_axis", "pad_input", "unpad_input", "up
 
 
 def index_first_axis(tensor: Tensor, indices: Tensor) -> Tensor:
-    """Return rows of ``tensor`` ``(B, S, ...)`` by their numbers over batch and sequence.
+    """Return rows of ``tensor`` ``(B, S, ...)`` by flat indices over batch and sequence.
 
     Raises:
-        TypeError: an argument is no tensor, or indices holds no integers.
-        ValueError: tensor has fewer than two dimensions, or an index is outside of it.
+        TypeError: an argument is not a tensor, or indices does not hold integers.
+        ValueError: tensor has fewer than two dimensions, or an index is out of range.
     """
     checks.tensor("tensor", tensor)
     if tensor.dim() < 2:
@@ -32,11 +32,11 @@ def get_unpad_data(attention_mask: Tensor) -> tuple[Tensor, Tensor, int]:
     """Describe the tokens of a padding mask ``(B, S)``, 1 or True for a token.
 
     Returns:
-        The int64 numbers of the tokens, cu_seqlens int32 ``(B + 1,)``, and the longest sequence's
-        length.
+        The int64 flat indices of the tokens, cu_seqlens int32 ``(B + 1,)``, and the longest
+        sequence's length.
 
     Raises:
-        TypeError: attention_mask is no tensor of booleans or integers.
+        TypeError: attention_mask is not a tensor of booleans or integers.
         ValueError: it does not have two dimensions.
     """
     _check_padding("attention_mask", attention_mask)
@@ -56,14 +56,14 @@ def unpad_input(
     Args:
         hidden_states: ``(B, S, ...)``.
         attention_mask: ``(B, S)``, 1 or True for a token.
-        unused_mask: ``(B, S)``, 1 or True for places that are packed too, but are not used.
+        unused_mask: ``(B, S)``, 1 or True for positions that are also packed, but not used.
 
     Returns:
-        The packed ``(total, ...)``, the numbers of the tokens, cu_seqlens int32 ``(B + 1,)``, the
-        longest sequence's length, and the used tokens of each sequence, int32 ``(B,)``.
+        The packed ``(total, ...)``, the indices of the tokens, cu_seqlens int32 ``(B + 1,)``, the
+        longest sequence's length, and the number of used tokens of each sequence, int32 ``(B,)``.
 
     Raises:
-        TypeError: an argument is no tensor, or a mask holds neither booleans nor integers.
+        TypeError: an argument is not a tensor, or a mask holds neither booleans nor integers.
         ValueError: a shape does not fit.
     """
     _check_rows("hidden_states", hidden_states, attention_mask)
@@ -80,8 +80,8 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     """Put packed tokens ``(total, ...)`` back into ``(batch, seqlen, ...)``, zeros elsewhere.
 
     Raises:
-        TypeError: an argument is no tensor or no integer, or indices holds no integers.
-        ValueError: a size is negative, the number of indices is not that of tokens, or an index is
+        TypeError: an argument is not a tensor or not an integer, or indices does not hold integers.
+        ValueError: a size is negative, the numbers of indices and tokens differ, or an index is
             outside of the batch.
     """
     checks.tensor("hidden_states", hidden_states)
@@ -112,11 +112,11 @@ def upad_input(
         query_layer: ``(B, query_length, H, D)``, the last tokens of each sequence.
         key_layer, value_layer: ``(B, S, Hk, D)``; a longer static cache is cut to the mask.
         attention_mask: ``(B, S)``, 1 or True for a token.
-        query_length: rows of query: S, 1, or the last rows of S.
+        query_length: rows of query: S, 1, or fewer than S, the last rows.
         unpad_input_func: packs the query in the last case.
 
     Returns:
-        query, key, value ``(total, heads, D)``, the numbers of the query's tokens, (cu_seqlens_q,
+        query, key, value ``(total, heads, D)``, the indices of the query's tokens, (cu_seqlens_q,
         cu_seqlens_k) and (max_seqlen_q, max_seqlen_k).
 
     Raises:
@@ -172,7 +172,7 @@ def _check_indices(indices: Tensor, tensor: Tensor, rows: int) -> None:
     if indices.dim() != 1:
         raise ValueError(f"indices must have shape (total,), got {tuple(indices.shape)}")
     checks.same_device("indices", indices, "the device of what they index,", tensor.device)
-    # Reading them from a GPU would wait for it.
+    # Reading values on a GPU would synchronize.
     if indices.device.type != "cpu" or torch.compiler.is_compiling() or indices.numel() == 0:
         return
     lowest, highest = int(indices.min()), int(indices.max())
