@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The implementations that compete: this package with each kind of mask, and what PyTorch has."""
+"""The compared implementations: this package with each kind of mask, and those of PyTorch."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from .timing import Call
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# Where there is a mask, what only this package is measured by: its plans, and the host's part.
+# Quantities of masked cases that only this package has: its plans, and the host's part.
 _OF_THIS_PACKAGE = ("host", "host_forward_backward", "plan", "forward_planned")
 
 
 class Contestant:
-    """One implementation on one case, on inputs in the layout that it likes best.
+    """One implementation on one case, on inputs in its preferred layout.
 
-    ``prepare`` makes its mask, which is no part of a timed call. ``leaves`` are the tensors
-    differentiated by.
+    ``prepare`` makes its mask, which is not part of a timed call. ``leaves`` are the tensors that
+    get gradients.
     """
 
     def __init__(self, case: Case, inputs: Inputs) -> None:
@@ -47,26 +47,26 @@ class Contestant:
         self.grad_out = self.arrange(inputs.grad_out)
 
     def arrange(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A private copy of a (B,rows,heads,D) tensor in the contestant's layout."""
+        """Return a private copy of a (B,rows,heads,D) tensor in the contestant's layout."""
         return tensor.clone()
 
     def arrange_bias(self, bias: torch.Tensor) -> torch.Tensor:
-        """The same of the bias."""
+        """Return a private copy of the bias in the contestant's layout."""
         return bias.clone()
 
     def restore(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The inverse of ``arrange``."""
+        """Return the inverse of ``arrange``."""
         return tensor
 
     def prepare(self, which: Pass) -> None:
-        """Make what the pass needs and a model would make once per call: selection and mask."""
+        """Make what a model would make once per call: selection and mask."""
 
     def attend(self) -> torch.Tensor:
-        """The attention's output in the contestant's layout."""
+        """Return the attention's output in the contestant's layout."""
         raise NotImplementedError
 
     def run(self, which: Pass) -> list[torch.Tensor]:
-        """The timed call: the output, followed in a training pass by the leaves' gradients."""
+        """Run the timed call. Return the output, and in a training pass the leaves' gradients."""
         if which == "forward":
             with torch.no_grad():
                 return [self.attend()]
@@ -74,19 +74,19 @@ class Contestant:
         return [out.detach(), *torch.autograd.grad(out, self.leaves, self.grad_out)]
 
     def prepare_and_run(self, which: Pass) -> list[torch.Tensor]:
-        """What a layer does."""
+        """Run the work of a layer: mask and call."""
         self.prepare(which)
         return self.run(which)
 
     def detached(self) -> Self:
-        """The same with tensors as they are where no gradient is wanted."""
+        """Return a copy whose tensors require no gradients."""
         plain = copy.copy(self)
         plain.query, plain.key, plain.value = (leaf.detach() for leaf in self.leaves[:3])
         plain.bias = None if self.bias is None else self.bias.detach()
         return plain
 
     def call(self, quantity: str) -> Call | None:
-        """The call whose time the quantity is; None where there is no such thing."""
+        """Return the call whose time is the quantity; None if the quantity does not apply."""
         which = QUANTITIES[quantity].which
         if quantity in ("forward", "forward_backward"):
             return partial(self.run, which)
@@ -101,7 +101,7 @@ class Contestant:
         return partial(self.prepare if quantity == "selection" else self.prepare_and_run, which)
 
     def results(self, which: Pass) -> list[torch.Tensor]:
-        """``run``'s tensors in the public layout, to compare contestants with one another."""
+        """Return the tensors of ``run`` in the public layout, for comparison of contestants."""
         tensors = self.run(which)
         plain = [self.restore(t) for t in tensors[:4]]
         if self.bias is not None and which == "forward_backward":
@@ -110,14 +110,14 @@ class Contestant:
 
 
 def select(case: Case, bias: torch.Tensor) -> IntervalMask | torch.Tensor:
-    """The keys that the case's window keeps."""
+    """Return the keys that the case's window keeps."""
     assert case.window is not None
     bias = bias.detach().reshape(case.batch, case.kv_heads, -1, case.length)
     return dynamic_mask(bias, case.window, case.causal)
 
 
 def keep_matrix(case: Case, bias: torch.Tensor) -> torch.Tensor:
-    """The same selection, with causality, as a boolean (B,Hk,Q,K) tensor."""
+    """Return the same selection, with causality, as a boolean (B,Hk,Q,K) tensor."""
     mask = select(case, bias)
     if isinstance(mask, IntervalMask):
         mask = mask.to_bool(case.rows)
@@ -125,7 +125,7 @@ def keep_matrix(case: Case, bias: torch.Tensor) -> torch.Tensor:
 
 
 class FlashDmattn(Contestant):
-    """This package, on what ``dynamic_mask`` selects from the bias in the form in which it comes.
+    """This package with the mask of ``dynamic_mask`` from the bias, in its original form.
 
     ``form`` may be "boolean", a mask with an element for each query and key; "keys", one selection
     for all queries; or "none", neither mask nor bias.
@@ -147,7 +147,7 @@ class FlashDmattn(Contestant):
             self.mask = self.mask.to_bool(self.case.rows)
 
     def attend(self, **mask: Any) -> torch.Tensor:
-        """The output; ``mask`` may be a plan in place of the mask."""
+        """Return the output; ``mask`` may be a plan in place of the mask."""
         out = flash_dmattn_func(
             self.query,
             self.key,
@@ -175,23 +175,23 @@ class FlashDmattn(Contestant):
 
 
 class SelectingFlashDmattn(FlashDmattn):
-    """This package with ``window_size``: the selection is a part of the call, as in its layer."""
+    """This package with ``window_size``: the call includes the selection, as in its layer."""
 
     def prepare(self, which: Pass) -> None:
-        """Make nothing."""
+        """Do nothing."""
 
     def attend(self, **_: Any) -> torch.Tensor:
         return super().attend(window_size=self.case.window)
 
     def call(self, quantity: str) -> Call | None:
-        """None for what excludes the selection."""
+        """Return None for quantities that exclude the selection."""
         with_selection = ("forward_with_mask", "end_to_end", "backward")
         taken = quantity in with_selection or quantity.startswith("host")
         return super().call(quantity) if taken else None
 
 
 def _only(backend: str | None) -> AbstractContextManager[object]:
-    """SDPA fails rather than take another backend; by name, since an older torch lacks some."""
+    """Let SDPA use only this backend. Its name is a string, since older torch lacks some."""
     if backend is None:
         return nullcontext()
     chosen: AbstractContextManager[object] = sdpa_kernel(getattr(SDPBackend, backend))
@@ -199,15 +199,15 @@ def _only(backend: str | None) -> AbstractContextManager[object]:
 
 
 class Sdpa(Contestant):
-    """SDPA on (B,H,N,D) tensors, the mask a materialised Q x K tensor; none where there is no bias.
+    """SDPA on (B,H,N,D) tensors with the mask as a Q x K tensor; no mask if there is no bias.
 
     The selection and causality are one additive mask of 0 and -inf. A forward without gradients
-    also has the bias in it already, so that PyTorch's fused kernel can take it; in training the
-    bias is added inside the call, through which its gradient flows.
+    also has the bias in that mask, so that PyTorch's fused kernel can take it. In training the bias
+    is added inside the call, and its gradient flows through the addition.
 
     ``layout`` is "grouped", (B*Hk, group, N, D), where a group of heads shares one mask;
     "expanded", keys and values repeated for every query head; "gqa", left to SDPA; or "views", also
-    left to SDPA, of (B,N,H,D) tensors, which fused kernels take as they are. The others are
+    left to SDPA, of (B,N,H,D) tensors, which fused kernels read directly. The other layouts are
     contiguous.
     """
 
@@ -257,30 +257,31 @@ class Sdpa(Contestant):
             )
 
     def _for_heads(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A (B,Hk,.,N) tensor for every query head, as the scores' layout wants it."""
+        """Return a (B,Hk,.,N) tensor for every query head, in the layout of the scores."""
         if self.layout == "grouped":
             return tensor.reshape(-1, 1, *tensor.shape[-2:])
         return tensor.repeat_interleave(self.case.group, dim=1)
 
     def for_queries(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Keys or values as many as there are query heads, unless SDPA groups them itself."""
+        """Return keys or values for every query head, unless SDPA groups them itself."""
         if self.layout == "grouped":
             return tensor.expand(-1, self.case.group, -1, -1)
         return tensor.repeat_interleave(self.case.group, 1) if self.layout == "expanded" else tensor
 
 
 def dense(case: Case, inputs: Inputs, backend: str | None) -> Contestant:
-    """A reference line: one backend of SDPA over all keys that there are, without bias or mask;
-    None: the one that PyTorch chooses.
+    """Return dense attention by one backend of SDPA over all keys, without bias or mask.
+
+    It is a reference line. None: the backend that PyTorch chooses.
     """
     return Sdpa(case, replace(inputs, bias=None), "views", backend)
 
 
 def compact(case: Case, inputs: Inputs, backend: str) -> Contestant:
-    """Dense attention of all queries over only ``window`` keys: a reference cost, no mask at all.
+    """Return dense attention of all queries over only ``window`` keys, as a reference cost.
 
-    Each head keeps the keys with its largest biases, laid out densely before the call; of a
-    per-query bias the first query decides.
+    Each head has the keys with its largest biases, gathered before the call. For a per-query bias
+    the first query decides.
     """
     assert inputs.bias is not None
     assert case.window is not None
@@ -291,10 +292,10 @@ def compact(case: Case, inputs: Inputs, backend: str) -> Contestant:
 
 
 class SdpaAugmented(Sdpa):
-    """The bias as one more column of the keys, met by a column of ones in the queries.
+    """SDPA with the bias as one more column of the keys, and a column of ones in the queries.
 
-    Then the Q x K mask needs no gradient and PyTorch's fused kernels serve training too. It is
-    shown for information: it is not attention with a materialised bias, and few would write it.
+    The Q x K mask then needs no gradient, so PyTorch's fused kernels also serve training. It is
+    shown for information: it is not attention with a Q x K bias, and is rarely written.
     """
 
     def prepare(self, which: Pass) -> None:
@@ -304,7 +305,7 @@ class SdpaAugmented(Sdpa):
         assert self.bias is not None
         dim = self.case.head_dim
         scale = dim**-0.5
-        # Eight more columns, of which seven are zeros, keep rows aligned for vector loads.
+        # Eight more columns, seven of them zeros, keep rows aligned for vector loads.
         query = torch.cat([self.query, torch.ones_like(self.query[..., :1])], dim=-1)
         key = torch.cat([self.key, self.bias.transpose(-2, -1) / scale], dim=-1)
         out = scaled_dot_product_attention(
@@ -325,7 +326,7 @@ class Flex(Sdpa):
         assert self.bias is not None
         bias, group, per_query = self.bias, case.group, case.per_query
         shape = (case.batch, case.kv_heads, case.length)
-        # Made once and written anew for each mask: other functions would be compiled again.
+        # Made once and overwritten for each mask, because other functions would be recompiled.
         keep = torch.zeros(bias.shape if per_query else 0, dtype=torch.bool, device=bias.device)
         start, end = torch.zeros(2, *shape, dtype=torch.int32, device=bias.device)
         self.buffers = [keep] if per_query else [start, end]
@@ -344,11 +345,11 @@ class Flex(Sdpa):
         self.block_mask: Any = None
 
     def arrange_bias(self, bias: torch.Tensor) -> torch.Tensor:
-        """In float32, since its gradient is summed in its own dtype."""
+        """Return it in float32, because its gradient is summed in its own dtype."""
         return bias.to(torch.float32, copy=True)
 
     def prepare(self, which: Pass) -> None:
-        """Select, and find the blocks that hold a kept key."""
+        """Select, and find the blocks with a kept key."""
         assert self.bias is not None
         mask = select(self.case, self.bias)
         parts = [mask.start, mask.end] if isinstance(mask, IntervalMask) else [mask]
@@ -371,10 +372,10 @@ class Flex(Sdpa):
 
 @functools.cache
 def _compiled_flex() -> tuple[Any, Any]:
-    """Compile once in a process; what is compiled for a shape serves all calls of that shape."""
+    """Compile once per process. The code for a shape serves all calls of that shape."""
     import torch._functorch.config as functorch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    # Otherwise a compiled backward frees what running it again, to time it alone, needs.
+    # Otherwise a compiled backward frees buffers, and cannot run again to be timed alone.
     functorch.donated_buffer = False
     return torch.compile(flex_attention), torch.compile(create_block_mask)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The layer that models with dynamic masks and with forget gates are compared with."""
+"""The baseline layer for models with dynamic masks and with forget gates."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Where dynamic mask attention beats dense attention: the set "map" as a table and as a figure."""
+"""Where dynamic mask attention beats dense attention: the set "map" as a table and a figure."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any, NamedTuple
 from .results import Results
 from .tables import Table
 
-# Ours with making the mask, dense without one: by the title of the pass.
+# By the title of the pass: ours including the mask, and dense without one.
 _PASSES = {
     "forward": ("forward_with_mask", "forward"),
     "forward and backward": ("end_to_end", "forward_backward"),
 }
-# Colors end here: 16 times slower or faster.
+# The color scale ends at 16 times slower or faster.
 _MOST = 4.0
 
 
 class Cell(NamedTuple):
-    """One place of the map; dense attention is the fastest that runs."""
+    """One point of the map; dense attention is the fastest that runs."""
 
     length: int
     one_in: int
@@ -35,7 +35,7 @@ def is_map(results: Results) -> bool:
 
 
 def cells(results: Results) -> list[Cell]:
-    """The places that were measured, by length, then share."""
+    """Return the measured points, by length, then share."""
     known, found = results.values, []
     for case in results.cases:
         _, length, share = case.split("-")
@@ -50,12 +50,12 @@ def cells(results: Results) -> list[Cell]:
 
 
 def _of(known: Mapping[tuple[str, str, str], float], case: str, quantity: str) -> dict[str, float]:
-    """The numbers of a case by contestant."""
+    """Return the numbers of a case by contestant."""
     return {who: v for (name, who, what), v in known.items() if (name, what) == (case, quantity)}
 
 
 def subject(results: Results) -> str:
-    """What was measured on what, in one line."""
+    """Return the measured problem and machine in one line."""
     shape = next(iter(results.cases.values()))
     heads = f"{shape['heads']} heads on {shape['kv_heads']} of {shape['head_dim']}"
     batch = f", batch of {shape['batch']}" if shape["batch"] > 1 else ""
@@ -63,7 +63,7 @@ def subject(results: Results) -> str:
 
 
 def map_table(results: Results) -> Table:
-    """How many times faster than dense attention: forward / forward and backward."""
+    """Return the speedups over dense attention: forward / forward and backward."""
     found = cells(results)
     at = {(cell.length, cell.one_in, cell.title): cell.speedup for cell in found}
     shares = sorted({cell.one_in for cell in found})
@@ -85,7 +85,7 @@ def map_table(results: Results) -> Table:
 
 
 def dense_table(maps: Sequence[Results]) -> Table:
-    """From which share each length pays, and the least speedup of each pass at any share."""
+    """Return the share from which each length pays, and the least speedup of each pass."""
     columns = [{cell.length: "" for cell in cells(results)} for results in maps]
     for results, column in zip(maps, columns, strict=True):
         for length in column:
@@ -105,7 +105,7 @@ def dense_table(maps: Sequence[Results]) -> Table:
 
 
 def draw_maps(pyplot: Any, maps: Sequence[Results]) -> Any:
-    """A figure of the maps, one below the other."""
+    """Return a figure of the maps, one below the other."""
     heights = [len({cell.one_in for cell in cells(results)}) + 2.2 for results in maps]
     figure, axes = pyplot.subplots(
         len(maps),
@@ -152,7 +152,7 @@ def _draw(axis: Any, found: Sequence[Cell]) -> Any:
 
 
 def _pays_from(both: dict[int, list[float | None]]) -> str:
-    """The largest share from which on, downwards, no pass is slower than dense attention."""
+    """Return the largest share from which on, downwards, no pass is slower than dense attention."""
     found = "-"
     for share in sorted(both, reverse=True):
         if any(speedup is None or speedup < 1 for speedup in both[share]):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The kernels of flash-dmattn 1.2.2, called as its Python functions call them.
+"""The kernels of flash-dmattn 1.2.2, with the arguments of its Python functions.
 
-They are in an extension module of their own, ``flash_dmattn_cuda``, that a build of its source
-distribution makes. Its package has the name of this one, so only the module is on the path.
+They are in a separate extension module, ``flash_dmattn_cuda``, which a build of its source
+distribution makes. Its package has the same name as this one, so only the module is on the path.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .cases import Case, Inputs, Pass
 from .contestants import Contestant, keep_matrix
 
 _MODULE = "flash_dmattn_cuda"
-# It pads keys of the mask and the bias to a multiple of this; the cases need no padding.
+# The kernels pad keys of the mask and the bias to a multiple of this; the cases need no padding.
 _KEY_MULTIPLE = 128
 
 
@@ -54,7 +54,7 @@ class _EarlierAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outs: torch.Tensor) -> Any:
         query, key, value, bias, out, lse = ctx.saved_tensors
-        # Its kernels add to these, or leave out what no row keeps.
+        # The kernels add to these, or skip keys that no row keeps.
         gradients = [torch.zeros_like(tensor) for tensor in (query, key, value, bias)]
         ctx.of.kernels.bwd(
             *(grad_outs[0], query, key, value, ctx.of.mask, bias, out, lse),

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Runs a workload: agreement of what does the same work, then times, then memory.
+"""Runs a workload: agreement of contestants with the same work, then times, then memory.
 
-One query against many keys is measured as decoders run it: on a GPU in a CUDA graph with one call
-for each of several copies of the inputs, more than the L2 cache has room for. Each call finds its
-keys in memory, as in a model whose layers take turns.
+One query against many keys is measured as decoders run it. On a GPU that is a CUDA graph with one
+call for each of several copies of the inputs, whose total exceeds the L2 cache. So each call reads
+its keys from memory, as in a model with several layers.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from .timing import Call, Clock, host_samples, in_turns, summary
 
 _MOST_COPIES = 16
 _DEFAULT_L2 = 64 << 20
-# Small enough to be free, large enough to start every thread: the warm-up before memory is read.
+# The warm-up before memory is read: small enough to be free, large enough to start all threads.
 _WARM_UP_LENGTH = 128
 
 
 def groups(workload: Workload) -> list[list[str]]:
-    """The contestants that are timed in turns, then each that is timed alone."""
+    """Return the contestants that are timed in turns, then each that is timed alone."""
     names, decode = workload.contestants, workload.shape.queries is not None
     together = [name for name in names if not (decode or ENTRANTS[name].alone)]
     alone = [[name] for name in names if name not in together]
@@ -43,16 +43,16 @@ def groups(workload: Workload) -> list[list[str]]:
 
 @dataclass
 class Measurement:
-    """A workload that is measured group by group, ``seconds`` for each contestant and quantity."""
+    """Measures a workload group by group, ``seconds`` for each contestant and quantity."""
 
     workload: Workload
     clock: Clock
     seconds: float
-    # For each mask and pass the first contestant and its results, which others are compared with.
+    # By mask and pass: the first contestant and its results, the reference of later ones.
     agreed: dict[tuple[str, Pass], tuple[str, list[torch.Tensor]]] = field(default_factory=dict)
 
     def steps(self) -> Iterator[Step]:
-        """One for each group."""
+        """Yield a step for each group."""
         for names in groups(self.workload):
             title = f"{self.workload.name}: {', '.join(names)}"
             missing = partial(_unmeasured, self.workload, names)
@@ -60,7 +60,7 @@ class Measurement:
 
     @functools.cached_property
     def inputs(self) -> list[Inputs]:
-        """Those of the calls, and in decoding copies of them with other numbers."""
+        """The inputs of the calls; for decoding also copies with other numbers."""
         case = self.workload.shape
         return [make_inputs(replace(case, seed=case.seed + i)) for i in range(_copies(case))]
 
@@ -71,7 +71,7 @@ class Measurement:
         for which in PASSES:
             taken = [quantity for quantity in wanted if QUANTITIES[quantity].which == which]
             for name in list(group.entered) if taken else []:
-                # A mask is made in the same way for both passes.
+                # Both passes make the mask in the same way.
                 compare = taken != ["selection"]
                 ready = partial(group.prepare, name, which, compare)
                 if not group.attempt(name, which if compare else taken[0], ready):
@@ -91,14 +91,14 @@ def _record(workload: Workload, name: str, quantity: str, **fields: Any) -> Reco
 
 
 def release_memory() -> None:
-    """Give back what failed or finished contestants held."""
+    """Release the memory of failed or finished contestants."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def _copies(case: Case) -> int:
-    """So many that their kept keys and values are 1.5 times the L2 cache."""
+    """Return a number of copies whose kept keys and values exceed 1.5 times the L2 cache."""
     if case.queries is None or case.window is None or torch.device(case.device).type != "cuda":
         return 1
     properties: Any = torch.cuda.get_device_properties(case.device)
@@ -110,7 +110,7 @@ def _copies(case: Case) -> int:
 
 @dataclass
 class _Group:
-    """Contestants that are measured together, each once for every copy of the inputs."""
+    """Contestants that are measured together, each with an instance per copy of the inputs."""
 
     of: Measurement
     entered: dict[str, list[Contestant]] = field(default_factory=dict)
@@ -118,10 +118,10 @@ class _Group:
     differences: dict[tuple[str, str], float] = field(default_factory=dict)
 
     def attempt(self, name: str, quantity: str, step: Callable[[], Any]) -> Any:
-        """The step's result; None and a record of the reason where it fails."""
+        """Return the step's result; on failure record the reason, and return None."""
         try:
             return step()
-        except Exception as error:  # whatever it is, the others go on
+        except Exception as error:  # continue with the others after any error
             self._record(name, quantity, reason=short_reason(error))
             return None
 
@@ -131,7 +131,7 @@ class _Group:
         self.entered[name] = [make(case, each) for each in inputs]
 
     def prepare(self, name: str, which: Pass, compare: bool) -> bool:
-        """Make the masks, and compare with the first contestant that attends to the same."""
+        """Make the masks, and compare with the first contestant of the same mask."""
         for contestant in self.entered[name]:
             contestant.prepare(which)
         if compare:
@@ -140,7 +140,7 @@ class _Group:
             key = (attends_to(name, case), which)
             if key not in agreed:
                 agreed[key] = name, results
-                if ENTRANTS[name].compiled:  # it runs by itself, after all the others
+                if ENTRANTS[name].compiled:  # it runs alone, after all others
                     make = PairFlashDmattn if case.pair_bias else FlashDmattn
                     ours = make(case, self.of.inputs[0])
                     ours.prepare(which)
@@ -150,7 +150,7 @@ class _Group:
         return True
 
     def time(self, quantity: str) -> None:
-        """Time the calls of all in turns."""
+        """Time the calls of all contestants in turns."""
         calls: dict[str, Call] = {}
         for name, copies in self.entered.items():
             call = self.attempt(name, quantity, partial(_one_call, copies, quantity))
@@ -167,13 +167,13 @@ class _Group:
                 self._record(name, quantity, **summary(found, len(self.of.inputs)))
 
     def memory(self, quantity: str) -> None:
-        """Read the peak of each."""
+        """Measure the peak of each contestant."""
         case = self.of.workload.shape
         for name, (contestant, *_) in self.entered.items():
             if quantity == "memory_with_mask" and contestant.bias is None:
                 continue
             step = partial(_peak, contestant, quantity)
-            if not case.device.startswith("cuda"):  # the allocator is the system's
+            if not case.device.startswith("cuda"):  # the system's allocator
                 threads = torch.get_num_threads()
                 step = partial(in_fresh_process, fresh_peak, asdict(case), name, quantity, threads)
             peak = self.attempt(name, quantity, step)
@@ -186,7 +186,7 @@ class _Group:
 
 
 def _one_call(copies: list[Contestant], quantity: str) -> Call | None:
-    """One call that makes the call of each copy; None where there is no such thing."""
+    """Return one call that makes the call of each copy; None if there is none."""
     calls = [call for call in (copy.call(quantity) for copy in copies) if call is not None]
     if len(calls) == 1:
         return calls[0]
@@ -218,7 +218,7 @@ def disagreement(
 
 
 def fresh_peak(case: dict[str, Any], name: str, quantity: str, threads: int) -> int:
-    """Peak extra bytes of a contestant's call, in a process that has done nothing else."""
+    """Return the peak extra bytes of a contestant's call, in a fresh process."""
     torch.set_num_threads(threads)
     shape, make = Case(**case), ENTRANTS[name].make
     small = replace(shape, length=min(shape.length, _WARM_UP_LENGTH))

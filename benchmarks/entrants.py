@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Who competes, by name."""
+"""The contestants by name."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ ONLY_KEPT_KEYS = "only w keys, not causal"
 
 @dataclass(frozen=True)
 class Entrant:
-    """A contestant, what it attends to, and on which cases it runs."""
+    """A contestant, its mask, and the cases that it supports."""
 
     make: Callable[[Case, Inputs], Contestant]
     about: str
     mask: str = TOP_KEYS_OF_EACH_QUERY
     role: Literal["ours", "baseline", "information"] = "baseline"
-    alone: bool = False  # not timed in turns with others: large masks do not fit the memory at once
-    compiled: bool = False  # comes last: compiling may take longer than everything else
-    per_query: bool = True  # takes a per-query bias
-    dense: bool = False  # runs without a window
-    decode: bool = False  # runs with one query only
-    pair: bool = False  # runs where a batch shares a bias of pairs, and nowhere else
+    alone: bool = False  # not timed in turns: the large masks of several do not fit the memory
+    compiled: bool = False  # runs last: compiling may take longer than everything else
+    per_query: bool = True  # supports a per-query bias
+    dense: bool = False  # supports cases without a window
+    decode: bool = False  # supports a single query
+    pair: bool = False  # runs on cases with a pair bias, and on no others
     square: bool = False  # needs as many batch elements as keys
 
 
@@ -91,7 +91,7 @@ ENTRANTS: dict[str, Entrant] = {
     ),
     "dense_flash": _dense("FLASH_ATTENTION", "FlashAttention of torch, no mask"),
     "dense_cudnn": _dense("CUDNN_ATTENTION", "cuDNN, no mask"),
-    # Binding SDPA to a backend is work of the host, which a caller without a wish does not have.
+    # Binding SDPA to a backend costs host time that calls without a preference do not have.
     "dense_sdpa": _dense(None, "SDPA on a kernel of PyTorch's choice, no mask"),
     "compact_flash": _compact("FLASH_ATTENTION", "FlashAttention of torch over w keys, no mask"),
     "compact_cudnn": _compact("CUDNN_ATTENTION", "cuDNN over w keys, no mask"),
@@ -124,7 +124,7 @@ ENTRANTS: dict[str, Entrant] = {
 
 
 def fits(name: str, case: Case) -> bool:
-    """Whether a contestant has a meaning for a case: masks need a window, and so on."""
+    """Say whether a contestant applies to a case; for example, masks need a window."""
     entrant = ENTRANTS[name]
     if case.pair_bias or entrant.pair:
         square = case.batch == case.rows == case.length
@@ -133,15 +133,15 @@ def fits(name: str, case: Case) -> bool:
         return entrant.dense and (case.queries is None or entrant.decode)
     if case.queries is not None and not entrant.decode:
         return False
-    # A per-query bias has no selection per key, unless there is one query.
+    # A per-query bias has no per-key selection, unless there is one query.
     return entrant.per_query or not case.per_query or case.queries == 1
 
 
 def attends_to(name: str, case: Case) -> str:
-    """What a contestant attends to in a case; only numbers of one mask do the same work."""
+    """Return a contestant's mask in a case. Only contestants with the same mask are comparable."""
     mask = ENTRANTS[name].mask
     if case.window is None and not case.pair_bias:
         return ALL_KEYS
     if mask == TOP_KEYS_OF_EACH_QUERY and case.queries == 1:
-        return TOP_KEYS_OF_ALL_QUERIES  # there is one
+        return TOP_KEYS_OF_ALL_QUERIES  # the only query
     return mask

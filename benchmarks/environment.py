@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What was measured, on what and when: what is needed to repeat a run."""
+"""The environment of a run: everything that is needed to repeat it."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _SMI_FIELDS = {
 }
 
 
-# Distributions of contestants that need not be installed.
+# Distributions of optional contestants.
 _PEERS = ("cuequivariance-ops-torch-cu12", "cuequivariance-ops-torch-cu13", "trifast")
 
 
 def describe_environment(
     device: str, measurement: str, commit: str | None = None, note: str | None = None
 ) -> dict[str, Any]:
-    """What was measured, on what, and when.
+    """Return what is measured, on which machine, and when.
 
-    ``commit`` is needed outside a git checkout; ``note`` is what else a reader should know, such as
-    who else used the machine.
+    ``commit`` is needed outside a git checkout. ``note`` is other information for readers, such as
+    other users of the machine.
     """
     on_gpu = device.startswith("cuda")
     cudnn: Any = torch.backends.cudnn
@@ -66,7 +66,7 @@ def describe_environment(
 
 
 def describe_pack(device: str) -> dict[str, str] | None:
-    """The kernel pack that serves a device; None where the plain PyTorch reference does."""
+    """Return the kernel pack of a device; None if the plain PyTorch reference serves it."""
     where = torch.device(device)
     if select_backend(where, "auto").name == "reference":
         return None
@@ -75,7 +75,7 @@ def describe_pack(device: str) -> dict[str, str] | None:
 
 
 def _peer_versions() -> dict[str, str]:
-    """Of those that are installed."""
+    """Return the versions of the installed peers."""
     found = {}
     for name in _PEERS:
         with suppress(metadata.PackageNotFoundError):
@@ -84,7 +84,7 @@ def _peer_versions() -> dict[str, str]:
 
 
 def cpu_model() -> str:
-    """The processor's name as the system gives it."""
+    """Return the processor's name as the system reports it."""
     names = Path("/proc/cpuinfo")
     lines = names.read_text().splitlines() if names.exists() else []
     found = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -92,10 +92,10 @@ def cpu_model() -> str:
 
 
 def gpu_state(device: str) -> dict[str, str] | None:
-    """Driver, clocks and temperature as ``nvidia-smi`` tells them; None where it does not."""
+    """Return driver, clocks and temperature from ``nvidia-smi``; None without it."""
     if torch.device(device).type != "cuda":
         return None
-    # torch and nvidia-smi may count GPUs differently, and torch may be shown a few of them only.
+    # torch and nvidia-smi may number GPUs differently, and torch may see only some of them.
     properties: Any = torch.cuda.get_device_properties(device)
     asked = [f"--query-gpu={','.join(_SMI_FIELDS)}", "--format=csv,noheader,nounits"]
     cells = (_output(["nvidia-smi", *asked, f"--id=GPU-{properties.uuid}"]) or "").split(", ")
@@ -103,14 +103,14 @@ def gpu_state(device: str) -> dict[str, str] | None:
 
 
 def _commit() -> str | None:
-    """The source tree's commit, with ``-dirty`` if it has changes; None outside a git checkout."""
+    """Return the checkout's commit, with ``-dirty`` for changes; None outside a git checkout."""
     here = str(Path(__file__).resolve().parent)
     describe = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     return _output(["git", "-C", here, *describe])
 
 
 def _output(command: Sequence[str]) -> str | None:
-    """What a program prints; None where it is absent or fails."""
+    """Return what a program prints; None if it is absent or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
     except (OSError, subprocess.SubprocessError):

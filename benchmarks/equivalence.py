@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The two equivalence protocols of flash-dmattn 1.2.2, with tolerances that mean something.
+"""The two equivalence protocols of flash-dmattn 1.2.2, with stricter tolerances.
 
-The shapes are its 72: one sequence, two heads on one key/value head, 128 to 4096 tokens, six head
-dimensions, causal or not, a 16-bit bias for each query and key, the top 1024 keys of each query.
-Its scripts compared with a reference in 16 bit and passed where 95 % of the elements were near.
+The 72 shapes are those of 1.2.2: one sequence, two heads on one KV head, 128 to 4096 tokens, six
+head dimensions, causal or not, a 16-bit bias for each query and key, the top 1024 keys of each
+query. Its scripts compare with a reference in 16 bit and pass if 95 % of the elements are near.
 Here every element counts: the largest error against float64 may be at most twice that of the same
 formula in PyTorch in the same 16 bit, for the output and for every gradient of its sum.
 """
@@ -32,12 +32,12 @@ HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 TENSORS = ("out", "dquery", "dkey", "dvalue", "dbias")
 QUANTITIES = {name: f"largest error of {name}, of the largest value in float64" for name in TENSORS}
 PYTORCH = "pytorch"
-# Errors below this, of the largest value, are zero in 16 bit: nothing may be divided by them.
+# Relative errors below this are zero in 16 bit. It is the least divisor.
 _NOTHING = 1e-7
 
 
 def configurations(device: str, dtype: str, longest: int) -> list[Case]:
-    """1.2.2's, as far as they are not longer than wanted."""
+    """Return the configurations of 1.2.2 up to the longest length."""
     base = Case("", dtype, heads=2, kv_heads=1, window=1024, device=device, per_query=True)
     cases = []
     for length, head_dim, causal in product(LENGTHS, HEAD_DIMS, (True, False)):
@@ -48,14 +48,14 @@ def configurations(device: str, dtype: str, longest: int) -> list[Case]:
 
 
 def step(case: Case, backends: Sequence[str]) -> Step:
-    """The measuring of one configuration."""
+    """Return the step that measures one configuration."""
     record = partial(Record, case.name, "flash_dmattn", "ours", TOP_KEYS_OF_EACH_QUERY, "all")
     run = partial(measure, case, backends)
     return Step(case.name, run, lambda reason: [record(reason=reason)])
 
 
 def measure(case: Case, backends: Sequence[str]) -> Iterator[Record]:
-    """Errors of PyTorch's formula and of ours on each backend."""
+    """Yield the errors of PyTorch's formula, and of ours on each backend."""
     inputs = make_inputs(case)
     assert inputs.bias is not None
     keep = keep_matrix(case, inputs.bias).repeat_interleave(case.group, dim=1)
@@ -71,7 +71,7 @@ def measure(case: Case, backends: Sequence[str]) -> Iterator[Record]:
         record = partial(Record, case.name, name, role, TOP_KEYS_OF_EACH_QUERY)
         try:
             found = _results(inputs, attend, case.torch_dtype)
-        except Exception as error:  # the others go on, and this one has failed
+        except Exception as error:  # record the failure, and continue with the others
             yield record("all", reason=short_reason(error))
             continue
         for tensor, value in found.items():
@@ -100,7 +100,7 @@ def _ours(*tensors: torch.Tensor, mask: Any, causal: bool, backend: str) -> torc
 def _results(
     inputs: Inputs, attend: Callable[..., torch.Tensor], dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """The output, and the gradients of its sum."""
+    """Return the output, and the gradients of its sum."""
     assert inputs.bias is not None
     given = (inputs.query, inputs.key, inputs.value, inputs.bias)
     leaves = [tensor.to(dtype).requires_grad_() for tensor in given]
@@ -109,7 +109,7 @@ def _results(
 
 
 def ratios(results: Results) -> dict[tuple[str, str, str], float]:
-    """Our error by PyTorch's, for each case, contestant and tensor; NaN counts as infinite."""
+    """Return our error relative to PyTorch's by case, contestant and tensor; NaN becomes inf."""
     known, found = results.values, {}
     for (case, contestant, tensor), error in known.items():
         if contestant != PYTORCH:
@@ -119,7 +119,7 @@ def ratios(results: Results) -> dict[tuple[str, str, str], float]:
 
 
 def failures(results: Results) -> list[str]:
-    """What is wrong, for people: errors that are too large, and calls that failed."""
+    """Return a text for each error that is too large and each call that failed."""
     large = [
         f"{case}, {contestant}: the error of {tensor} is {ratio:.2f} times PyTorch's"
         for (case, contestant, tensor), ratio in ratios(results).items()
@@ -133,12 +133,12 @@ def failures(results: Results) -> list[str]:
 
 
 def is_equivalence(results: Results) -> bool:
-    """Whether a run is one of this protocol."""
+    """Say whether a run is one of this protocol."""
     return results.quantities == QUANTITIES
 
 
 def equivalence_tables(results: Results) -> list[Table]:
-    """The worst ratio of each tensor by head dimension, and what failed."""
+    """Return the worst ratio of each tensor by head dimension, and the failures."""
     found = ratios(results)
     measured = len({case for case, *_ in found})
     dims = {name: case["head_dim"] for name, case in results.cases.items()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Pictures of a run, each with one message: who takes how long, and how that grows."""
+"""Figures of a run, each with one message: the time of each contestant, and its growth."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .density import draw_maps, is_map
 from .results import Record, Results
 from .tables import COLUMNS
 
-# Sweeps that are drawn: what changes, and how the axis calls it. The others are small: tables do.
+# Sweeps with a figure: the varied field, and the axis label. Small sweeps have only tables.
 _SWEPT = {
     "growth": ("length", "tokens"),
     "length": ("length", "tokens"),
@@ -23,7 +23,7 @@ _SWEPT = {
     "decode": ("length", "cached keys of one query"),
 }
 _TIMES = ("forward", "backward", "forward_with_mask", "end_to_end")
-# Beside ours, one line or point for each of these is enough in a picture.
+# Figures omit these, because one line or point for each kind of contestant is enough.
 _LEFT_OUT = ("sdpa_expanded", "sdpa_gqa", "sdpa_augmented")
 # Colors, marks and lines: blues are ours, greys and dotted lines attend without a mask.
 _STYLES = {
@@ -32,19 +32,19 @@ _STYLES = {
     "unmasked": (("0.2", "0.45", "0.6", "0.7"), "|x1+", ":"),
 }
 
-Drawing = tuple[str, Callable[[Any], Any]]  # a title, and what draws the figure with pyplot
+Drawing = tuple[str, Callable[[Any], Any]]  # a title, and a function that draws with pyplot
 Styles = dict[str, tuple[str, str, str]]  # color, mark and line of each contestant
 
 
 def load_pyplot() -> Any:
-    """Matplotlib's pyplot, without a screen."""
+    """Return Matplotlib's pyplot, without a display."""
     pyplot: Any = importlib.import_module("matplotlib.pyplot")
     pyplot.switch_backend("Agg")
     return pyplot
 
 
 def write_figures(drawings: dict[str, Drawing], folder: Path) -> list[Path]:
-    """Draw pictures; returns the files."""
+    """Draw the figures, and return the files."""
     pyplot = load_pyplot()
     folder.mkdir(parents=True, exist_ok=True)
     for name, (title, draw) in drawings.items():
@@ -56,17 +56,17 @@ def write_figures(drawings: dict[str, Drawing], folder: Path) -> list[Path]:
 
 
 def _save(figure: Any, path: Path) -> None:
-    """With a palette: smoothed edges are most of the bytes otherwise."""
+    """Save with a palette: otherwise antialiased edges make up most of the bytes."""
     pictures: Any = importlib.import_module("PIL.Image")  # matplotlib needs it anyway
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=90, format="png")
-    # Of Pillow's ways to choose colors that which keeps rare ones.
+    # This method of Pillow keeps rare colors.
     small = pictures.open(drawn).convert("RGB").quantize(256, pictures.Quantize.MAXCOVERAGE)
     small.save(path, format="PNG", optimize=True)
 
 
 def drawings(results: Results) -> dict[str, Drawing]:
-    """A picture for everything that the run has numbers for, by its name."""
+    """Return a figure for everything that the run has numbers for, by name."""
     if is_map(results):
         return {"map": ("", lambda pyplot: draw_maps(pyplot, [results]))}
     found: dict[str, Drawing] = {}
@@ -95,7 +95,7 @@ def drawings(results: Results) -> dict[str, Drawing]:
 
 
 def _styles(records: Sequence[Record]) -> Styles:
-    """A contestant has the same style in all pictures of a run."""
+    """Return a style for each contestant, the same in all figures of a run."""
     chosen: Styles = {}
     taken = dict.fromkeys(_STYLES, 0)
     for record in records:
@@ -117,7 +117,7 @@ def _by_contestant(records: Sequence[Record]) -> dict[str, list[Record]]:
 
 
 def _draw_points(pyplot: Any, records: Sequence[Record], styles: Styles) -> Any:
-    """A row for each case, a point for each contestant on a logarithmic axis."""
+    """Draw a row for each case, and a point for each contestant on a logarithmic axis."""
     names = list(dict.fromkeys(record.case for record in records))
     quantity = COLUMNS[records[0].quantity]
     figure, axis = pyplot.subplots(figsize=(9, 1.6 + 0.55 * len(names)), layout="constrained")
@@ -137,7 +137,7 @@ def _draw_points(pyplot: Any, records: Sequence[Record], styles: Styles) -> Any:
 def _draw_lines(
     pyplot: Any, records: Sequence[Record], styles: Styles, places: dict[str, int], label: str
 ) -> Any:
-    """A line for each contestant, both axes logarithmic."""
+    """Draw a line for each contestant, with both axes logarithmic."""
     figure, axis = pyplot.subplots(figsize=(8, 4.6), layout="constrained")
     for contestant, shown in _by_contestant(records).items():
         line = sorted((places[record.case], 1e3 * (record.value or 0)) for record in shown)

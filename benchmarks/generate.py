@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Time in attention of a language model that generates, ours beside eager attention and SDPA.
+"""Time in attention of a language model that generates: ours, eager attention and SDPA.
 
-The model is transformers' Doge, whose attention is dynamic mask attention, with random weights:
-the same for all. Prefill is the first call of the model, with the whole prompt; decoding are the
-others. `.attention_clock` tells what of them is time in attention.
+The model is transformers' Doge, whose attention is dynamic mask attention, with random weights,
+equal for all methods. Prefill is the first call of the model, with the whole prompt. Decoding is
+all other calls. `.attention_clock` defines the time in attention.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .timing import summary
 
 
 class Setting(NamedTuple):
-    """A model, its prompt, and how many tokens are generated."""
+    """A model, its prompt, and the number of generated tokens."""
 
     shape: Case
     new_tokens: int
@@ -41,13 +41,13 @@ GPU = Setting(
     layers=4,
 )
 CPU = Setting(Case("", heads=4, length=2048, window=256), new_tokens=16, layers=2)
-# Of a model that is small enough to compute with whenever something is measured.
+# A small model for the check before each measurement.
 _SMALL = Setting(Case("", heads=2, kv_heads=1, head_dim=8, length=48, window=8), 1, 2)
 _TOLERANCE = 1e-3
 
 
 class Method(NamedTuple):
-    """How attention is computed: the name that transformers knows, and what is done after that."""
+    """How attention is computed: its name in transformers, and a change of the model after that."""
 
     implementation: str
     role: str = "baseline"
@@ -66,7 +66,7 @@ METHODS = {
 
 
 def make_model(setting: Setting, method: Method) -> Any:
-    """The model with its weights, the same for every method.
+    """Return the model with its weights, equal for every method.
 
     Raises:
         ModuleNotFoundError: transformers is not installed.
@@ -91,28 +91,28 @@ def make_model(setting: Setting, method: Method) -> Any:
         config, attn_implementation=method.implementation
     )
     for layer in model.model.layers:
-        torch.nn.init.normal_(layer.self_attn.A)  # zero as it is made: all keys would be alike
+        torch.nn.init.normal_(layer.self_attn.A)  # with the initial zeros all keys would tie
     model = model.to(device=shape.device, dtype=shape.torch_dtype).eval()
     method.adapt(model)
     return model
 
 
 def make_prompt(shape: Case) -> torch.Tensor:
-    """Tokens that all differ: equal ones have equal biases, and which of these are kept is open."""
+    """Return distinct tokens: equal ones have equal biases, and ties leave the kept keys open."""
     generator = torch.Generator().manual_seed(shape.seed)
     tokens = 1 + torch.randperm(_words(shape) - 1, generator=generator)[: shape.length]
     return tokens.expand(shape.batch, -1).to(shape.device)
 
 
 def _words(shape: Case) -> int:
-    return shape.length + 64  # the first stands for padding
+    return shape.length + 64  # the first token is padding
 
 
 def check_method(name: str) -> None:
     """Compare a method with eager attention on a small model, on the CPU and in float32.
 
-    There no rounding hides what a version of transformers leaves out: 5.17 gives SDPA no causal
-    mask where a dynamic one is added to it.
+    Rounding then hides no difference between versions of transformers: 5.17 gives SDPA no causal
+    mask if a dynamic one is added to it.
 
     Raises:
         RuntimeError: the method computes something else.
@@ -134,7 +134,7 @@ def _difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def step(name: str, setting: Setting, expected: dict[str, torch.Tensor]) -> Step:
-    """The measuring of one method; ``expected`` keeps the logits of the first."""
+    """Return the step that measures one method; ``expected`` keeps the logits of the first."""
     role, case = METHODS[name].role, setting.shape.name
     record = partial(Record, case, name, role, TOP_KEYS_OF_EACH_QUERY)
     run = partial(_measure, record, name, setting, expected)
@@ -159,7 +159,7 @@ def _measure(
     clock = AttentionClock(event_now if shape.device.startswith("cuda") else host_now)
     runs: list[dict[str, float]] = []
     with torch.no_grad():
-        # Also a warm-up. The first token that is generated is chosen by these.
+        # Also a warm-up. These logits determine the first generated token.
         logits = model(prompt, logits_to_keep=1).logits.float()
         difference = _difference(logits, expected.setdefault("logits", logits))
         generate()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Peak extra memory of a call: what it needs beyond what was resident before it.
+"""Peak extra memory of a call: its need beyond the memory that is resident before it.
 
 On CUDA it is the caching allocator's own peak. On a CPU it is the kernel's high-water mark of
 resident memory, reset before the call (``5`` written to ``/proc/self/clear_refs``), so that every
-allocation counts, whoever makes it. Where it cannot be reset, the reading is a lower bound.
+allocation counts, by any library. If it cannot be reset, the reading is a lower bound.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PEAK_METHOD = "resident high-water mark, reset before each call where the system
 
 
 def peak_extra_memory(call: Callable[[], object], device: str = "cpu") -> int:
-    """Run ``call`` once and return its peak extra bytes; what it returns counts too."""
+    """Run ``call`` once and return its peak extra bytes, including its results."""
     gc.collect()
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize()
@@ -33,7 +33,7 @@ def peak_extra_memory(call: Callable[[], object], device: str = "cpu") -> int:
         call()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    # Freed heap pages go back: a call that reused them would look smaller than it is.
+    # Returns freed heap pages to the system: reusing them would hide memory of the call.
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -58,6 +58,6 @@ def _status_bytes(name: str) -> int:
 
 
 def in_fresh_process(function: Callable[..., Result], *arguments: object) -> Result:
-    """Call a function in a new Python, where no earlier call has left memory to reuse."""
+    """Call a function in a new Python process, which has no memory of earlier calls to reuse."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *arguments).result()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What pages show of the results: tables in marked blocks, figures, and a page for each file.
+"""Rendering of results on pages: tables in marked blocks, figures, and a page for each file.
 
-A block or a page without a file of results says that nothing is there yet.
+A block or a page without a results file says that nothing has been measured.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ PAGES = (
         for name in ("index", "benchmarks", "limits", "structural_biology", "relative_bias")
     ),
 )
-_STUDY = "learning"  # of results a folder; where it is there, its page has to be, too
+_STUDY = "learning"  # folder of results; if it exists, its page must, too
 LEARNING = f"docs/{_STUDY}.md"
 _FIGURE = re.compile(r"\]\((?:docs/)?figures/([\w-]+)\.png\)")
 _ABSENT = "*Not measured yet.*\n"
-_NAMED = 2  # of the targets that a run missed
+_NAMED = 2  # number of missed targets of a run that are named
 
 
-# Tables of a few numbers of ours, beside the fastest with the same mask and the fastest dense one:
-# file, case, contestant and quantity, with a label where these do not tell enough, or too much.
+# Tables of a few numbers of ours, the fastest with the same mask and the fastest dense one. A line
+# has file, case, contestant and quantity, and a label if these are unclear or too long.
 HEADLINES = {
     "summary": """
         h200 heads32-8k intervals forward
@@ -94,29 +94,29 @@ _TITLES = {
     "training": "A training step",
     "readme": "Time, and extra memory",
 }
-# What a case has beside its problem.
+# Fields of a case that are not part of its problem.
 _NO_PROBLEM = ("contestants", "query_bytes", "pair_bias")
 _WORDS = {"forward_with_mask": "mask + forward", "end_to_end": "mask + forward + backward"}
 
 
 def headline_keys(name: str) -> list[tuple[list[str], str]]:
-    """File, case, contestant and quantity of each line of a table, and its label."""
+    """Return file, case, contestant and quantity of each line of a table, and its label."""
     lines = (line.partition(" = ") for line in HEADLINES[name].strip().splitlines())
     return [(key.split(), label) for key, _, label in lines]
 
 
 def tables_of(results: Results) -> list[Table]:
-    """Everything that was measured."""
+    """Return the tables of everything that was measured."""
     if is_map(results):
         return [map_table(results)]
     return equivalence_tables(results) if is_equivalence(results) else run_tables(results)
 
 
 def headlines(name: str, found: Mapping[str, Results]) -> Table:
-    """Ours beside the fastest with the same mask and the fastest dense attention, line by line, and
-    which commits were measured.
+    """Return ours, the fastest with the same mask and the fastest dense attention, line by line,
+    with the measured commits.
 
-    The others are those of every file that has the same problem on the same machine.
+    The others are from every file that has the same problem on the same machine.
     """
     rows: list[tuple[str, ...]] = []
     files: dict[str, None] = {}
@@ -144,7 +144,7 @@ def headlines(name: str, found: Mapping[str, Results]) -> Table:
 def _measured(
     found: Mapping[str, Results], file: str, case: str, quantity: str
 ) -> list[tuple[str, Record]]:
-    """What was measured of a file's problem, there and in other files of its machine and torch."""
+    """Return the records of a file's problem, from all files with its machine and torch."""
 
     def problem(results: Results) -> tuple[Any, ...]:
         sizes = {k: v for k, v in results.cases.get(case, {}).items() if k not in _NO_PROBLEM}
@@ -168,7 +168,7 @@ def _shown(record: Record) -> str:
 
 
 def _beside(best: Record | None, mine: Record) -> str:
-    """The best of others, and by what it is more than ours."""
+    """Return the best of others, and its ratio to ours."""
     if best is None or not best.value or not mine.value:
         return "-"
     times = best.value / mine.value
@@ -177,7 +177,7 @@ def _beside(best: Record | None, mine: Record) -> str:
 
 
 def _bars(found: Mapping[str, Results]) -> Table:
-    """How many bars of each run are met, and the first that are not."""
+    """Return how many bars of each run are met, and the first missed ones."""
     rows = []
     for name, results in found.items():
         judged = [verdict for verdict in verdicts(results) if verdict.met is not None]
@@ -191,7 +191,7 @@ def _bars(found: Mapping[str, Results]) -> Table:
 
 
 def _errors(found: Mapping[str, Results]) -> Table:
-    """The worst ratio of each tensor's error, of all configurations that were measured."""
+    """Return the worst ratio of each tensor's error over all measured configurations."""
     rows = []
     for results in filter(is_equivalence, found.values()):
         known = ratios(results)
@@ -203,7 +203,7 @@ def _errors(found: Mapping[str, Results]) -> Table:
 
 
 def block_bodies(found: Mapping[str, Results]) -> dict[str, str]:
-    """What each block of a page holds."""
+    """Return the contents of each block of a page."""
     tables = {name: [headlines(name, found)] for name in HEADLINES}
     maps = [results for results in found.values() if is_map(results)]
     tables |= {"map-table": [*map(map_table, maps)], "map-dense": [dense_table(maps)]}
@@ -216,7 +216,7 @@ def block_bodies(found: Mapping[str, Results]) -> dict[str, str]:
 
 
 def results_page(name: str, results: Results) -> str:
-    """All numbers of a file of results, as a page that lies beside it."""
+    """Return all numbers of a results file as a page next to it."""
     tables, judged = tables_of(results), verdicts(results)
     if any(verdict.met is not None for verdict in judged):
         tables.append(bars_table(judged))
@@ -226,11 +226,11 @@ def results_page(name: str, results: Results) -> str:
 
 
 def rendered(root: Path, results: Path) -> dict[Path, str]:
-    """Every page that is made of results, with the text that it has to have.
+    """Return every page that is made from results, with its required text.
 
     Raises:
-        ValueError: a file is none of results, or a block of a page does not end.
-        OSError: a page is not there.
+        ValueError: a file is not a results file, or a block of a page does not end.
+        OSError: a page is absent.
     """
     found = read_folder(results)
     texts = {results / f"{name}.md": results_page(name, one) for name, one in found.items()}
@@ -241,7 +241,7 @@ def rendered(root: Path, results: Path) -> dict[Path, str]:
 
 
 def draw_pages(root: Path, results: Path) -> list[Path]:
-    """Draw the figures that a page shows; returns the files."""
+    """Draw the figures that pages show, and return the files."""
     found, runs = read_folder(results), _study(results)
     pages = (*PAGES, LEARNING) if runs else PAGES
     shown = {n for page in pages for n in _FIGURE.findall((root / page).read_text())}
@@ -263,5 +263,5 @@ def _study(results: Path) -> list[learning.Run]:
 
 
 def read_folder(folder: Path) -> dict[str, Results]:
-    """All results in a folder by their names, without the demo's, which has its own form."""
+    """Return all results in a folder by name, except the demo's, which has its own format."""
     return {p.stem: read(p) for p in sorted(folder.glob("*.json")) if p.stem != "demo"}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Those that compete where a batch shares one bias for each pair of query and key.
+"""Contestants for cases whose batch shares one bias for each pair of query and key.
 
-Beside it each batch element has a mask of its keys. This is attention over the rows of a pair
-representation, as in AlphaFold, and that of encoders with a relative bias.
+Each batch element also has a key mask. This is attention over the rows of a pair representation, as
+in AlphaFold, and attention of encoders with a relative bias.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class PairContestant(Contestant):
 
 
 class PairFlashDmattn(PairContestant):
-    """This package: mask and bias as they are."""
+    """This package, with mask and bias unchanged."""
 
     def attend(self) -> torch.Tensor:
         out = flash_dmattn_func(
@@ -40,7 +40,7 @@ class PairFlashDmattn(PairContestant):
 
 
 class HeadsFirst(PairContestant):
-    """Of contiguous (B,H,S,D) tensors."""
+    """A contestant on contiguous (B,H,S,D) tensors."""
 
     def arrange(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.transpose(1, 2).clone(memory_format=torch.contiguous_format)
@@ -50,9 +50,9 @@ class HeadsFirst(PairContestant):
 
 
 class PairSdpa(HeadsFirst):
-    """SDPA, which takes one additive tensor of all batch elements and heads.
+    """SDPA, which takes one additive tensor for all batch elements and heads.
 
-    Mask and bias are added in the call, since each layer of a model has another bias.
+    Mask and bias are added in the call, because each layer of a model has another bias.
     """
 
     def __init__(self, case: Case, inputs: Inputs) -> None:
@@ -68,7 +68,7 @@ class PairSdpa(HeadsFirst):
 
 
 class Float32Bias(HeadsFirst):
-    """With the bias in float32, made so before the clock starts."""
+    """A contestant with the bias in float32, converted before the timed call."""
 
     def arrange_bias(self, bias: torch.Tensor) -> torch.Tensor:
         return bias.to(torch.float32, copy=True)
@@ -87,7 +87,7 @@ class PairFlex(Float32Bias):
         def with_bias(score: Any, b: Any, h: Any, row: Any, key: Any) -> Any:
             return torch.where(keep[b, 0, 0, key], score + bias[0, h, row, key], -torch.inf)
 
-        # Each shape gets kernels of its own, as many shapes as there may be in a process.
+        # Each shape gets its own kernels; the reset lifts the limit of compiled shapes per process.
         torch._dynamo.reset()
         self.compiled: Any = torch.compile(flex_attention, dynamic=False)
         self.with_bias = with_bias
@@ -100,9 +100,9 @@ class PairFlex(Float32Bias):
 
 
 class CuEquivariance(Float32Bias):
-    """cuEquivariance's triangle attention, whose kernels on an H200 take a float32 bias only.
+    """cuEquivariance's triangle attention, whose kernels on an H200 take only a float32 bias.
 
-    Below 100 keys it runs PyTorch's operations instead of a kernel.
+    Below 100 keys it runs PyTorch operations instead of a kernel.
     """
 
     def __init__(self, case: Case, inputs: Inputs) -> None:
@@ -117,9 +117,9 @@ class CuEquivariance(Float32Bias):
 
 
 class TriFast(PairContestant):
-    """trifast's Triton kernels on (1,H,S,S,D) tensors: as many batch elements as keys, no fewer.
+    """trifast's Triton kernels on (1,H,S,S,D) tensors, which need as many batch elements as keys.
 
-    Its mask is True where a key is left out.
+    Its mask is True for dropped keys.
     """
 
     def __init__(self, case: Case, inputs: Inputs) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Tables of what profilers and single experiments told, which no command of this program repeats.
+"""Tables of profiler results and single experiments, which no command of this program repeats.
 
-A file of ``profiles/`` holds those of a machine: when, of which commit and how they were taken, and
-tables with their cells as pages show them.
+A file of ``profiles/`` has those of one machine: when, at which commit and how they were taken, and
+tables with their cells as shown on pages.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ PROFILES = Path(__file__).resolve().parent / "profiles"
 
 
 def profile_tables(folder: Path = PROFILES) -> dict[str, Table]:
-    """The tables of all files, by their names, which are those of blocks of pages.
+    """Return the tables of all files by name; the names are those of blocks of pages.
 
     Raises:
-        ValueError: a file is no such file, has another table's name again, or a row with too few or
-            too many cells.
+        ValueError: a file has another format, repeats another table's name, or has a row with too
+            few or too many cells.
     """
     found: dict[str, Table] = {}
     for path in sorted(folder.glob("*.json")):
@@ -44,7 +44,7 @@ def _table(place: str, written: dict[str, Any], taken: str) -> Table:
 
 
 def _taken(written: dict[str, Any]) -> str:
-    """On what and when."""
+    """Return machine, versions, commit and date."""
     commit = f"commit {written['commit'][:7]}" if written["commit"] else "commit not noted"
     versions = f"torch {written['torch']}, cuDNN {written['cudnn']}"
     return f"measured: {written['machine']}, {versions}, {commit}, {written['date']}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A run's numbers, and the JSON that they are kept in."""
+"""The numbers of a run, and their JSON format."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 SCHEMA = 2
-# Below this many cases of one sweep a table for each of them says more.
+# A sweep with fewer cases is shown as one table per case.
 _LEAST_OF_A_SWEEP = 3
 
 
 @dataclass(frozen=True)
 class Record:
-    """A quantity of a contestant in a case: a median with its quartiles, or why there is none.
+    """A quantity of a contestant in a case: a median with its quartiles, or why it is missing.
 
-    ``mask`` names what the contestant attends to; only numbers of one mask do the same work.
+    ``mask`` names the contestant's mask; only numbers with the same mask are comparable.
     ``difference`` is that of the results from the first contestant with the same mask.
     """
 
@@ -37,30 +37,30 @@ class Record:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What identifies the number in a run."""
+        """The identity of the number in a run."""
         return (self.case, self.contestant, self.quantity)
 
     def plain(self) -> dict[str, Any]:
-        """For JSON: without what is not known, and without digits that mean nothing."""
+        """Return the fields for JSON, without unknown values and insignificant digits."""
         known = {name: value for name, value in asdict(self).items() if value is not None}
         return {n: float(f"{v:.6g}") if isinstance(v, float) else v for n, v in known.items()}
 
     def rounded(self) -> Record:
-        """As a file gives it back: what is shown after a run is what the file shows later."""
+        """Return the record with the precision of a file, so that both show the same numbers."""
         return Record(**self.plain())
 
 
 class Step(NamedTuple):
-    """A part of a run that is measured by itself."""
+    """A part of a run that is measured separately."""
 
     title: str
     run: Callable[[], Iterable[Record]]
-    missing: Callable[[str], Iterable[Record]]  # for the reason why it was not measured
+    missing: Callable[[str], Iterable[Record]]  # makes records from the reason of a failure
 
 
 @dataclass
 class Results:
-    """A run: where, what was asked for, and the records. Times in seconds, memory in bytes."""
+    """A run: environment, quantities and cases, and the records. Seconds and bytes."""
 
     environment: dict[str, Any]
     quantities: dict[str, str]
@@ -86,26 +86,26 @@ class Results:
 
     @property
     def machine(self) -> str:
-        """What the run was on, in a few words."""
+        """The machine of the run, in a few words."""
         threads = self.environment["threads"]
         on_cpu = f"{self.environment['cpu']}, {threads} thread{'' if threads == 1 else 's'}"
         return str(self.environment["gpu"] or on_cpu)
 
     @property
     def commit(self) -> str:
-        """What was measured, and on which day."""
+        """The measured commit and the date."""
         name, dash, state = str(self.environment["commit"] or "unknown").partition("-")
         return f"commit {name[:7]}{dash}{state}, {self.environment['date'][:10]}"
 
     @property
     def peers(self) -> str:
-        """Which versions of contestants that need not be installed there were."""
+        """The versions of the installed optional contestants."""
         known = self.environment.get("peers") or {}
         return ", ".join(f"{name} {version}" for name, version in known.items())
 
     @property
     def heading(self) -> str:
-        """What was measured, on what and when, in two lines; a third is a remark."""
+        """The environment of the run in two lines; the note is a third."""
         where = self.environment
         pack = where["pack"]
         kernels = f"{pack['name']} [{pack['features']}]" if pack else "none (plain PyTorch)"
@@ -122,7 +122,7 @@ class Results:
         return "\n".join([*lines, *([where["note"]] if where.get("note") else [])])
 
     def write(self, path: Path | None) -> None:
-        """Write the JSON, if anywhere: an entry of a list or of a table is a line."""
+        """Write the JSON to a path, if given, with one entry of a list or a table per line."""
         if path is None:
             return
         parts = [f' "schema": {SCHEMA}']
@@ -135,15 +135,15 @@ class Results:
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(path.name + ".part")
         unfinished.write_text("{\n" + ",\n".join(parts) + "\n}\n")
-        unfinished.replace(path)  # a run that is killed leaves the last whole file
+        unfinished.replace(path)  # atomic, so that a killed run leaves the last complete file
 
 
 def read(path: Path) -> Results:
-    """The content of a file of results.
+    """Return the content of a results file.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is no such file.
+        ValueError: it is not a results file.
     """
     try:
         written = json.loads(path.read_text())
@@ -157,6 +157,6 @@ def read(path: Path) -> Results:
 
 
 def short_reason(error: BaseException) -> str:
-    """An exception's first sentences on one line: torch's messages go on with advice."""
+    """Return an exception's first two sentences in one line: torch's texts continue with advice."""
     text = " ".join(str(error).split()) or type(error).__name__
     return " ".join(re.split(r"(?<=\.) (?=[A-Z])", text)[:2])[:200]

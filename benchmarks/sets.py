@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The named sets of cases, in sizes for a GPU and smaller ones for a CPU, and what of them a run
-takes.
+"""The named sets of cases, in sizes for a GPU and smaller ones for a CPU, and their selection for a
+run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .tables import DECODE_QUANTITIES, QUANTITIES
 
 @dataclass(frozen=True)
 class Workload:
-    """One case, who competes on it, and what is measured."""
+    """One case, its contestants, and the measured quantities."""
 
     shape: Case
     contestants: tuple[str, ...]
@@ -26,7 +26,7 @@ class Workload:
 
     @property
     def name(self) -> str:
-        """The name that the command line and the results know."""
+        """The name on the command line and in results."""
         return self.shape.name
 
 
@@ -35,7 +35,7 @@ WorkloadSet = Mapping[str, Workload]
 _DENSE = ("dense_flash", "dense_cudnn")
 _REFERENCES = (*_DENSE, "compact_flash", "compact_cudnn")
 _MASKED = ("intervals", "key_mask", "boolean", *_REFERENCES, "sdpa", "sdpa_expanded")
-# On CPUs SDPA has two backends, and chooses its FlashAttention wherever no mask needs a gradient.
+# On CPUs SDPA has two backends. It chooses its FlashAttention if no mask needs a gradient.
 _CPU_SDPA = ("sdpa_expanded", "sdpa_gqa", "sdpa")
 _CPU_REFERENCES = ("dense_flash", "compact_flash")
 _CPU_MASKED = ("intervals", "key_mask", "boolean", *_CPU_REFERENCES, *_CPU_SDPA, "sdpa_augmented")
@@ -54,7 +54,7 @@ def _standard(case: Case, name: str, *contestants: str, **changes: Any) -> Workl
 
 
 def _decode(case: Case, *contestants: str) -> Workload:
-    # The only query sees every key, so this is what causal attention does.
+    # The only query sees every key, as with causal attention.
     case = replace(case, name="decode-64k", length=65536, causal=False, queries=1)
     return Workload(case, contestants, DECODE_QUANTITIES)
 
@@ -64,9 +64,9 @@ _GPU_CASE = Case(
 )
 _ONE_GROUP: dict[str, Any] = {"heads": 2, "kv_heads": 1}
 _gpu = partial(_standard, _GPU_CASE)
-# Every kind of mask at the shapes of today's models; the bars are of these.
+# Every kind of mask at the shapes of current models; the bars apply to these.
 GPU = _set(
-    # FlexAttention compiles for up to a minute a shape: on one shape, unless asked for.
+    # FlexAttention compiles for up to a minute per shape, so it has one shape by default.
     _gpu("heads32-8k", *_MASKED, "flex"),
     _gpu("heads16-16k", *_MASKED, heads=16, kv_heads=2, length=16384, window=2048),
     _gpu("heads2-32k", *_MASKED, **_ONE_GROUP, length=32768),
@@ -82,7 +82,7 @@ GPU = _set(
 
 _CPU_CASE = Case("", window=256)
 _cpu = partial(_standard, _CPU_CASE)
-# Masked and dense attention at 4096 tokens, growth and decoding; the bars are of these.
+# Masked and dense attention at 4096 tokens, growth and decoding; the bars apply to these.
 CPU = _set(
     _cpu("masked-4k", *_CPU_MASKED),
     *(
@@ -104,8 +104,8 @@ CPU = _set(
 )
 
 # The sweeps of 1.2.2's performance scripts: their quantities, and the largest numbers on a GPU and
-# on a CPU. "at" is the length of the sweeps over batches and heads; what compiles runs at that
-# length only, since each shape costs up to a minute.
+# on a CPU. "at" is the length of the sweeps over batches and heads. Compiled contestants run only
+# at that length, because each shape costs up to a minute.
 _SWEPT = ("selection", "forward", "forward_with_mask", "memory_forward")
 _SWEPT_BACKWARD = ("selection", "backward", "forward_backward", "end_to_end", "memory_with_mask")
 _LARGEST = ("length", "window", "dim", "decode", "at")
@@ -123,7 +123,7 @@ _ON_CPU = ("boolean", *_CPU_REFERENCES, "sdpa", "sdpa_math", "sdpa_flash")
 
 
 def _sweeps(base: Case, largest: dict[str, int]) -> Iterator[Case]:
-    """1.2.2's configurations; the sweeps that say most come first."""
+    """Yield 1.2.2's configurations, the most informative sweeps first."""
     at = largest["window"]
     for length in _doubling(256, largest["length"]):
         yield replace(base, name=f"length-{length}", length=length)
@@ -140,7 +140,7 @@ def _sweeps(base: Case, largest: dict[str, int]) -> Iterator[Case]:
 
 
 def _legacy(name: str, gpu: bool) -> WorkloadSet:
-    """A bias for each query and key."""
+    """Return a set of 1.2.2's sweeps, with a bias for each query and key."""
     quantities, on_gpu, on_cpu = _LEGACY[name]
     largest = dict(zip(_LARGEST, on_gpu if gpu else on_cpu, strict=True))
     base = replace(_GPU_CASE, head_dim=64) if gpu else _CPU_CASE
@@ -159,7 +159,7 @@ def _legacy(name: str, gpu: bool) -> WorkloadSet:
 def density_map(
     gpu: bool, lengths: Sequence[int] | None = None, one_in: Sequence[int] | None = None
 ) -> WorkloadSet:
-    """Lengths by shares of kept keys; ``one_in``: of so many keys one is kept.
+    """Return lengths by shares of kept keys; for ``one_in`` n, one of n keys is kept.
 
     Ours is one call with ``window_size``: the selection from a trainable bias, and the attention.
     Dense attention has no mask and no bias, so that PyTorch's fused kernels serve it.
@@ -176,8 +176,8 @@ def density_map(
     return _set(*workloads)
 
 
-# Problems that docs/benchmarks.md has tables of: batch, query heads, KV heads, head dimension,
-# tokens, and with a mask the keys that each query keeps.
+# Problems with tables in docs/benchmarks.md: batch, query heads, KV heads, head dimension, tokens,
+# and with a mask the keys that each query keeps.
 _COMPACT = (
     (1, 32, 8, 128, 8192, 1024),
     (1, 32, 8, 64, 8192, 1024),
@@ -207,7 +207,7 @@ _SHORT = (
 )
 HOST = (1, 8, 2, 64, 512, 64)
 SIZES = ("batch", "heads", "kv_heads", "head_dim", "length", "window")
-# What is compared, beside what, and how, by the first part of the cases' names.
+# Problems, contestants and quantities, by the first part of the cases' names.
 _SHAPES: dict[str, tuple[tuple[tuple[int, ...], ...], tuple[str, ...], tuple[str, ...]]] = {
     "compact": (
         _COMPACT,
@@ -226,7 +226,7 @@ _SHAPES: dict[str, tuple[tuple[tuple[int, ...], ...], tuple[str, ...], tuple[str
         ("host", "host_forward_backward"),
     ),
 }
-# CPUs have no cuDNN, and take the same in small.
+# CPUs have no cuDNN, and get smaller problems of the same kinds.
 _ON_CPU_SHAPES = {
     "compact": ((1, 8, 2, 64, 512, 64), (1, 2, 1, 32, 1024, 64), (2, 4, 4, 32, 256, 32)),
     "unmasked": ((1, 8, 2, 64, 512), (2, 4, 4, 32, 256), (4, 3, 3, 32, 128)),
@@ -236,7 +236,7 @@ _ON_CPU_SHAPES = {
 
 
 def shapes(gpu: bool) -> WorkloadSet:
-    """Calls beside the fastest kernels that do comparable work, over the shapes of models."""
+    """Return calls and the fastest kernels for comparable work, over the shapes of models."""
     workloads = []
     for kind, (problems, contestants, quantities) in _SHAPES.items():
         entered = [name if gpu else name.replace("cudnn", "flash") for name in contestants]
@@ -248,11 +248,11 @@ def shapes(gpu: bool) -> WorkloadSet:
 
 
 def shape_name(kind: str, *sizes: int) -> str:
-    """What such a case is called."""
+    """Return the name of such a case."""
     return f"{kind}-{'x'.join(map(str, sizes))}"
 
 
-# Batch, heads, head dimension and tokens of what shares one bias of pairs: rows of a pair
+# Batch, heads, head dimension and tokens of cases that share one pair bias: rows of a pair
 # representation with as many residues, a T5 encoder, one long sequence, and windows of Swin.
 _PAIRS = {
     **{f"triangle-{n}": (n, 4, 32, n) for n in (256, 384, 512, 768, 1024)},
@@ -271,7 +271,7 @@ _PAIR_QUANTITIES = ("forward", "forward_backward", "memory_forward_backward")
 
 
 def pairs(gpu: bool) -> WorkloadSet:
-    """A bias of pairs that the batch shares, with its gradient, and a mask of keys."""
+    """Return cases with a pair bias that the batch shares, its gradient, and a key mask."""
     workloads = []
     for name, sizes in (_PAIRS if gpu else _ON_CPU_PAIRS).items():
         fields: dict[str, Any] = dict(zip(_PAIR_SIZES, sizes, strict=True))
@@ -287,13 +287,13 @@ _MADE: dict[str, Callable[[bool], WorkloadSet]] = {
     "shapes": shapes,
     "pairs": pairs,
 }
-# Of so many cases that each is measured in less time.
+# Sets with so many cases that each gets less time.
 SWEEPS = (*_LEGACY, "map")
 SET_NAMES = ("standard", *_LEGACY, *_MADE)
 
 
 def workload_set(name: str, device: str) -> WorkloadSet:
-    """The set of this name, in the sizes for a torch device such as ``cpu`` or ``cuda:0``."""
+    """Return a set by name, in the sizes for a torch device such as ``cpu`` or ``cuda:0``."""
     gpu = device.startswith("cuda")
     if name == "standard":
         return GPU if gpu else CPU
@@ -308,16 +308,15 @@ def chosen_workloads(
     quantities: Sequence[str] | None = None,
     **changes: Any,
 ) -> list[Workload]:
-    """The workloads whose names match a pattern, cut down to what is wanted, with ``changes`` of
-    their shapes.
+    """Return the workloads whose names match a pattern, reduced to the wanted parts, with
+    ``changes`` of their shapes.
 
-    A contestant that is asked for by name also runs on cases where it does not by default, if it
-    can. Those that compile come after everything else, so that a run that ends early, or runs out
-    of its time, has everything else.
+    A contestant that is named explicitly also runs on cases where it is not a default, if it can.
+    Compiled contestants come last, so that a run that ends early, or spends its time budget, has
+    everything else.
 
     Raises:
-        ValueError: a pattern that no case matches, a shape that cannot be, or nothing is left to
-            measure.
+        ValueError: no case matches a pattern, a shape is invalid, or nothing is left to measure.
     """
     names: dict[str, None] = {}
     for pattern in patterns or ["*"]:
@@ -342,7 +341,7 @@ def chosen_workloads(
 
 
 def plain_cases(workloads: Sequence[Workload]) -> dict[str, dict[str, Any]]:
-    """The cases as files of results hold them."""
+    """Return the cases in the form of results files."""
     cases: dict[str, dict[str, Any]] = {}
     for workload in workloads:
         earlier = cases.get(workload.name, {"contestants": ()})["contestants"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What is measured, and the tables of a run: one for each case, or for each quantity of a sweep."""
+"""The quantities, and the tables of a run: one per case, or one per quantity of a sweep."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tabulate import tabulate
 from .cases import Pass, shape_text
 from .results import Record, Results
 
-# What one is in seconds, bytes or as a plain number, and shown digits.
+# The value of each unit in seconds, bytes or as a plain number, and the shown digits.
 _UNITS = {
     "ms": (1e-3, 3),
     "us": (1e-6, 1),
@@ -23,9 +23,9 @@ _UNITS = {
 
 
 class Quantity(NamedTuple):
-    """A quantity's meaning, the head of its column, its unit there, and the pass that it is of.
+    """A quantity's meaning, its column head, its unit there, and its pass.
 
-    Times are in seconds, on the device but for ``host``, and memory in bytes.
+    Times are in seconds, on the device except for ``host``, and memory is in bytes.
     """
 
     about: str
@@ -35,11 +35,11 @@ class Quantity(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """What one unit is in seconds or bytes, or 1."""
+        """The value of one unit in seconds or bytes, or 1."""
         return _UNITS[self.unit][0]
 
     def cell(self, value: float | None) -> str:
-        """The number as a cell of a table."""
+        """Return the number as a cell of a table."""
         return "-" if value is None else f"{value / self.scale:.{_UNITS[self.unit][1]}f}"
 
 
@@ -87,15 +87,15 @@ COLUMNS = {**QUANTITIES, **GENERATE_QUANTITIES, **TRAIN_QUANTITIES}
 
 
 def about(quantities: Mapping[str, Quantity]) -> dict[str, str]:
-    """What each quantity is, as files of results hold it."""
+    """Return the meaning of each quantity, in the form of results files."""
     return {name: quantity.about for name, quantity in quantities.items()}
 
 
 @dataclass(frozen=True)
 class Table:
-    """A title, the heads of the columns, rows of as many cells, and remarks below.
+    """A title, the column heads, rows with as many cells, and notes below.
 
-    Without rows the heads are not shown either.
+    Without rows the heads are not shown.
     """
 
     title: str
@@ -104,14 +104,14 @@ class Table:
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """In Markdown, for pages and terminals."""
+        """Return Markdown for pages and terminals."""
         body = tabulate(self.rows, self.heads, tablefmt="github", disable_numparse=True)
         notes = "\n".join(f"* {note}" for note in self.notes)
         return "\n\n".join(filter(None, [f"**{self.title}**", body if self.rows else "", notes]))
 
 
 def run_tables(results: Results) -> list[Table]:
-    """Everything that was measured."""
+    """Return the tables of everything that was measured."""
     swept = {name for names in results.sweeps.values() for name in names}
     tables = [_case_table(results, name) for name in results.cases if name not in swept]
     for sweep, names in results.sweeps.items():
@@ -120,7 +120,7 @@ def run_tables(results: Results) -> list[Table]:
 
 
 def _case_table(results: Results, name: str) -> Table:
-    """All that was measured of a case, a line for each contestant."""
+    """Return all measurements of a case, with a line for each contestant."""
     case, known = results.cases[name], results.values
     records = [record for record in results.records if record.case == name]
     measured = {record.quantity for record in records if record.value is not None}
@@ -155,11 +155,11 @@ def _sweep_tables(results: Results, sweep: str, names: Sequence[str]) -> list[Ta
 
 
 def _sweep_notes(names: Sequence[str], records: Sequence[Record]) -> tuple[str, ...]:
-    """Reasons, each once, with the cases that it is of."""
+    """Return each reason once, with its cases."""
     reasons: dict[str, dict[str, None]] = {}
     for record in records:
         if record.reason is not None:
-            # What was not begun is so for all contestants from some place on.
+            # Steps that were not started are missing for all contestants from some case on.
             begun = record.quantity != "all"
             text = f"{record.contestant}, {record.quantity}: " if begun else "some or all: "
             reasons.setdefault(text + record.reason, {})[record.case] = None

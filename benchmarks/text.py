@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Real text that every machine has: the sources of Python's own standard library."""
+"""Real text that every machine has: the sources of Python's standard library."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 VOCABULARY = 256  # one token per byte
 SUFFIXES = (".py", ".txt", ".md", ".rst")
-# Installed packages and tests are not the same on every machine; the library itself is.
+# Installed packages and tests differ between machines; the library itself does not.
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "__pycache__", "idle_test"}
 _HELD_OUT_SHARE = 10  # one file in ten
 _MAX_BYTES = 8 << 20
@@ -29,12 +29,12 @@ class Corpus:
     held_out_files: int
 
     def batch(self, count: int, length: int, generator: torch.Generator) -> torch.Tensor:
-        """``count`` random pieces of training text: int64 (count, length + 1)."""
+        """Return ``count`` random pieces of training text: int64 (count, length + 1)."""
         starts = torch.randint(len(self.train) - length, (count,), generator=generator)
         return torch.stack([self.train[s : s + length + 1] for s in starts.tolist()]).long()
 
     def held_out_batches(self, count: int, length: int) -> list[torch.Tensor]:
-        """``count`` evenly spaced pieces of held-out text, each int64 (1, length + 1)."""
+        """Return ``count`` evenly spaced pieces of held-out text, each int64 (1, length + 1)."""
         stride = (len(self.held_out) - length - 1) // max(count - 1, 1)
         starts = [index * stride for index in range(count)]
         return [self.held_out[s : s + length + 1].long()[None] for s in starts]
@@ -43,9 +43,9 @@ class Corpus:
 def load_corpus(folder: Path | None, minimum: int) -> Corpus:
     """Read the text files below ``folder``; None means the standard library.
 
-    Files are taken in the order of a hash of their names, which also decides which are held out, so
-    the same folder gives the same corpus everywhere. Raises ValueError when either part has fewer
-    than ``minimum`` bytes.
+    Files are ordered by a hash of their names, which also decides which are held out. So the same
+    folder gives the same corpus everywhere. Raises ValueError if either part has fewer than
+    ``minimum`` bytes.
     """
     root = folder if folder is not None else Path(sysconfig.get_paths()["stdlib"])
     suffixes = SUFFIXES if folder is not None else (".py",)

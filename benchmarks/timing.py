@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Time of calls: torch.utils.benchmark's on a CPU, CUDA events on a GPU, in turns.
+"""Times of calls in turns: torch.utils.benchmark on a CPU, CUDA events on a GPU.
 
-On a GPU a buffer larger than the L2 cache is written before each call, outside the measured time.
-Several calls are queued while the GPU still writes such buffers, so that it never waits for a host
-that needs less than 10 ms for a call, however short the call is and whoever else uses the host. The
-time of the host is a quantity of its own.
+On a GPU a buffer larger than the L2 cache is written before each call, outside of the measured
+time. Several calls are queued while the GPU still writes such buffers. So the GPU never waits for a
+host that needs less than 10 ms per call, however short the call is and whoever else uses the host.
+Host time is a separate quantity.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ import torch
 from torch.utils.benchmark import Timer
 
 Call = Callable[[], object]
-# Seconds of one call, as often as fit into a time.
+# Seconds per call, for as many calls as fit into a time.
 Sampler = Callable[[Call, float], list[float]]
 
-# Rounds of contestants that take turns: drifting clocks then change their ratios little.
+# Rounds of contestants in turns, so that clock drift has little effect on their ratios.
 _ROUNDS = 3
 _HOST_CALLS = 20
-# Calls that are queued at once, and seconds of them: far from what fills the queue. The GPU is kept
-# from them for no longer than this.
+# Calls that are queued at once, and their seconds: far below the queue's capacity. The GPU is kept
+# busy before them for no longer than this.
 _QUEUED_CALLS, _QUEUED_SECONDS = 16, 0.01
-# More than any L2 cache, and a time in which no GPU of today writes so much (9 TB/s).
+# More than any L2 cache, and a lower bound of the time to write it on current GPUs (9 TB/s).
 _FLUSHED_BYTES = 256 << 20
 _FLUSH_SECONDS = 30e-6
-# Of the first call, of which nothing is known.
+# For the first call, whose times are unknown.
 _FIRST_AHEAD = 1e-3
 
 
 class Clock(NamedTuple):
-    """How times are taken; ``replay`` is of work so short that decoders put it in a CUDA graph."""
+    """Samplers of times; ``replay`` is for short work that decoders put into a CUDA graph."""
 
     description: str
     sample: Sampler
@@ -46,15 +46,15 @@ class Clock(NamedTuple):
 
 
 def clock_for(device: str, *, cpu_time: bool = False) -> Clock:
-    """The clock for a torch device string such as ``cpu`` or ``cuda:0``.
+    """Return the clock for a torch device string such as ``cpu`` or ``cuda:0``.
 
-    With ``cpu_time`` it is the processor's time of this process, all threads together: it does not
-    run while others use the machine. With one thread it is what the wall clock would show on a
-    machine of its own, but for caches that are shared.
+    With ``cpu_time`` it is the CPU time of this process, summed over threads: it excludes the time
+    of other processes. With one thread it equals the wall clock of an idle machine, except for the
+    effect of shared caches.
 
     Raises:
-        ValueError: the time of the processor is asked for on another device.
-        ModuleNotFoundError: there is no Triton for times of a GPU.
+        ValueError: CPU time is requested on another device.
+        ModuleNotFoundError: Triton, needed for times on a GPU, is absent.
     """
     if torch.device(device).type != "cuda":
         timer = time.process_time if cpu_time else time.perf_counter
@@ -72,8 +72,8 @@ def _on_cpu(timer: Callable[[], float], call: Call, seconds: float) -> list[floa
 
 
 def _on_gpu(call: Call, seconds: float) -> list[float]:
-    """Samples that last ``seconds`` together, after a call that is not counted unless the GPU needs
-    as long as that for it.
+    """Return samples with a sum of ``seconds``. The first call does not count, unless the GPU needs
+    at least ``seconds`` for it.
     """
     (least,), host_seconds = _queued(call, 1, _FIRST_AHEAD)
     if least >= max(seconds, host_seconds):
@@ -81,20 +81,20 @@ def _on_gpu(call: Call, seconds: float) -> list[float]:
     samples: list[float] = []
     while (left := seconds - sum(samples)) > 0:
         count = min(_QUEUED_CALLS, 1 + int(min(left, _QUEUED_SECONDS) / max(least, 1e-6)))
-        behind = host_seconds - least  # what the host loses with each call
+        behind = host_seconds - least  # lag of the host per call
         if behind > 0:
             count = max(1, min(count, int((_QUEUED_SECONDS - host_seconds) / behind)))
         ahead = host_seconds + count * max(0.0, behind)
         found, host_seconds = _queued(call, count, min(ahead, _QUEUED_SECONDS))
         samples += found
-        least = min(found)  # the others may have waited for the host
+        least = min(found)  # other samples may include waits for the host
     return samples
 
 
 def _queued(call: Call, count: int, ahead: float) -> tuple[list[float], float]:
-    """Seconds of so many calls on the GPU, and of one on the host.
+    """Return the seconds of ``count`` calls on the GPU, and of one call on the host.
 
-    The GPU is kept busy for ``ahead`` seconds first, while the calls are queued.
+    The GPU is first kept busy for ``ahead`` seconds, while the calls are queued.
     """
     flushed = torch.empty(_FLUSHED_BYTES, dtype=torch.uint8, device="cuda")
     event: Any = partial(torch.cuda.Event, enable_timing=True)
@@ -126,7 +126,7 @@ def _timer(call: Call, timer: Callable[[], float]) -> Timer:
 def in_turns(
     calls: Mapping[str, Call], sample: Sampler, seconds: float
 ) -> dict[str, list[float] | Exception]:
-    """Samples of each call, in ``seconds`` for each, or the error with which one failed."""
+    """Return samples of each call, in ``seconds`` for each, or the error of a failed one."""
     found: dict[str, list[float] | Exception] = {name: [] for name in calls}
     for _ in range(_ROUNDS):
         for name, call in calls.items():
@@ -135,16 +135,16 @@ def in_turns(
                 continue
             try:
                 earlier += sample(call, seconds / _ROUNDS)
-            except Exception as error:  # whatever it is, the others go on
+            except Exception as error:  # continue with the others after any error
                 found[name] = error
     return found
 
 
 def host_samples(call: Call, seconds: float) -> list[float]:
-    """Seconds until a call returns to the host, a few of them queued one after another.
+    """Return the seconds until a call returns to the host, in small queued batches.
 
-    The queue is emptied between these, outside the measured time, so that it never fills up: then
-    the host would wait for the GPU.
+    Between batches the queue is drained, outside of the measured time. A full queue would make the
+    host wait for the GPU.
     """
     timer = _timer(call, time.perf_counter)
     samples: list[float] = []
@@ -156,13 +156,13 @@ def host_samples(call: Call, seconds: float) -> list[float]:
 
 
 def _finish() -> None:
-    """Wait for the GPU, where there is one."""
+    """Wait for the GPU, if there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def summary(samples: Sequence[float], calls: int = 1) -> dict[str, Any]:
-    """The fields of a record that samples fill; ``calls`` is how many each is the time of."""
+    """Return the record fields of samples; ``calls`` is the number of calls in each sample."""
     each = [sample / calls for sample in samples]
     low, _, high = statistics.quantiles(each * 2 if len(each) == 1 else each, method="inclusive")
     return {"value": statistics.median(each), "low": low, "high": high, "samples": len(each)}

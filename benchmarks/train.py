@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Training steps of a language model, with dynamic masks and with dense causal attention.
 
-Both models have the same projections, norms, rotary embedding and feed-forward layers; the one with
-dynamic masks also learns biases, and selects keys by them. Parameters are float32, computing is in
-bfloat16 by autocast on a GPU, and a step is forward, backward and AdamW. Both are measured eagerly,
-and with each of their blocks compiled whole.
+Both models have the same projections, norms, rotary embedding and feed-forward layers. The one with
+dynamic masks also learns biases, and selects keys by them. Parameters are float32, computation on a
+GPU is in bfloat16 by autocast, and a step is forward, backward and AdamW. Both are measured in
+eager mode, and with each block compiled as a whole.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from .results import Record, Step
 from .text import VOCABULARY
 from .timing import Clock, summary
 
-# How a model is run, with the beginning of its cases' names.
+# Modes of running a model, with the prefixes of their cases' names.
 MODES = {"eager": "train", "compiled": "train-compiled"}
 
 
 class Setting(NamedTuple):
-    """A model, and how many tokens a step has; the batch is what makes so many of a length."""
+    """A model, and the number of tokens in a step, which determines the batch for each length."""
 
     shape: Case
     layers: int
@@ -42,13 +42,13 @@ class Setting(NamedTuple):
     modes: tuple[str, ...] = tuple(MODES)
 
     def case(self, length: int, mode: str = "eager") -> Case:
-        """The attention problem of a layer at a length."""
+        """Return the attention problem of a layer at a length."""
         batch = max(1, self.tokens // length)
         name = f"{MODES[mode]}-{length / 1024:g}k"
         return replace(self.shape, name=name, batch=batch, length=length)
 
     def cases(self) -> list[tuple[Case, str]]:
-        """Each length in each mode."""
+        """Return each length in each mode."""
         return [(self.case(length, mode), mode) for mode in self.modes for length in self.lengths]
 
 
@@ -62,9 +62,7 @@ CPU = Setting(Case("", heads=4, kv_heads=2, head_dim=32, window=128), 2, 2048, (
 
 
 class Block(nn.Module):
-    """Attention and SwiGLU (arXiv:2002.05202), each normalised before and added after, as in the
-    models of Llama's family.
-    """
+    """Attention and SwiGLU (arXiv:2002.05202), each with a pre-norm and a residual, as in Llama."""
 
     def __init__(self, attention: nn.Module, width: int) -> None:
         super().__init__()
@@ -88,9 +86,9 @@ METHODS: dict[str, tuple[type[DynamicMaskAttention], str, str]] = {
 
 
 def make_model(name: str, case: Case, layers: int, mode: str = "eager") -> nn.Module:
-    """A model of one method on the case's device, with random weights in float32.
+    """Return a model of one method on the case's device, with random weights in float32.
 
-    Compiled, a block that breaks the graph anywhere is an error.
+    In compiled mode a graph break in a block is an error.
     """
     torch.manual_seed(case.seed)
     width = case.heads * case.head_dim
@@ -104,14 +102,14 @@ def make_model(name: str, case: Case, layers: int, mode: str = "eager") -> nn.Mo
         head = nn.Linear(width, VOCABULARY, bias=False)
         model = nn.Sequential(nn.Embedding(VOCABULARY, width), *blocks, nn.RMSNorm(width), head)
     if mode == "compiled":
-        torch.compiler.reset()  # so that sizes are constants of what is compiled
+        torch.compiler.reset()  # makes sizes constants of the compiled code
         for block in blocks:
             block.compile(fullgraph=True, dynamic=False)
     return model
 
 
 def make_step(name: str, case: Case, layers: int, mode: str = "eager") -> Callable[[], Tensor]:
-    """What trains a model by one step, on random tokens, and returns the loss."""
+    """Return a function that trains a model by one step on random tokens, and returns the loss."""
     model = make_model(name, case, layers, mode)
     on_gpu = case.device.startswith("cuda")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=on_gpu)
@@ -133,7 +131,7 @@ def make_step(name: str, case: Case, layers: int, mode: str = "eager") -> Callab
 def steps(
     setting: Setting, contestants: Sequence[str], clock: Clock, seconds: float
 ) -> Iterator[Step]:
-    """The measuring of each method at each length."""
+    """Yield the steps that measure each method at each length."""
     for case, mode in setting.cases():
         for name in contestants:
             record = partial(Record, case.name, name, *METHODS[name][1:])
@@ -151,6 +149,6 @@ def _measure(
     seconds: float,
 ) -> Iterator[Record]:
     step = make()
-    step()  # the optimizer's state is made here, and what is compiled
+    step()  # creates the optimizer's state and compiles
     yield record("memory_train", value=float(peak_extra_memory(step, device)), samples=1)
     yield record("train_step", **summary(clock.sample(step, seconds)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The options of ``python -m benchmarks learn``, and what it does."""
+"""The options of ``python -m benchmarks learn``, and its execution."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from . import corpora, report
 from .runs import Setting, run
 from .variants import HEAD_DIM, default_names, make_attention
 
-_SHORTEST = 256  # the texts of probes need as much
+_SHORTEST = 256  # the least that the texts of probes need
 
 
 def add_options(add: Callable[..., Any]) -> None:
-    """Add the options that the study has beside those of the device."""
+    """Add the options of the study, besides those of the device."""
     add("--variants", nargs="+", metavar="NAME", help="as dense, sliding-1024 or dense/alibi")
     add("--corpus", choices=corpora.CORPORA, default="code", help="text of installed packages")
     add("--seeds", nargs="+", type=int, default=[0], help="of weights and batches (default: 0)")
@@ -40,7 +40,7 @@ def add_options(add: Callable[..., Any]) -> None:
 
 
 def settings(options: argparse.Namespace, device: str) -> list[Setting]:
-    """The runs of a command, seed by seed, so that what is cut off are seeds."""
+    """Return the runs of a command by seed, so that a time limit cuts off whole seeds."""
     length = options.length or (1024 if device == "cpu" else 16384)
     if length < _SHORTEST:
         raise ValueError(f"--length must be at least {_SHORTEST}, got {length}")
@@ -64,7 +64,7 @@ def settings(options: argparse.Namespace, device: str) -> list[Setting]:
 
 
 def learn(options: argparse.Namespace, device: str) -> int:
-    """Train what is missing, and show the runs that are done; returns 3 where time ran out."""
+    """Train missing runs, and show the finished ones. Return 3 if the time ran out."""
     until = time.monotonic() + 60 * options.minutes
     paths, missing = options.table, 0
     if paths is None:
@@ -84,7 +84,7 @@ def learn(options: argparse.Namespace, device: str) -> int:
                 if run(setting, corpus, device, options.output, until=until, commit=options.commit):
                     done.append(setting)
                     print(f"{setting.file} is done", file=sys.stderr)
-            except (RuntimeError, NotImplementedError) as error:  # the others go on
+            except (RuntimeError, NotImplementedError) as error:  # continue with the others
                 print(f"{setting.file}: {short_reason(error)}", file=sys.stderr)
             release_memory()
         missing = len(wanted) - len(done)

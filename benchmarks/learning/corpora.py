@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Text of installed packages: their Python sources, and prose, which is mostly their docstrings."""
+"""Text of installed packages: their Python sources, and prose, mostly their docstrings."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ PACKAGES = ("python", "torch", "transformers", "numpy", "triton", "sympy", "netw
 CORPORA = ("code", "prose")
 _SUFFIXES = {"code": (".py",), "prose": (".py", ".md", ".rst", ".txt")}
 _LEFT_OUT = {"site-packages", "dist-packages", "__pycache__"}
-_MOST_BYTES = 400_000  # of a file; larger ones are tables that programs wrote
-_HELD_OUT = 20  # one folder in so many
+_MOST_BYTES = 400_000  # of a file; larger ones are generated tables
+_HELD_OUT = 20  # one folder in 20 is held out
 _DOCSTRING = re.compile(rb':\s*\n\s+r?"""(.+?)"""', re.DOTALL)
 _SHORTEST_DOCSTRING = 200
 
 
 class Corpus(NamedTuple):
-    """Bytes to train on and bytes that are held out, 1-D uint8, and where they are from."""
+    """Training and held-out bytes, 1-D uint8, and their sources."""
 
     train: Tensor
     held_out: Tensor
@@ -35,10 +35,10 @@ class Corpus(NamedTuple):
 
 
 def load(name: str, packages: tuple[str, ...] = PACKAGES) -> Corpus:
-    """Read the text of the packages that are installed.
+    """Read the text of the installed packages.
 
-    Folders are held out whole, as files of a folder resemble each other, and what has been read
-    once is not read again. Files of a folder lie side by side.
+    Whole folders are held out, because files of a folder resemble each other. Repeated texts are
+    skipped. Files of a folder are adjacent.
     """
     parts: dict[bool, list[bytes]] = {False: [], True: []}
     versions, files = {}, 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a model of bytes can fetch from its context, in texts that end in what can be looked up."""
+"""Probes of what a byte model retrieves from its context: texts whose end can be looked up."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DEPTHS = (0.1, 0.5, 0.9)
 
 
 class Probe(NamedTuple):
-    """Texts (S, N + 1), uint8, and which of their bytes are to be predicted."""
+    """Texts (S, N + 1), uint8, and which of their bytes are scored."""
 
     kind: str  # copy, recall or needle
     size: str  # the distance, the number of pairs, or the needle's depth
@@ -28,14 +28,14 @@ class Probe(NamedTuple):
 
 
 def pieces(text: Tensor, count: int, length: int) -> Tensor:
-    """``count`` evenly spaced pieces (count, length) of a text."""
+    """Return ``count`` evenly spaced pieces (count, length) of a text."""
     last = len(text) - length
     starts = torch.tensor([n * last // max(1, count - 1) for n in range(count)], device=text.device)
     return text[starts[:, None] + torch.arange(length, device=text.device)]
 
 
 def make_probes(held_out: Tensor, length: int) -> list[Probe]:
-    """The same texts for every model; what is planted is random, what is around it held out."""
+    """Return texts, equal for every model: random insertions in held-out text."""
     draw = random.Random(0)
     hosts = pieces(held_out, _SAMPLES, length + 1)
     probes = []
@@ -53,7 +53,7 @@ def make_probes(held_out: Tensor, length: int) -> list[Probe]:
 
 
 def accuracy(predict: Callable[[Tensor], Tensor], probe: Probe) -> float:
-    """The share of the scored bytes to which a model gives the highest probability.
+    """Return the share of the scored bytes to which a model gives the highest probability.
 
     ``predict`` returns logits (1, N, 256) of int64 (1, N).
     """
@@ -64,7 +64,7 @@ def accuracy(predict: Callable[[Tensor], Tensor], probe: Probe) -> float:
     return torch.cat(right).float().mean().item()
 
 
-# What is planted: bytes, where they begin, counted from the end, and the first that is scored.
+# Insertions: bytes, their begin counted from the end, and the scored spans.
 _Planted = list[tuple[bytes, int, list[tuple[int, int]]]]
 
 
@@ -84,14 +84,14 @@ def _word(draw: random.Random, letters: str, length: int) -> str:
 
 
 def _copies(draw: random.Random, length: int, distance: int) -> Iterator[_Planted]:
-    """A string that comes again at the end, ``distance`` bytes later; its first third is a hint."""
+    """Yield a string that repeats ``distance`` bytes later, at the end; a third of it is a hint."""
     while True:
         key = _word(draw, _HEX, length).encode()
         yield [(key, length + distance, []), (key, length, [(length // 3, length)])]
 
 
 def _recalls(draw: random.Random, pairs: int) -> Iterator[_Planted]:
-    """Lines such as ``kxvb=81fa``, of which some come again: their values are asked for."""
+    """Yield lines such as ``kxvb=81fa``; some repeat at the end, and their values are scored."""
     while True:
         names: set[str] = set()
         while len(names) < pairs:
@@ -105,7 +105,7 @@ def _recalls(draw: random.Random, pairs: int) -> Iterator[_Planted]:
 
 
 def _needles(draw: random.Random, depth: float, length: int) -> Iterator[_Planted]:
-    """A line far back whose value is asked for at the end."""
+    """Yield a line far back whose value is scored at the end."""
     while True:
         name, value = "\nSECRET_TOKEN = '", _word(draw, _HEX, 8)
         back = min(length, max(int(length * (1 - depth)), 2 * len(name) + 20))

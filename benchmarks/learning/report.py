@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Tables and a figure of the runs of the study."""
+"""Tables and a figure of the study's runs."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _PROBES = {
 
 
 def read(paths: Iterable[Path]) -> list[Run]:
-    """The runs of these files.
+    """Return the runs of these files.
 
     Raises:
-        ValueError: a file is of no run, or two have read different texts of the same name.
+        ValueError: a file is not that of a run, or two files have different texts of one name.
     """
     runs: list[Run] = []
     texts: dict[str, str] = {}
@@ -39,7 +39,7 @@ def read(paths: Iterable[Path]) -> list[Run]:
 
 
 class Group(NamedTuple):
-    """Runs that can be compared: all of them by variant, the best first."""
+    """Comparable runs by variant, the best first."""
 
     title: str
     note: str
@@ -52,10 +52,10 @@ class Group(NamedTuple):
 
 
 def groups(runs: Iterable[Run]) -> dict[str, Group]:
-    """Groups by the names that blocks of pages have, as ``learning-code-20s-2x16384-6x512``.
+    """Return groups by the names of blocks of pages, such as ``learning-code-20s-2x16384-6x512``.
 
     Raises:
-        ValueError: a run is there twice, or a group has runs of several machines.
+        ValueError: a run is repeated, or a group has runs of several machines.
     """
     found: dict[str, dict[str, list[Run]]] = {}
     machines: dict[str, str] = {}
@@ -84,7 +84,7 @@ def _group(variants: dict[str, list[Run]]) -> Group:
     run = next(iter(variants.values()))[0]
     setting, text, where = run["setting"], run["corpus"], run["environment"]
     budget = "{steps} steps" if setting["seconds"] is None else "{seconds:g} seconds"
-    # Parameters are those of the best variant: others have a few more or less.
+    # The parameters of the best variant; others have slightly more or fewer.
     title = (
         f"{{corpus}}, {budget} each, {{batch}} x {{length}} tokens a step, {{layers}} layers of "
         f"width {{width}} ({run['parameters'] / 1e6:.1f} M parameters)"
@@ -107,7 +107,7 @@ def _cell(values: Iterable[float], digits: int = 3) -> str:
 
 
 def learned(group: Group) -> Table:
-    """Bits per byte of held-out text, by position too. ± is the deviation of seeds."""
+    """Return bits per byte of held-out text, also by position. ± is the deviation over seeds."""
     places, rows = group.first["by_position"], []
     for name, same in group.variants.items():
         cells = [str(len(same)), _cell((run["steps"] for run in same), 0)]
@@ -121,7 +121,7 @@ def learned(group: Group) -> Table:
 
 
 def fetched(group: Group) -> Table:
-    """What was predicted right of what stands in the context."""
+    """Return the share of correct predictions of values in the context."""
     probes = [(kind, size) for kind in _PROBES for size in group.first.get(kind, {})]
     rows = [
         (f"`{name}`", *(_cell((run[kind][size] for run in same), 2) for kind, size in probes))
@@ -133,7 +133,7 @@ def fetched(group: Group) -> Table:
 
 
 def tables(runs: Iterable[Run]) -> dict[str, Table]:
-    """Both tables of each group, by the names of blocks of pages."""
+    """Return both tables of each group, by the names of blocks of pages."""
     found: dict[str, Table] = {}
     for name, group in groups(runs).items():
         found |= {name: learned(group), f"{name}-recall": fetched(group)}
@@ -141,7 +141,7 @@ def tables(runs: Iterable[Run]) -> dict[str, Table]:
 
 
 def draw(pyplot: Any, grouped: Collection[Group]) -> Any:
-    """A row for each group: the loss over the time of training, and held out by position."""
+    """Draw a row for each group: the loss over training time, and held-out bits by position."""
     size: dict[str, Any] = {"figsize": (11, 4.2 * len(grouped)), "layout": "constrained"}
     figure, rows = pyplot.subplots(len(grouped), 2, squeeze=False, **size)
     for (left, right), group in zip(rows, grouped, strict=True):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The training of one model, which can stop and go on later, and what the model has learned."""
+"""The training of one model, which can be resumed, and its evaluation."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from .probes import Probe, accuracy, make_probes, pieces
 from .variants import make_model
 
 _WARM_UP_STEPS = 60
-_CONSTANT, _LAST = 0.6, 0.05  # of the budget at the full learning rate, which then falls to a part
+_CONSTANT, _LAST = 0.6, 0.05  # share of the budget at the full learning rate, and its last share
 _HELD_OUT_PIECES = 16
-_STEPS_BETWEEN_WAITS = 10  # on a GPU, where waiting for it after each step would cost time
+_STEPS_BETWEEN_WAITS = 10  # on a GPU, where a synchronization after each step would cost time
 _SECONDS_BETWEEN_SAVES = 60.0
 _MOST_POINTS = 200  # of the curve of a run
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a run is; ``seconds`` or ``steps`` are its budget."""
+    """The parameters of a run; ``seconds`` or ``steps`` is its budget."""
 
     variant: str
     corpus: str
@@ -48,14 +48,14 @@ class Setting:
 
     @property
     def file(self) -> str:
-        """The name of its JSON."""
+        """The name of its JSON file."""
         budget = f"{self.steps}steps" if self.seconds is None else f"{self.seconds:g}s"
         variant = self.variant.replace("/", "_and_")
         return f"{self.corpus}-{self.length}-{budget}-{variant}-{self.seed}.json"
 
 
 class Training:
-    """A model, its optimizer and where in its budget it is."""
+    """A model, its optimizer and its progress."""
 
     def __init__(self, setting: Setting, corpus: Corpus, device: str) -> None:
         self.setting, self.device, self.about = setting, device, corpus.about
@@ -75,24 +75,24 @@ class Training:
         self.taken, self.seconds = 0, 0.0
         self.curve: list[tuple[float, int, float]] = []  # seconds, steps, bits of the last steps
         warm_up = self.held_out[self.place].long().expand(setting.batch, -1)
-        for _ in range(2):  # kernels are loaded before the clock runs
+        for _ in range(2):  # load kernels before timing starts
             self._losses(warm_up).mean().backward()  # type: ignore[no-untyped-call]
         self.optimizer.zero_grad()
 
     @property
     def progress(self) -> float:
-        """The share of the budget that is spent."""
+        """The spent share of the budget."""
         if self.setting.seconds is not None:
             return self.seconds / self.setting.seconds
         assert self.setting.steps is not None
         return self.taken / self.setting.steps
 
     def precision(self) -> AbstractContextManager[Any]:
-        """On a GPU the model computes in bfloat16; its parameters are float32."""
+        """Return a context of bfloat16 computation on a GPU; parameters are float32."""
         return torch.autocast(self.device.partition(":")[0], torch.bfloat16, self.on_gpu)
 
     def _losses(self, text: Tensor) -> Tensor:
-        """The cross entropy (B, N) of bytes (B, N + 1) but the first of each piece."""
+        """Return the cross entropy (B, N) of bytes (B, N + 1), except the first of each piece."""
         with self.precision():
             logits: Tensor = self.model(text[:, :-1])
         following = text[:, 1:]
@@ -113,7 +113,7 @@ class Training:
         return loss.detach()
 
     def advance(self) -> None:
-        """Train by a few steps, and wait for the device once."""
+        """Train by a few steps with one synchronization."""
         falling = min(1.0, (1 - self.progress) / (1 - _CONSTANT))
         rate = self.setting.learning_rate * (_LAST + (1 - _LAST) * falling)
         count = _STEPS_BETWEEN_WAITS if self.on_gpu else 1
@@ -130,7 +130,7 @@ class Training:
 
     @torch.no_grad()
     def evaluate(self, probes: Sequence[Probe]) -> dict[str, Any]:
-        """Bits per byte of held-out text by position, and the accuracy of each probe."""
+        """Return bits per byte of held-out text by position, and the accuracy of each probe."""
         length = self.setting.length
         texts = pieces(self.held_out, _HELD_OUT_PIECES, length + 1)
         losses = torch.stack([self._losses(text[None].long())[0] for text in texts])
@@ -153,7 +153,7 @@ class Training:
         return {**found, **accuracies}
 
     def state(self) -> dict[str, Any]:
-        """What a run goes on from."""
+        """Return the state from which a run resumes."""
         return {
             "setting": asdict(self.setting),
             "corpus": self.about,
@@ -164,7 +164,7 @@ class Training:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from there.
+        """Resume from a state.
 
         Raises:
             ValueError: the state is of a run with another setting or text.
@@ -189,12 +189,12 @@ def run(
     until: float = math.inf,
     commit: str | None = None,
 ) -> bool:
-    """Train and evaluate, or go on with that; returns whether the run is done.
+    """Train and evaluate, or resume; return whether the run is finished.
 
-    It stops, with a checkpoint beside its JSON, when ``time.monotonic()`` is ``until``.
+    It stops when ``time.monotonic()`` reaches ``until``, with a checkpoint beside its JSON.
 
     Raises:
-        ValueError: there is a checkpoint or a JSON of a run with another setting or text.
+        ValueError: the folder has a checkpoint or a JSON of a run with another setting or text.
     """
     path = folder / setting.file
     checkpoint = path.with_suffix(".pt")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The models of the study, which differ in the attention of their layers alone."""
+"""The models of the study, which differ only in the attention of their layers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..train import Block
 
 HEAD_DIM = 64
 PRUNE = -16.0
-# The fastest on a Hopper comes first, so that steps of dense attention are not slower than need be.
+# The fastest on Hopper comes first, so that dense attention is not slower than necessary.
 _DENSE = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -32,7 +32,7 @@ _DENSE = [
 
 
 class Dense(DenseAttention):
-    """All earlier keys, with a rotary embedding."""
+    """Attention to all earlier keys, with a rotary embedding."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
         """Attend by PyTorch's kernels."""
@@ -43,7 +43,7 @@ class Dense(DenseAttention):
 
 
 class Alibi(DenseAttention):
-    """All earlier keys, with a slope for each head (arXiv:2108.12409) as a bias for each key."""
+    """Attention to all earlier keys, with a per-head slope (arXiv:2108.12409) as per-key bias."""
 
     def key_bias(self, value: Tensor) -> Tensor:
         """Return slope times position."""
@@ -59,7 +59,7 @@ class Alibi(DenseAttention):
 
 
 class Sliding(DenseAttention):
-    """The last keys, without a bias."""
+    """Attention to the last keys, without a bias."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
         """Attend to ``keep_last`` keys."""
@@ -70,7 +70,7 @@ class Sliding(DenseAttention):
         return out
 
 
-# By the form of a name, in which numbers are sizes.
+# Layers by the form of their names; numbers in names are sizes.
 _FORMS: dict[str, Callable[..., nn.Module]] = {
     r"dense": lambda *size: Dense(*size, window_size=None),
     r"dense-unnormed": lambda *size: Dense(*size, window_size=None, qk_norm=False),
@@ -88,7 +88,7 @@ _FORMS: dict[str, Callable[..., nn.Module]] = {
 
 
 def default_names(length: int) -> list[str]:
-    """Names of the variants, whose windows are of a sixteenth of the tokens."""
+    """Return the names of the variants, with windows of a sixteenth of the tokens."""
     kept = max(4, length // 16)
     half, quarter = kept // 2, kept // 4
     mixed = f"last-{half}+top-{half}"
@@ -100,7 +100,7 @@ def default_names(length: int) -> list[str]:
 
 
 def make_attention(name: str, width: int) -> nn.Module:
-    """A layer by its name, as ``last-512+top-512``.
+    """Return a layer by its name, such as ``last-512+top-512``.
 
     Raises:
         ValueError: no attention has this name.
@@ -114,7 +114,7 @@ def make_attention(name: str, width: int) -> nn.Module:
 
 
 def make_model(name: str, width: int, layers: int, device: str) -> nn.Module:
-    """A language model of bytes; names joined by "/" are of its layers in turn."""
+    """Return a language model of bytes; names joined by "/" alternate over its layers."""
     names = cycle(name.split("/"))
     with torch.device(device):
         blocks = [Block(make_attention(next(names), width), width) for _ in range(layers)]
