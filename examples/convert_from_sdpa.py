@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Turn a model trained with scaled_dot_product_attention into one with dynamic mask attention.
 
-Shows that the converted model first computes the same, outputs and gradients; that it goes on
-learning, now with a bias; and what a window then costs in loss, before and after a few steps.
+Shows that the converted model first computes the same outputs and gradients; that it continues to
+learn, now with a bias; and what a window then costs in loss, before and after a few steps.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HEADS, KV_HEADS = 4, 2
 
 
 class SdpaAttention(nn.Module):
-    """Causal grouped-query attention as many models have it: what is to be converted."""
+    """Causal grouped-query attention in a common form, which is to be converted."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def convert(model: LanguageModel, width: int) -> tuple[LanguageModel, list[Dynam
     model, layers = copy.deepcopy(model), []
     for block in model.blocks:
         assert isinstance(block, Block)
-        # What the old layer does not have is left out: norms of query and key, and the rotation.
+        # The old layer has no norms of query and key, and no rotation.
         layer = DynamicMaskAttention(
             width, HEADS, KV_HEADS, window_size=None, qk_norm=False, rotary_base=None
         ).to(DEVICE)
@@ -109,7 +109,7 @@ def main() -> None:
 def largest_difference(
     one: LanguageModel, other: LanguageModel, batch: tuple[Tensor, Tensor]
 ) -> float:
-    """Return by how much gradients of the parameters that both have differ, relative to them."""
+    """Return the largest relative difference of the gradients of common parameters."""
     names = [name for name, _ in one.named_parameters()]
     found = []
     for model in (one, other):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Generate after a long prompt with a cache of keys, values and biases.
 
-Shows that the tokens are those that computing everything anew for each of them gives, and what the
-cache saves.
+Shows that the tokens equal those of recomputing everything for each of them, and what the cache
+saves.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main() -> None:
     prompt = text[None, : options.prompt].to(DEVICE)
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
     model = make_model(options).to(dtype)
-    # One cache for each layer. Its length is known, so its memory is allocated once.
+    # One cache for each layer. The length is known, so the memory is allocated once.
     longest = options.prompt + options.tokens
     caches = [AttentionCache(max_length=longest) for _ in range(options.layers)]
 
@@ -42,7 +42,7 @@ def main() -> None:
     print(f"A byte without:        {1e3 * full_seconds:.1f} ms")
     same = sum(a == b for a, b in zip(ours, theirs, strict=True))
     print(f"{same} of {options.tokens} bytes are the same")
-    # In 16 bits two bytes may be nearly as likely: then either is right.
+    # In 16 bits two bytes may be almost equally likely: then either is correct.
     chosen = recomputed.gather(1, tokens.T).squeeze(1)
     behind = (recomputed.max(-1).values - chosen).max().item()
     assert behind <= 0.2 * recomputed.std().item()
@@ -54,7 +54,7 @@ def main() -> None:
 def generate(
     model: LanguageModel, logits: Tensor, count: int, caches: list[AttentionCache]
 ) -> tuple[Tensor, float]:
-    """Return the most likely bytes (1, count), and the seconds that each took."""
+    """Return the most likely bytes (1, count), and the seconds per byte."""
     tokens = []
     started = time.perf_counter()
     for _ in range(count):
@@ -65,7 +65,7 @@ def generate(
 
 
 def generate_anew(model: LanguageModel, prompt: Tensor, tokens: Tensor) -> tuple[Tensor, float]:
-    """Return the logits (count, 256) from which each byte would be chosen, without a cache."""
+    """Return the logits (count, 256) for the choice of each byte, computed without a cache."""
     logits = []
     started = time.perf_counter()
     for count in range(tokens.shape[1]):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the examples share: a small byte-level language model, text for it, and where it runs."""
+"""Shared parts of the examples: a small byte-level language model, its text, and its device."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from flash_dmattn import AttentionCache, DynamicMaskAttention
 
 VOCABULARY = 256  # one token per byte
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Modules of Python's own library: text that every machine has, the last one held out.
+# Modules of Python's standard library: text that every machine has; the last one is held out.
 _TEXTS = ("argparse.py", "ast.py", "doctest.py", "inspect.py", "shutil.py", "tarfile.py")
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each normalised before and added after."""
+    """Attention and feed-forward, each with a pre-norm and a residual connection."""
 
     def __init__(self, attention: nn.Module, width: int) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Predicts the next byte; its attention layers are what the caller gives it."""
+    """Predicts the next byte; the caller provides the attention layers."""
 
     def __init__(self, attentions: list[nn.Module], width: int) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class LanguageModel(nn.Module):
 
 
 def kept_keys(window: int) -> dict[str, Any]:
-    """Settings of a layer that keeps so many keys: half of them the last ones."""
+    """Return the settings of a layer that keeps ``window`` keys, half of them the last ones."""
     return {"window_size": window // 2, "keep_last": window - window // 2}
 
 
@@ -82,7 +82,7 @@ def make_model(options: argparse.Namespace) -> LanguageModel:
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser with what all examples can be told."""
+    """Return a parser with the options of all examples."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -94,7 +94,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def load_text() -> tuple[Tensor, Tensor]:
-    """Return the bytes to train on and those held out, int64."""
+    """Return the training bytes and the held-out bytes, int64."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     *train, held_out = (
         torch.frombuffer(bytearray((folder / name).read_bytes()), dtype=torch.uint8).long()
@@ -111,6 +111,6 @@ def random_pieces(text: Tensor, count: int, length: int) -> tuple[Tensor, Tensor
 
 
 def entropy(text: Tensor) -> float:
-    """Return nats per byte of a text for a model that knows no more than how often each occurs."""
+    """Return nats per byte of a text for a model that knows only the byte frequencies."""
     share = torch.bincount(text, minlength=VOCABULARY).double() / len(text)
     return float(torch.special.entr(share).sum())

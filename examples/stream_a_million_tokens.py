@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Read a text of any length in chunks, in memory that does not grow with it.
+"""Read a text of any length in chunks, in constant memory.
 
-Shows that chunks give what one pass gives, that reading eight times as much takes no more memory,
-and that training along the stream learns, with gradients limited to a chunk.
+Shows that chunks give the results of one pass, that reading eight times as much takes no more
+memory, and that training along the stream learns, with gradients limited to a chunk.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def check(model: LanguageModel, tokens: Tensor, chunk: int) -> None:
 
 
 def train(model: LanguageModel, text: Tensor, chunk: int, steps: int) -> None:
-    """Train along the text; what came before a chunk is seen, and gets no gradient."""
+    """Train along the text. Text before a chunk is seen, but gets no gradient."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     caches = [AttentionCache() for _ in model.blocks]
     losses = []
@@ -80,7 +80,7 @@ def train(model: LanguageModel, text: Tensor, chunk: int, steps: int) -> None:
 
 @torch.inference_mode()
 def read(model: LanguageModel, stream: Tensor, chunk: int) -> tuple[list[AttentionCache], float]:
-    """Return the caches after a stream, and the mean loss in nats a byte."""
+    """Return the caches after a stream, and the mean loss in nats per byte."""
     caches = [AttentionCache() for _ in model.blocks]
     total, before = torch.zeros((), device=DEVICE), None
     for start in range(0, stream.shape[1], chunk):
@@ -96,7 +96,7 @@ def read(model: LanguageModel, stream: Tensor, chunk: int) -> tuple[list[Attenti
 
 
 def peak_bytes() -> int:
-    """Return the most memory that was used so far: of the GPU, or of the process."""
+    """Return the peak memory so far: of the GPU, or of the process."""
     if DEVICE == "cuda":
         return torch.cuda.max_memory_allocated()
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Train on sequences that are divided among ranks, which exchange only the keys that are kept.
+"""Train on sequences that are divided among ranks, which exchange only the kept keys.
 
     torchrun --nproc-per-node 4 examples/train_context_parallel.py
 
-Shows that loss and gradients are those of the whole sequence on one rank, and how little of it
-travels. On GPUs, one for each rank, over NCCL; otherwise on CPUs, over gloo. Started without
+Shows that loss and gradients equal those of the whole sequence on one rank, and how little of it
+is exchanged. Runs on GPUs, one for each rank, over NCCL; otherwise on CPUs, over gloo. Without
 torchrun it is a group of one.
 """
 
@@ -74,7 +74,7 @@ def join() -> torch.device:
 
 
 def make_model(options: argparse.Namespace) -> LanguageModel:
-    """Return a model whose layers see the shards of the ranks before this one."""
+    """Return a model whose layers see the shards of earlier ranks."""
     attentions: list[nn.Module] = [
         ContextParallelAttention(options.width, 4, 2, **kept_keys(options.window))
         for _ in range(options.layers)
@@ -94,7 +94,7 @@ def loss_of_shard(model: LanguageModel, piece: Tensor, rank: int, ranks: int) ->
 
 
 def check_against_one_rank(model: LanguageModel, piece: Tensor) -> None:
-    """Assert that loss and gradients are those of a group of one, which has the whole sequence."""
+    """Assert that loss and gradients equal those of a group of one, with the whole sequence."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     alone = [dist.new_group([member]) for member in range(ranks)][rank]
     loss = loss_of_shard(model, piece, rank, ranks)

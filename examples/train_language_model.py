@@ -2,7 +2,7 @@
 """Train a small language model with dynamic mask attention.
 
 Shows that the model learns from the few keys that each query keeps, and that the bias, which
-decides what is kept, learns with it.
+selects these keys, learns with it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def print_moves(model: LanguageModel, before: dict[str, torch.Tensor]) -> None:
-    """Print and assert how far training moved what the bias is made of."""
+    """Print how far training has moved the parameters of the bias, and assert that it has."""
     for name, weights in model.named_parameters():
         if name.endswith((".A", "dt_proj.weight")):
             moved = (weights - before[name]).norm() / before[name].norm()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Train on documents of different lengths, packed one after another without padding.
 
-Shows that documents do not see each other, that loss and gradients are those of a padded batch, and
-that such a batch would have been mostly padding.
+Shows that documents do not see each other, that loss and gradients equal those of a padded batch,
+and that such a batch would be mostly padding.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from small_lm import DEVICE, LanguageModel, load_text, make_model, make_parser
 
-NO_TARGET = -100  # of a document's last byte, and of padding
+NO_TARGET = -100  # target of a document's last byte, and of padding
 
 
 def main() -> None:
@@ -53,24 +53,24 @@ def main() -> None:
 
 
 def random_documents(text: Tensor, count: int, longest: int) -> list[Tensor]:
-    """Return pieces of a text, a few of them long and most of them short."""
+    """Return pieces of a text, few of them long and most of them short."""
     lengths = (2 + (longest - 2) * torch.rand(count) ** 3).long().tolist()
     starts = torch.randint(len(text) - longest, (count,)).tolist()
     return [text[start : start + length] for start, length in zip(starts, lengths, strict=True)]
 
 
 def pack(documents: list[Tensor], longest: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Return packed bytes, what follows each, and what the attention layers must know."""
+    """Return packed bytes, their targets, and the packing arguments of the attention layers."""
     ends = torch.tensor([0, *map(len, documents)]).cumsum(0)
     targets = [torch.cat([d[1:], d.new_tensor([NO_TARGET])]) for d in documents]
-    # max_seqlen is an upper limit known beforehand: nothing has to be read from the device.
+    # max_seqlen is a known upper bound, so nothing is read from the device.
     packing = {"cu_seqlens": ends.to(DEVICE, torch.int32), "max_seqlen": longest}
     return torch.cat(documents).to(DEVICE), torch.cat(targets).to(DEVICE), packing
 
 
 @torch.no_grad()
 def check_separation(model: LanguageModel, documents: list[Tensor], longest: int) -> None:
-    """Assert that another first document changes nothing in the others."""
+    """Assert that a change of the first document changes nothing in the others."""
     tokens, _, packing = pack(documents, longest)
     changed, _, _ = pack([(documents[0] + 1) % 256, *documents[1:]], longest)
     own = len(documents[0])
@@ -82,7 +82,7 @@ def check_separation(model: LanguageModel, documents: list[Tensor], longest: int
 
 
 def check_padded_batch(model: LanguageModel, documents: list[Tensor], longest: int) -> None:
-    """Assert that loss and gradients are those of the same documents, padded."""
+    """Assert that loss and gradients equal those of the same documents, padded."""
     tokens, targets, packing = pack(documents, longest)
     rows = torch.nn.utils.rnn.pad_sequence(documents, batch_first=True).to(DEVICE)
     lengths = torch.tensor([len(d) for d in documents], device=DEVICE)
@@ -102,7 +102,7 @@ def check_padded_batch(model: LanguageModel, documents: list[Tensor], longest: i
         f"Packed loss {packed_loss.item():.6f}, padded {padded_loss.item():.6f}; "
         f"gradients differ by {difference:.1e} of their norm at most"
     )
-    # In 16 bits rounding decides between keys of nearly equal bias.
+    # In 16 bits rounding decides between keys of almost equal bias.
     loss_tolerance, tolerance = (1e-5, 1e-3) if DEVICE == "cpu" else (1e-2, 0.2)
     assert abs(packed_loss.item() - padded_loss.item()) < loss_tolerance
     assert difference < tolerance

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The demo that ``scripts/demo`` starts: text, model, attention, training, measuring, showing."""
+"""The demo of ``scripts/demo``: text, model, attention, training, measurement, output."""

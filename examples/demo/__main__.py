@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Train a small byte-level language model on real text, with forget gates and with dense attention.
 
-The gates let attention weights decay, and flash_dmattn drops what has decayed. The dense model has
-a rotary embedding and PyTorch's scaled_dot_product_attention. Both see the same batches; what they
-learn, and what it costs, is compared.
+The gates let attention weights decay, and flash_dmattn drops decayed keys. The dense model has a
+rotary embedding and PyTorch's scaled_dot_product_attention. Both see the same batches. The demo
+compares what they learn, and at which cost.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MIB = 1 << 20
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the demo; returns 1 when a loss did not fall."""
+    """Run the demo. Return 1 if a loss did not fall."""
     parser = make_parser()
     options = parser.parse_args(arguments)
     try:
@@ -108,7 +108,7 @@ def positive(text: str) -> int:
 
 
 def make_runs(config: ModelConfig, options: argparse.Namespace) -> dict[str, Run]:
-    """One model for each attention."""
+    """Return one model for each attention."""
     runs = {}
     for name in ATTENTIONS:
         torch.manual_seed(options.seed)

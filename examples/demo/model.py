@@ -47,7 +47,7 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each normalised before and added after."""
+    """Attention and feed-forward, each with a pre-norm and a residual connection."""
 
     def __init__(self, config: ModelConfig, attention: str) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class LanguageModel(nn.Module):
                 nn.init.normal_(parameter, std=config.width**-0.5)
 
     def loss(self, text: torch.Tensor) -> torch.Tensor:
-        """Mean cross entropy, in nats per byte, of int64 (B, N + 1) text."""
+        """Return the mean cross entropy of int64 (B, N + 1) text, in nats per byte."""
         x = self.embedding(text[:, :-1])
         for block in self.blocks:
             x = block(x)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The picture: loss of both trainings over time, and time against sequence length."""
+"""The plot: loss of both trainings over time, and time by sequence length."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def write_plot(
 ) -> None:
     """Write a PNG with the losses by seconds of training and the layer's seconds by length.
 
-    ``losses`` are the seconds of each step, and its loss.
+    ``losses`` has, by name, the seconds and the loss of each step.
     """
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     for name, (each, values) in losses.items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A progress bar in a terminal, a line now and then elsewhere."""
+"""Progress: a bar in a terminal, otherwise an occasional line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import TracebackType
 
 from tqdm import tqdm
 
-_LINES = 6  # how many lines a log gets instead of a bar
+_LINES = 6  # number of lines in a log instead of a bar
 
 
 class Progress:
@@ -38,7 +38,7 @@ class Progress:
             self._bar.close()
 
     def advance(self, note: str = "") -> None:
-        """One more piece is done; ``note`` says how it went."""
+        """Count one finished piece; ``note`` is shown beside the count."""
         self._done += 1
         if self._bar is not None:
             self._bar.set_postfix_str(note, refresh=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Time of one attention layer's training step against the length of the sequence."""
+"""Time of one attention layer's training step by sequence length."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ def time_layers(
     lengths: dict[str, Sequence[int]],
     each: float = 0.5,
 ) -> dict[str, dict[int, float]]:
-    """Median seconds of forward and backward of the layer, by attention and sequence length.
+    """Return median seconds of forward and backward of the layer, by attention and length.
 
-    ``lengths`` says for each attention which lengths it is timed at; ``each`` timing takes so many
-    seconds.
+    ``lengths`` has the timed lengths of each attention; each timing takes ``each`` seconds.
     """
     layers = {name: config.attention(name) for name in lengths}
     seconds: dict[str, dict[int, float]] = {name: {} for name in layers}

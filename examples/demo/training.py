@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Trains several models side by side on the same batches and records what each step cost."""
+"""Training of several models in turns on the same batches, with the cost of each step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .progress import Progress
 
 _WARM_UP_STEPS = 10
 _MAX_GRADIENT_NORM = 1.0
-# Memory is measured in a few steps only, once buffers that live between steps exist.
+# Memory is measured in a few steps, after the buffers that persist between steps exist.
 _MEMORY_STEPS = range(2, 5)
 
 
@@ -58,7 +58,7 @@ class Run:
 
 
 def make_run(model: LanguageModel, learning_rate: float) -> Run:
-    """A model with its optimizer (AdamW)."""
+    """Return a model with its AdamW optimizer."""
     return Run(model, torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01))
 
 
@@ -68,7 +68,7 @@ def train(
     held_out: list[torch.Tensor],
     learning_rate: float,
 ) -> None:
-    """Take one step of every run per batch, in turns, so that all see the same machine."""
+    """Train each run by one step per batch, in turns, so that all have the same conditions."""
     for run in runs.values():
         run.evaluate(held_out)
     with Progress("training", len(batches)) as progress:
@@ -90,6 +90,6 @@ def _step(run: Run, step: int, steps: int, text: torch.Tensor) -> None:
 
 
 def _schedule(step: int, steps: int) -> float:
-    """Share of the learning rate: a linear warm-up, then half a cosine down to a tenth."""
+    """Return the share of the learning rate: linear warm-up, then half a cosine down to a tenth."""
     warm_up = min((step + 1) / min(_WARM_UP_STEPS, steps), 1.0)
     return warm_up * (0.55 + 0.45 * math.cos(math.pi * step / steps))
