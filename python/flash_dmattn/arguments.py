@@ -110,7 +110,7 @@ any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled",
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     """Return the dtype that torch.autocast casts to on a tensor's device; None if it is off."""
-        # Dynamo of some torch versions cannot trace any_autocast.
+    # Dynamo of some torch versions cannot trace any_autocast.
     if not torch.compiler.is_compiling() and not any_autocast():
         return None
     device = tensor.device.type

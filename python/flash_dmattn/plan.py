@@ -241,7 +241,7 @@ def make_plan(
             mask = to_4d("attn_mask", mask, batch=batch, heads=heads, kv_heads=kv_heads, keys=keys)
     parts = mask_parts(mask)
     parts = parts._replace(mask=without_expansion(parts.mask, 4 if packing.is_dense else 1))
-        # A plan depends on these fields only.
+    # A plan depends on these fields only.
     inputs = AttentionInputs(query, key, key, causal=causal, **parts._asdict(), **packing._asdict())
     # Autograd cannot save inference tensors, so make the columns outside of inference mode.
     with torch.inference_mode(False):

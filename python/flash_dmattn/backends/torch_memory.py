@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Calls of the core in memory that torch allocates.
 
 They serve torch before 2.10, whose tensors the core cannot read. They also serve calls whose

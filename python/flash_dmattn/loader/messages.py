@@ -24,7 +24,7 @@ UNTESTED_GPU = (
     "its makers; its self-test has just passed there, which is remembered."
 )
 
-# --- why a pack cannot serve a device
+# --- reasons why a pack cannot serve a device
 
 DEVICE_KIND = "it is for {pack.device} devices"
 NO_DRIVER = "there is no NVIDIA driver"
@@ -58,7 +58,7 @@ OTHER_CUDA = "FLASH_DMATTN_CUDA={need.wishes.cuda} asks for another CUDA"
 OTHER_ARCH = "FLASH_DMATTN_ARCH={need.wishes.arch} asks for another arch"
 FALLBACK_FORBIDDEN = "FLASH_DMATTN_FALLBACK=error lets nothing replace {name}"
 
-# --- what is wrong with a file
+# --- defects of a file
 
 FILE_MISSING = "the file is missing"
 CANNOT_OPEN = "it cannot be opened: {error}"
@@ -75,7 +75,7 @@ ENTRY_POINT = "its entry point cannot be loaded: {kind}: {error}"
 ENTRY_POINT_TYPE = "it must give a module or a path, got {kind}"
 ENTRY_POINT_FILE = "the module {name} has no file"
 
-# --- why nothing can be decided
+# --- reasons why nothing can be decided
 
 NO_CORE = "the extension module flash_dmattn._core cannot be imported: {error}"
 NO_TABLE = "no file {paths}"
@@ -90,14 +90,14 @@ NO_SIMD = "{name} must be one of {allowed}, which this CPU has, got {value}."
 UNKNOWN_VARIABLE = "unknown environment variable {name}."
 DID_YOU_MEAN = " Did you mean {near}?"
 
-# --- what FLASH_DMATTN_BACKEND makes of a device, in python -m flash_dmattn
+# --- outcomes of FLASH_DMATTN_BACKEND for a device, in python -m flash_dmattn
 
 COMPUTED_BY = "are computed by FLASH_DMATTN_BACKEND={backend}"
 LEFT_ASIDE = "raise an error: FLASH_DMATTN_BACKEND={backend} is for {backend} tensors"
 CALLS_RAISE = "raise an error: FLASH_DMATTN_BACKEND={backend}: {reason}"
 NO_PYTORCH = "PyTorch cannot be imported: {error}"
 
-# --- what is worth knowing of a pack that can serve
+# --- notes on a pack that can serve
 
 TRIAL_FIRST = (
     "never run on compute capability {facts.device.capability}; it serves if its self-test passes "

@@ -106,9 +106,7 @@ def insert(
     new_key = tl.load(key + batch * key_batch + head * key_head + within, inside)
     new_value = tl.load(value + batch * value_batch + head * value_head + within, inside)
     first_row = program * rows
-    first_state = (
-        batch * rows * SETS + of_set
-    ) * WIDTH + element  # rows are SETS * WIDTH apart
+    first_state = (batch * rows * SETS + of_set) * WIDTH + element  # rows are SETS * WIDTH apart
     if KEEP_LAST + KEEP_FIRST > 0:
         # Padding has a bias of -inf. A NaN bias becomes -inf, too, but gets a position.
         is_there = new_bias != float("-inf")
