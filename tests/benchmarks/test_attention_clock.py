@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What of a model that generates is time in attention; watching it leaves nothing behind."""
+"""The attention clock measures a model's time in attention and leaves nothing changed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SETTING = generate.Setting(
 
 
 class Events:
-    """A clock that counts: a moment is the number of things that have happened."""
+    """A clock whose time is the number of recorded events."""
 
     def __init__(self) -> None:
         self.happened: list[str] = []
@@ -71,7 +71,7 @@ def test_every_layer_of_every_call_is_timed(model: Any) -> None:
         ("decode", "layer"): LAYERS * (NEW_TOKENS - 1),
         ("decode", "model"): NEW_TOKENS - 1,
     }
-    # Spans of one forward pass follow one another; the whole model's is around them.
+    # The spans of one forward pass do not overlap; the span of the whole model contains them.
     for _ in range(NEW_TOKENS):
         *parts, whole = clock.spans[: LAYERS + 2]
         del clock.spans[: LAYERS + 2]
@@ -114,7 +114,7 @@ def test_no_part_of_a_layer_before_the_mask_or_after_attention_is_timed(model: A
 def test_masks_and_the_attention_function_are_timed(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of them, whichever the method calls, happens within the span that is meant for it."""
+    """Mask creation and attention each run within their own span, in any method."""
     events = Events()
 
     def noted(name: str, function: Any) -> Any:
@@ -145,7 +145,7 @@ def test_masks_and_the_attention_function_are_timed(
     parts = [events.within(span) for span in clock.spans if span.kind != "model"]
     layer = ["prepare", "repeat", "attention"]
     if name == "eager":
-        layer += ["repeat", "repeat"]  # of keys and values
+        layer += ["repeat", "repeat"]  # of keys and values to the query heads
     assert parts == NEW_TOKENS * [["mask"], *[layer] * LAYERS]
     assert [*chain(*parts)] == events.happened
 
@@ -154,7 +154,7 @@ def test_watching_changes_no_token_and_leaves_nothing_behind(model: Any) -> None
     interface = modeling_doge.ALL_ATTENTION_FUNCTIONS
 
     def state() -> dict[str, Any]:
-        """What a clock could leave changed."""
+        """Return everything that a clock could leave changed."""
         registries = (AttentionInterface, AttentionMaskInterface)
         return {
             "module": dict(vars(modeling_doge)),

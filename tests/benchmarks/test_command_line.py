@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The benchmark's commands at tiny sizes: what they choose, write and show."""
+"""The benchmark's commands at tiny sizes: the workloads they choose, write and show."""
 
 from __future__ import annotations
 
@@ -142,12 +142,12 @@ def test_cases_are_chosen_by_pattern_and_cut_down() -> None:
         window=16,
     )
     growth = [f"growth-{n}k" for n in (8, 16, 32, 64)]
-    # What compiles comes after everything else; decoding has no FlexAttention.
+    # Compiled contestants come last. Decoding has no FlexAttention.
     assert [w.name for w in chosen] == [*growth, "decode-64k", *growth]
     assert [w.contestants for w in chosen] == [("key_mask",)] * 5 + [("flex",)] * 4
     assert all(w.quantities == ("forward",) and w.shape.device == "cuda:1" for w in chosen)
     assert all(w.shape.window == 16 for w in chosen)
-    # Both halves of a case are one case in the results.
+    # The two halves of a case appear as one case in the results.
     assert sets.plain_cases(chosen)["growth-8k"]["contestants"] == ["key_mask", "flex"]
 
 
@@ -164,7 +164,7 @@ def test_a_window_is_not_given_to_dense_attention() -> None:
 def test_sets_name_what_there_is(name: str, device: str) -> None:
     chosen = sets.workload_set(name, device)
     for workload in chosen.values():
-        # Nothing is left out silently because it does not fit its case.
+        # Every contestant of a workload is entered; a bad fit drops none silently.
         entered = sets.chosen_workloads(chosen, device, [workload.name])
         assert {c for w in entered for c in w.contestants} == set(workload.contestants)
         assert set(workload.quantities) <= tables.QUANTITIES.keys()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Tables of pages that compare over many problems, and those of what profilers told."""
+"""Tables that compare over many problems, and tables of profiler data."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MADE = {
 
 
 def results(cases: sets.WorkloadSet, *left_out: str) -> Results:
-    """As if all had been measured; ours takes 1 s, the others one more each."""
+    """Return complete results: the first contestant takes 1 s, each further one 1 s more."""
     records = [
         Record(name, who, ENTRANTS[who].role, "", quantity, 1.0 + place)
         for name, workload in cases.items()
@@ -56,7 +56,7 @@ def test_every_block_is_of_what_a_default_run_measures(name: str) -> None:
         told = f"measured: {one.file} (a GPU, {versions}commit 0123456, 2026-01-02)"
         assert table.notes == (told,)
         assert [row for row in table.rows if "-" in row] == []
-        # And none of them while nothing was measured.
+        # Without measurements the table has no rows.
         assert one.table({}).rows == ()
 
 
@@ -71,7 +71,7 @@ def test_line_beside_a_reference_has_the_target_of_its_bar() -> None:
     assert table.heads[3] == "theirs / ours"
     line = ("32, 12, 12, 64, 512, 128", "1000.000", "2000.000", "2.00", "at least 1")
     assert table.rows[0] == line
-    # A reference that failed leaves its lines out.
+    # Rows whose reference failed are omitted.
     found = {"h100-shapes": results(MADE["h100-shapes"], "compact_cudnn")}
     assert judged.table(found).rows == ()
 
@@ -102,13 +102,13 @@ def test_slower_lines_compare_the_best_with_the_same_mask_as_measured_last() -> 
     assert [row[2:] for row in table.rows] == [("forward", "2.200", "2.000 (flex)", "1.10")]
     assert table.notes == ("measured: a (commit 0123456, 2026-01-02)",)
     assert slower_table({"a": run("2026-01-02", intervals=2.19e-3, **others)}).rows == ()
-    # A later run of the same problem counts, in whatever order files are found.
+    # A later run of the same problem wins, whatever the order of the files.
     fast = run("2026-01-03", intervals=1e-3, **others)
     assert slower_table({"a": fast, "b": slow}).rows == ()
     assert slower_table({}).notes == ()
 
 
-# --- what profilers told
+# --- profiler data
 
 
 def test_every_profile_is_on_a_page() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The contestant that calls 1.2.2's extension module, on a module with the same functions."""
+"""The contestant for the extension module of 1.2.2, on a stand-in module with its functions."""
 
 from __future__ import annotations
 

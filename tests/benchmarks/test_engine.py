@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the benchmark measures, on the CPU at tiny sizes: never how fast it was."""
+"""The benchmark engine on the CPU at tiny sizes; no test depends on speed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from benchmarks.cases import make_inputs
 
 
 def tiny(name: str, *entered: str, **changes: Any) -> sets.Workload:
-    """A workload of the table, small and on the CPU."""
+    """Return a small CPU version of a workload."""
     workload = sets.GPU[name]
     window = None if workload.shape.window is None else 8
     small = {"heads": 4, "kv_heads": 2, "head_dim": 16, "length": 64, "window": window}
@@ -47,11 +47,11 @@ def run(workload: sets.Workload) -> dict[tuple[str, str], results.Record]:
 
 @pytest.fixture(autouse=True)
 def memory_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """New processes take seconds to start."""
+    """Measure memory in this process, since a new process takes seconds to start."""
     monkeypatch.setattr(engine, "in_fresh_process", lambda function, *rest: function(*rest))
 
 
-# --- what is measured
+# --- quantities
 
 
 def test_every_quantity_of_masked_attention_is_measured() -> None:
@@ -73,7 +73,7 @@ def test_every_quantity_of_masked_attention_is_measured() -> None:
         else:
             assert 0 < record.low <= record.value <= record.high
             assert record.samples >= 3
-    # The first of a mask is what the others are compared with.
+    # The first contestant of a mask is the reference for the others.
     assert found["intervals", "forward"].difference == 0
     assert 0 < found["sdpa", "forward_backward"].difference < 0.05
 
@@ -114,7 +114,7 @@ def test_planned_forward_computes_what_the_call_does() -> None:
 
 def test_compacted_keys_are_those_with_the_largest_bias() -> None:
     workload = tiny("heads32-8k", "compact_flash", "key_mask")
-    # Distinct, since of equal ones any may be chosen.
+    # The values are distinct: ties may be resolved either way.
     bias = torch.randperm(2 * 64, generator=torch.Generator().manual_seed(0)).view(1, 2, 1, 64)
     inputs = replace(make_inputs(workload.shape), bias=bias.bfloat16())
     compact, key_mask = (
@@ -126,11 +126,11 @@ def test_compacted_keys_are_those_with_the_largest_bias() -> None:
         assert torch.equal(compact.key[0, head], kept)
 
 
-# --- what fails
+# --- failures
 
 
 def test_contestant_that_fails_is_reported_and_the_others_go_on() -> None:
-    found = run(tiny("dense-8k", "dense_cudnn", "no_mask"))  # cuDNN has nothing for CPUs
+    found = run(tiny("dense-8k", "dense_cudnn", "no_mask"))  # cuDNN has no CPU implementation
     assert found["dense_cudnn", "forward"].reason
     assert found["dense_cudnn", "forward"].value is None
     assert found["no_mask", "backward"].value is not None
@@ -169,7 +169,7 @@ def test_failing_measurement_is_found_among_calls_in_turns(
     assert found["intervals", "memory_forward"].reason == reason
 
 
-# --- masks and biases that are another for each query
+# --- masks and biases with a row for each query
 
 
 def test_bias_of_each_query_and_key_is_measured_on_one_mask() -> None:
@@ -182,7 +182,7 @@ def test_bias_of_each_query_and_key_is_measured_on_one_mask() -> None:
             assert record.reason is None
             assert record.mask == found["boolean", quantity].mask
         assert 0 < found[name, "forward_backward"].difference < 0.05
-    # PyTorch's FlashAttention takes a mask on CPUs, but none that needs a gradient.
+    # On CPUs, PyTorch's FlashAttention takes a mask, but no mask that requires a gradient.
     assert found["sdpa_flash", "forward"].value is not None
     assert found["sdpa_flash", "forward_backward"].reason
 
@@ -267,7 +267,7 @@ def test_time_of_the_processor_stands_still_while_others_run() -> None:
 
 
 def test_short_work_is_timed_by_triton_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In seconds."""
+    """The times are in seconds."""
     asked: list[dict[str, Any]] = []
 
     def bench(call: timing.Call, **options: Any) -> list[float]:
@@ -283,13 +283,13 @@ def test_short_work_is_timed_by_triton_in_a_graph(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("on_gpu", "on_host", "counts", "aheads"),
     [
-        # Longer than is asked for: once.
+        # One call exceeds the requested time.
         (0.03, 0.001, [1], [0.001]),
-        # The host is the faster.
+        # The host is faster than the GPU.
         (0.002, 0.0001, [1, 6], [0.001, 0.0001]),
-        # The host is the slower: the GPU waits for what it takes longer, but not for long.
+        # The host is slower: the GPU waits for the extra host time, up to a limit.
         (0.00043, 0.0007, [1, 16, 8], [0.001, 0.00502, 0.00286]),
-        # Fewer calls, where it would be too long otherwise.
+        # The calls are split into smaller batches, since one batch would take too long.
         (0.00043, 0.002, [1, 5, 5, 5, 5, 4], [0.001, *[0.00985] * 4, 0.00828]),
         (0.00043, 0.1, [1] * 25, [0.001, *[0.01] * 24]),
     ],
@@ -321,7 +321,7 @@ def test_calls_are_queued_while_the_gpu_is_busy(
 def test_a_slow_host_is_no_part_of_times(
     monkeypatch: pytest.MonkeyPatch, on_gpu: float, on_host: float, first_on_host: float | None
 ) -> None:
-    """A call ends on the GPU when that has done its work, and not before the host has queued it."""
+    """A GPU call ends when its work is done, but not before the host has queued it."""
     hosts = itertools.chain([first_on_host or on_host], itertools.repeat(on_host))
 
     def queue(_: timing.Call, count: int, ahead: float) -> tuple[list[float], float]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The equivalence protocol: its 72 configurations, and that it sees an error."""
+"""The equivalence protocol: its 72 configurations, and its detection of an error."""
 
 from __future__ import annotations
 

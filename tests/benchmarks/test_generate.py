@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The benchmark of generation at a tiny size: the same tokens for all, and whose time is taken."""
+"""The generation benchmark at a tiny size: equal tokens for all methods, and the timed parts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def measured(path: Path) -> tuple[list[Record], set[str]]:
-    """The records that hold a number, and the methods that they are of."""
+    """Return the records that hold a number, and the methods that produced them."""
     records = read(path).records
     missing = {(r.contestant, str(r.reason)[:13]) for r in records if r.value is None}
     assert missing <= {("sdpa", "transformers ")}  # some versions give it another mask
@@ -41,7 +41,7 @@ def test_all_methods_are_measured_on_one_model(path: Path) -> None:
     assert {(r.contestant, r.quantity) for r in records} == {
         (method, quantity) for method in methods for quantity in GENERATE_QUANTITIES
     }
-    # Of the logits that the first generated token is chosen by.
+    # The difference is that of the logits which choose the first generated token.
     assert all(r.difference is not None and r.difference < 1e-4 for r in records)
 
 

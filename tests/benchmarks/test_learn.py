@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The study of what learns at a tiny size: every variant, going on, probes, tables, the picture."""
+"""The learning study at a tiny size: variants, resumption, probes, tables and the picture."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_what_probes_ask_for_stands_in_their_text(corpus: corpora.Corpus) -> Non
     for probe in probes:
         assert probe.text.shape == probe.scored.shape == (4, 1025)
         for text, scored in zip(probe.text, probe.scored, strict=True):
-            # What is asked for last, with some bytes before it, has been there before.
+            # The last bytes asked for, with some context before them, occur earlier in the text.
             past = int(scored.nonzero().max()) + 1
             first = past - {"copy": 16, "recall": 9, "needle": 25}[probe.kind]
             asked = bytes(text[first:past].tolist())
@@ -100,7 +100,7 @@ def test_accuracies_count_scored_bytes(corpus: corpora.Corpus) -> None:
             return torch.nn.functional.one_hot(next(texts)[1:].long(), 256)[None]
 
         def never(text: torch.Tensor) -> torch.Tensor:
-            return torch.zeros(*text.shape, 256)  # the first of equals: byte 0
+            return torch.zeros(*text.shape, 256)  # argmax of equal logits: byte 0
 
         assert accuracy(foretell, probe) == 1
         assert accuracy(never, probe) == 0

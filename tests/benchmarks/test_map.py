@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The map of lengths and kept shares: what it measures and shows, never how fast it was."""
+"""The map of lengths and kept shares: its measurements and tables; no test depends on speed."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_shown_as_table_and_figure(
     ],
 )
 def test_where_it_pays(speedups: dict[int, tuple[float | None, ...]], expected: str) -> None:
-    """Of what a place may be missing."""
+    """Some measurements of a place may be missing."""
     where = dict.fromkeys(("gpu", "cpu", "threads", "torch", "date", "measurement", "commit"), "")
     run = results.Results(where, {}, {})
     shape = {"dtype": "float32", "batch": 3, "heads": 2, "kv_heads": 1, "head_dim": 8}

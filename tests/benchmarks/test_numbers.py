@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the benchmark says about numbers: JSON, tables, ratios, bars, and the page of results."""
+"""The benchmark's numbers: JSON, tables, ratios, bars, and the page of results."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_versions_of_peers_are_told_where_they_are_installed(
     assert run.environment["peers"] == {"trifast": "7.1"}
     assert run.peers == "trifast 7.1"
     assert ", trifast 7.1, 20" in run.heading
-    # Files that were written before do not tell.
+    # Files of earlier versions lack this field.
     assert Results({}, {}, {}).peers == ""
 
 
@@ -79,7 +79,7 @@ def test_sweep_is_a_table_for_each_quantity_and_reasons_are_told_once() -> None:
     assert shown.heads == ("", "boolean", "sdpa")
     assert shown.rows[:2] == (("length-256", "1.000", "2.000"), ("length-512", "-", "-"))
     assert shown.notes == (f"some or all: {late} (length-512, length-1024)",)
-    # A sweep of which nothing is known still says why.
+    # A sweep without any result still shows the reason.
     (shown,) = tables.run_tables(Results({}, {}, cases, found[2:]))
     assert shown.notes == (f"some or all: {late} (length-512, length-1024)",)
 
@@ -263,7 +263,7 @@ def test_headlines_compare_with_the_best_of_each_group() -> None:
     told = f"commit 0123456-dirty, {GPU['date'][:10]}"
     assert shown.notes == (f"measured: h200 ({told})",)
 
-    # The best of another file counts if it has the same problem, of the same machine and torch.
+    # The best of another file counts for the same problem on the same machine and torch.
     other = [
         record("heads32-8k", "flex", "forward", 2.5e-3),
         record("heads32-8k", "triton", "forward", 0.3e-3),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Attention with a bias that a batch shares: who competes there, and that all compute the same."""
+"""Attention with a bias that a batch shares: the contestants, and their equal results."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ import torch
 from benchmarks import bars, engine, entrants, environment, results, sets, timing
 from benchmarks.cases import PASSES, Case, make_inputs, shape_text
 
-# As many batch elements as keys, which trifast needs.
+# trifast needs as many batch elements as keys.
 SQUARE = Case(
     "", heads=2, kv_heads=2, head_dim=8, batch=12, length=12, causal=False, pair_bias=True
 )
 
 
 def formula(query: Any, key: Any, value: Any, bias: Any, keep: Any) -> Any:
-    """On (..., S, D) tensors, with mask and bias of as many dimensions."""
+    """Compute attention on (..., S, D) tensors; mask and bias have as many dimensions."""
     scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5 + bias
     return scores.masked_fill(~keep, -torch.inf).softmax(-1) @ value
 
 
 def triangle_of_cuequivariance(q: Any, k: Any, v: Any, bias: Any, mask: Any) -> Any:
-    """(B,N,H,S,D), a bias (B,1,H,S,S) in float32, a mask (B,N,1,1,S) that is True for residues."""
+    """Take q (B,N,H,S,D), a float32 bias (B,1,H,S,S) and a mask (B,N,1,1,S), True for residues."""
     assert bias.dtype == torch.float32
     assert mask.shape == (*q.shape[:2], 1, 1, q.shape[3])
     assert bias.shape == (q.shape[0], 1, q.shape[2], q.shape[3], q.shape[3])
@@ -36,7 +36,7 @@ def triangle_of_cuequivariance(q: Any, k: Any, v: Any, bias: Any, mask: Any) -> 
 
 
 def triangle_of_trifast(q: Any, k: Any, v: Any, bias: Any, mask: Any) -> Any:
-    """(B,H,N,N,D), a bias (B,H,N,N), a mask (B,N,N) that is True for what is left out."""
+    """Take q (B,H,N,N,D), a bias (B,H,N,N) and a mask (B,N,N) that is True for dropped keys."""
     batch, heads, size, _, dim = q.shape
     assert q.shape == (batch, heads, size, size, dim)
     assert mask.shape == (batch, size, size)
@@ -45,7 +45,7 @@ def triangle_of_trifast(q: Any, k: Any, v: Any, bias: Any, mask: Any) -> Any:
 
 
 def flex_attention(query: Any, key: Any, value: Any, score_mod: Any) -> Any:
-    """What FlexAttention computes; on CPUs torch's own has no backward pass."""
+    """Compute FlexAttention with a backward pass, which torch's own lacks on CPUs."""
     scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
     places = (torch.arange(size) for size in scores.shape)
     return score_mod(scores, *torch.meshgrid(*places, indexing="ij")).softmax(-1) @ value
@@ -53,7 +53,7 @@ def flex_attention(query: Any, key: Any, value: Any, score_mod: Any) -> Any:
 
 @pytest.fixture
 def peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand-ins that keep to the peers' documented arguments."""
+    """Replace the peers by stand-ins with their documented arguments."""
     for name, function in (
         ("cuequivariance_ops_torch", triangle_of_cuequivariance),
         ("trifast", triangle_of_trifast),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The results that are committed, and what the pages say of them."""
+"""The committed results, and the pages that show them."""
 
 from __future__ import annotations
 

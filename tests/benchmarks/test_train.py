@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The benchmark of training at a tiny size: both models learn, and differ in attention alone."""
+"""The training benchmark at a tiny size: both models learn and differ in attention alone."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_model_learns(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
 def test_a_compiled_model_learns_the_same(tmp_path: Path) -> None:
-    """Blocks are compiled without a break; and the records are of cases of their own."""
+    """Blocks compile without a graph break; the records have case names of their own."""
     path = tmp_path / "train.json"
     options = ["--lengths", "32", "--tokens", "64", "--window", "8", "--layers", "1"]
     options += ["--modes", "compiled", "--contestants", "dense", "--output", str(path)]
