@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Valid calls of the core, for tests to change one argument of."""
+"""Valid calls of the core; tests change one argument of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flash_dmattn import _core
 from .core_packs import as_tuple
 
 B, Q, K, H, HK, D = 2, 5, 7, 4, 2, 8
-TOTAL_Q, TOTAL_K = 6, 9  # of two packed sequences of lengths 2 + 4 and 3 + 6
+TOTAL_Q, TOTAL_K = 6, 9  # two packed sequences: queries 2 + 4, keys 3 + 6
 OPTIONS: dict[str, Any] = {"scale": 0.5, "causal": False, "softcap": 0.0}
 SELECTION: dict[str, Any] = {
     "batch": B,
@@ -41,7 +41,7 @@ def to_core(value: Any) -> Any:
 
 
 class Call:
-    """Arguments of a Problem, by their names in the core; keeps the arrays alive."""
+    """The arguments of a Problem, by their core names; keeps the arrays alive."""
 
     def __init__(self, **arguments: Any) -> None:
         self.arguments = {**OPTIONS, **arguments}
@@ -71,7 +71,7 @@ def varlen_call(**changes: Any) -> Call:
 
 
 def paged_call(**changes: Any) -> Call:
-    """Pages of 4 keys: the first sequence needs 1 page, the second 2."""
+    """Pages hold 4 keys: the first sequence needs 1 page, the second 2."""
     pages = {"key": zeros(5, 4, HK, D), "value": zeros(5, 4, HK, D)}
     return varlen_call(**{**pages, "block_table": int32(3, 9, 0, 4).reshape(2, 2), **changes})
 
@@ -81,7 +81,7 @@ def record(problem: _core.Problem, out: np.ndarray, lse: np.ndarray) -> None:
 
 
 def refused(call: Any, exception: type[Exception], fragments: tuple[str, ...]) -> None:
-    """Calls, and expects the exception with all fragments in its message."""
+    """Make the call and expect the exception with all fragments in its message."""
     with pytest.raises(exception) as caught:
         call()
     for fragment in fragments:

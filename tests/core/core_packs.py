@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Kernel packs made for tests of the core: one that records its calls, and broken ones."""
+"""Kernel packs for tests of the core: one that records its calls, and broken ones."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ CPU, CUDA = 1, 2
 
 
 def compiler() -> str | None:
-    """The system's C compiler, or None."""
+    """Return the system's C compiler, or None."""
     names = (os.environ.get("CC"), "cc", "gcc", "clang")
     return next((found for name in names if name and (found := shutil.which(name))), None)
 
 
 def compile_pack(path: Path, **macros: str | int) -> Path:
-    """Compiles recording_pack.c with the macros into a shared library."""
+    """Compile recording_pack.c with the macros into a shared library."""
     command = [compiler() or "cc", "-std=c11", "-O1", "-fPIC", "-shared", "-fvisibility=hidden"]
     command += [f"-D{name}={value}" for name, value in macros.items()]
     if sys.platform == "darwin":
@@ -48,7 +48,7 @@ class Tensor(ctypes.Structure):
 
     @property
     def absent(self) -> bool:
-        """As pack.h says: no data and no dimension of 0."""
+        """Absence as pack.h defines it: no data and no dimension of 0."""
         return self.data is None and 0 not in tuple(self.shape)
 
 
@@ -118,7 +118,7 @@ class SelectionStruct(ctypes.Structure):
 
 
 class Recording:
-    """What a recording pack was last called with, and what it does next."""
+    """The last call of a recording pack, and its next actions."""
 
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path))
@@ -150,6 +150,6 @@ class Recording:
 
 
 def as_tuple(array: np.ndarray, device: tuple[int, int] = (CPU, 0)) -> tuple[Any, ...]:
-    """The core's tuple form of an array, which the caller keeps alive."""
+    """Return an array in the core's tuple form; the caller keeps the array alive."""
     strides = tuple(stride // array.itemsize for stride in array.strides)
     return (array.ctypes.data, array.dtype.name, array.shape, strides, *device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The structs that reach a pack, for every form of the arguments."""
+"""The structs that a pack receives, for every form of the arguments."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_zero_sizes(pack: _core.Pack, recording: Recording, b: int, q: int, k: i
 
 @pytest.mark.skipif(compiler() is None, reason="no C compiler")
 def test_gpu_pack(tmp_path: Path) -> None:
-    """Nothing on a GPU is read: neither sequence lengths nor page numbers."""
+    """The core reads nothing on a GPU: neither sequence lengths nor page numbers."""
     path = compile_pack(tmp_path / "libgpu.so", DEVICE_TYPE=CUDA)
     gpu, recording = _core.load_pack(str(path)), Recording(path)
     assert (gpu.device_type, gpu.cuda_version, gpu.arch) == (CUDA, 13000, 90)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What rounding leaves of out: from forward pass to the backward pass of a pack that wants it."""
+"""The rounding remainder of out, from the forward to the backward pass of a pack that wants it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .core_calls import (
 )
 from .core_packs import Recording, as_tuple, compile_pack, compiler
 
-ROOM = 1024  # of the out_rest of these calls, at most
+ROOM = 1024  # upper bound of the out_rest of these calls, in bytes
 SIZES = {"batch": (B, Q, H, D), "packed": (6, H, D)}
 
 

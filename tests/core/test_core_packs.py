@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Loading packs, and what becomes of their failures."""
+"""Loading packs, and reporting their failures."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_plan_bytes_of_problems(pack: _core.Pack) -> None:
 
 
 def test_calls_that_read_no_plan(pack: _core.Pack, recording: Recording) -> None:
-    """A pack says so of a call; then none is asked for, and there is no scratch memory for one."""
+    """A pack declares that a call needs no plan; the core then requires none and allocates none."""
     problem = batch_call(mask=zeros(B, K, dtype="bool")).problem(pack)
     out, lse = zeros(B, Q, H, D), zeros(B, Q, H).transpose(0, 2, 1)
     results = as_tuple(out), as_tuple(lse)
@@ -145,7 +145,7 @@ def test_status(
 
 
 def test_threads_are_inside_a_pack_together(pack: _core.Pack, recording: Recording) -> None:
-    """Calls return only once all are inside the pack: with the GIL held they never would."""
+    """Calls return only once all are inside the pack: a held GIL would block them forever."""
     count = 3
     problem = batch_call().problem(pack)
     out, lse = zeros(B, Q, H, D), zeros(B, H, Q)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The records of calls: declared in Python, read by the core field by field."""
+"""The call records: declared in Python, read by the core field by field."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COUNT = f"{len(FIELDS)} fields"
 
 
 def values(**changes: Any) -> tuple[Any, ...]:
-    """All fields of a good call."""
+    """Return all fields of a valid call."""
     named = {name: to_core(value) for name, value in batch_call().arguments.items()}
     defaults = {
         "max_seqlen_q": 0,

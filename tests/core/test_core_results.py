@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The core and the cpu pack with NumPy arrays, against the formula in float64. Needs no torch."""
+"""The core and the cpu pack with NumPy arrays, against the float64 formula. Needs no torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def cpu() -> _core.Pack:
 
 @dataclass
 class Inputs:
-    """One problem as arrays; keep is the boolean mask that the given form of mask means."""
+    """One problem as arrays; keep is the boolean form of the given mask."""
 
     query: Array
     key: Array
@@ -49,7 +49,7 @@ class Inputs:
 def formula(
     inputs: Inputs, q: Array, k: Array, v: Array, bias: Array | None
 ) -> tuple[Array, Array]:
-    """(out, lse) in the dtype of q, k, v and bias; all heads of k and v are repeated."""
+    """Return (out, lse) in the dtype of q, k, v and bias; all KV heads are repeated."""
     group = q.shape[2] // k.shape[2]
     scores = np.einsum("bqhd,bkhd->bhqk", q, np.repeat(k, group, 2)) * inputs.scale
     if inputs.softcap > 0:
@@ -75,7 +75,7 @@ def repeat_heads(array: Array, heads: int) -> Array:
 
 
 def compute(inputs: Inputs, pack: _core.Pack) -> tuple[_core.Problem, Array, Array, Array]:
-    """(problem, plan, out, lse) of the pack."""
+    """Return (problem, plan, out, lse) of the pack."""
     problem = inputs.problem(pack)
     plan = np.zeros(problem.plan_bytes, np.uint8)
     problem.plan(as_tuple(plan), as_tuple(np.empty(problem.plan_workspace_bytes, np.uint8)))
@@ -110,7 +110,7 @@ def make(form: str, q: int = 9, k: int = 13, bias: str = "none", **options: Any)
         "keys": rng.standard_normal((b, hk, 1, k), np.float32),
         "rows": rng.standard_normal((1, h, q, k), np.float32),
     }
-    # None of q, k, v is contiguous; the values repeat one head.
+    # q, k and v are not contiguous; the values repeat one head.
     query = rng.standard_normal((b, h, q, 2 * d), np.float32).transpose(0, 2, 1, 3)[..., ::2]
     key = rng.standard_normal((b, k, hk, d), np.float32)[:, ::-1]
     value = np.broadcast_to(rng.standard_normal((b, k, 1, d), np.float32), (b, k, hk, d))
@@ -149,7 +149,7 @@ def test_attend_is_plan_and_forward(
     out, lse = np.full_like(expected_out, np.nan), np.full_like(expected_lse, np.nan)
     optional = as_tuple(lse) if has_lse else None, as_tuple(plan) if has_plan else None
     needed = problem.attend_bytes(has_lse, has_plan)
-    guarded = np.full(needed + 16, 0xFF, np.uint8)  # NaN, read as float32
+    guarded = np.full(needed + 16, 0xFF, np.uint8)  # NaN when read as float32
     problem.attend(as_tuple(out), *optional, as_tuple(guarded[:needed]))
     np.testing.assert_array_equal(out, expected_out)
     if has_lse:
@@ -164,7 +164,7 @@ def test_attend_is_plan_and_forward(
 
 @pytest.mark.parametrize("inputs", CASES)
 def test_backward_against_differences(cpu: _core.Pack, inputs: Inputs) -> None:
-    """The gradients along random directions are the central differences of the formula."""
+    """The gradients along random directions equal the central differences of the formula."""
     rng = np.random.default_rng(7)
     problem, plan, out, lse = compute(inputs, cpu)
     dout = rng.standard_normal(out.shape, np.float32)
@@ -244,7 +244,7 @@ def test_varlen_is_each_sequence_alone(cpu: _core.Pack) -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_selection(cpu: _core.Pack, causal: bool) -> None:
-    """Row by row: the window best of the visible, allowed keys, ties to the lower index."""
+    """Each row keeps the window best of its visible, allowed keys; ties go to the lower index."""
     rng = np.random.default_rng(11)
     b, hk, q, k, window = 2, 2, 10, 12, 3
     bias = rng.integers(-3, 4, (b, hk, k)).astype(np.float32)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Every wrong result, buffer, and argument of a selection has its own message."""
+"""Every wrong result, buffer and selection argument has its own message."""
 
 from __future__ import annotations
 

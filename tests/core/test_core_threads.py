@@ -17,7 +17,7 @@ def test_threads_find_what_one_alone_finds():
 
 
 def test_threads_that_race_for_the_first_use():
-    """In a process of its own, where nothing was chosen before."""
+    """Run in a new process, which has not chosen a pack yet."""
     done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " 0 wrong, 0 threads differ" in done.stdout

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Every wrong argument has its own message, which names argument, value and what is allowed."""
+"""Every wrong argument has its own message: argument, value and allowed values."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def case(name: str, call: Any, exception: type[Exception], *fragments: str) -> A
 
 
 PROBLEMS = [
-    # One argument alone: kind, dtype, rank, memory, device.
+    # One argument alone: type, dtype, rank, memory, device.
     case("query not a tensor", batch_call(query="x"), TypeError, "query", "str", "torch.Tensor"),
     case("query short tuple", batch_call(query=(1, 2)), TypeError, "query", "2 items", "data_ptr"),
     case(
@@ -249,7 +249,7 @@ PROBLEMS = [
     case("softcap", batch_call(softcap=-1.5), ValueError, "softcap is -1.5", "0 (off) or positive"),
     case("softcap infinite", batch_call(softcap=float("inf")), ValueError, "softcap is inf"),
     case("threads", batch_call(threads=0), ValueError, "threads is 0", "at least 1"),
-    # A selection by the call itself.
+    # Selection within the call.
     *(
         case(
             f"window with {name}",
