@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Opens a cpu pack as the core does, and compares what it computes with attention written out in float64: a test that
-// needs no Python, for systems of which there is only an emulator.
-//   driver PACK LEVEL    LEVEL is the SIMD level that the pack has to run at
+// Opens a cpu pack as the core does and compares its results with a float64 formula. The test needs no Python, so it
+// also runs on systems that exist here only as an emulator.
+// Usage: driver PACK LEVEL    LEVEL is the SIMD level that the pack must select
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -35,10 +35,10 @@ struct Case {
   Mask mask;
   bool causal, bias_of_rows;
   int32_t dtype;
-  double tolerance; // of the largest number of what is compared
+  double tolerance; // relative to the largest compared value
 };
 
-// Uniform numbers between -1 and 1, the same on every machine.
+// Uniform numbers in [-1, 1], equal on every machine.
 struct Numbers {
   uint64_t state = 1;
   float next() {
@@ -47,7 +47,7 @@ struct Numbers {
   }
 };
 
-float rounded(float value, int32_t dtype) { // to what bfloat16 holds, by cutting
+float rounded(float value, int32_t dtype) { // truncates to bfloat16
   if (dtype != FDM_BFLOAT16) return value;
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof bits);
@@ -56,7 +56,7 @@ float rounded(float value, int32_t dtype) { // to what bfloat16 holds, by cuttin
   return value;
 }
 
-// A contiguous tensor of 4 dimensions that owns its numbers.
+// A contiguous 4-D tensor that owns its data.
 struct Tensor {
   std::vector<unsigned char> bytes;
   fdm_tensor view{};
@@ -97,7 +97,7 @@ struct Problem {
   Sizes s;
   Case about;
   Tensor q, k, v, out, dout, lse, dq, dk, dv, bias, dbias, mask, start, end;
-  std::vector<char> keeps; // of each query and key
+  std::vector<char> keeps; // for each query and key
 
   explicit Problem(const Case &c)
       : s(c.sizes), about(c), q(s.batch, s.queries, s.heads, s.dim, c.dtype),
@@ -107,7 +107,7 @@ struct Problem {
         mask(1, 1, c.mask == Mask::rows ? s.queries : 1, s.keys, FDM_BOOL), start(1, 1, 1, s.keys, FDM_INT32),
         end(start), keeps(size_t(s.queries * s.keys)) {
     Numbers numbers;
-    // Copies of a tensor must not share its data.
+    // A copied tensor points at its own data.
     for (Tensor *t : {&q, &k, &v, &out, &dout, &lse, &dq, &dk, &dv, &bias, &dbias, &mask, &start, &end})
       t->view.data = t->bytes.data();
     for (Tensor *t : {&q, &k, &v, &dout, &bias}) t->fill(numbers);
@@ -140,7 +140,7 @@ struct Problem {
   }
 };
 
-// What the pack should give, in float64.
+// The expected results in float64.
 struct Reference {
   std::vector<double> out, dq, dk, dv, lse, dbias;
 
@@ -192,7 +192,7 @@ void compare(const Problem &p, const char *what, const Tensor &found, const std:
   double largest = 0, error = 0;
   for (int64_t at = 0; at < found.size; ++at) {
     const double right = expected[size_t(at)], value = found.get(at);
-    if (std::isinf(right) && value == right) continue; // the lse of a row that keeps nothing
+    if (std::isinf(right) && value == right) continue; // the lse of a row that keeps no key
     largest = std::max(largest, std::abs(right));
     error = std::max(error, std::isfinite(value) ? std::abs(value - right) : HUGE_VAL);
   }

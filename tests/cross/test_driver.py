@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The driver that tries a cpu pack without Python; `scripts/test_cross` runs it elsewhere."""
+"""The driver that tests a cpu pack without Python; `scripts/test_cross` runs it elsewhere."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def drive(driver: Path, pack: str, level: str) -> subprocess.CompletedProcess[st
 
 
 def levels() -> list[str]:
-    """The levels that this processor has, up to the one that the pack chose."""
+    """Return this processor's SIMD levels up to the one that the pack selects."""
     known = environment.ENVIRONMENT["FLASH_DMATTN_CPU_SIMD"].values[1:]
     return list(known[: known.index(pack_for("cpu").features) + 1])
 
