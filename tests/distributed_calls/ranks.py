@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Run a function on several ranks of this machine, each in a process of its own."""
+"""Run a function on several ranks of this machine, one process for each rank."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from old_versions import is_older
 needs_gloo = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="torch has no gloo"
 )
-# The destructor of such a torch's group may wait for ever for a thread that frees a tensor, for
-# which it needs the GIL (pull request 154976 of PyTorch).
+# The destructor of such a torch's group may wait forever for a thread that frees a tensor and needs
+# the GIL (pull request 154976 of PyTorch).
 FREES_GROUPS_WITH_THE_GIL = is_older(torch.__version__, "2.8")
 
 
@@ -33,11 +33,11 @@ def gpus(count: int) -> int:
 
 
 def run_on_ranks(function: Callable[[str], None], ranks: int, folder: Path, device: str) -> None:
-    """Call the function, with the device's name, on all ranks; raise what one of them raised."""
+    """Call the function with the device's name on all ranks; raise the error of a failed rank."""
     method = "spawn"
     if "forkserver" in multiprocessing.get_all_start_methods():
-        # All ranks of all tests of this process are forked from one that has imported what takes
-        # seconds, and has no threads.
+        # All ranks of this process's tests fork from one server, which has the slow imports done
+        # and has no threads.
         method = "forkserver"
         slow = ["torch._dynamo", "torch.distributed.tensor", "flash_dmattn.distributed"]
         multiprocessing.set_forkserver_preload(slow)
@@ -66,14 +66,14 @@ def _enter(
     try:
         function(own)
     except BaseException:
-        # The other ranks wait for this one until the group's time is up; they are not waited for.
+        # The other ranks wait for this one until the group's timeout; nobody waits for them.
         traceback.print_exc()
         os._exit(1)
     leave_group()
 
 
 def leave_group() -> None:
-    """Destroy the group, or where that might wait for ever end this process without it."""
+    """Destroy the group, or end this process without it where that might wait forever."""
     if FREES_GROUPS_WITH_THE_GIL and dist.get_backend() == "gloo":
         dist.barrier()
         os._exit(0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Attention over shards on several ranks gives what one call over the whole sequence gives."""
+"""Attention over shards on several ranks equals one call over the whole sequence."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ pytestmark = needs_gloo
 
 
 class Case(NamedTuple):
-    """A call over a whole sequence, and how it is divided."""
+    """A call over a whole sequence, and its division into shards."""
 
-    lengths: tuple[int, ...]  # of the shards; the last of them, if there are fewer ranks
+    lengths: tuple[int, ...]  # of the shards; fewer ranks use the last ones
     batch: int = 1
     heads: int = 2
     kv_heads: int = 1
@@ -31,7 +31,7 @@ class Case(NamedTuple):
     window: int = 6
     levels: int = 4
     padded: bool = False
-    bias_batch: int | None = None  # as the others
+    bias_batch: int | None = None  # default: batch
     options: dict[str, Any] = {}  # noqa: RUF012
     dtype: torch.dtype = torch.float64
 
@@ -65,7 +65,7 @@ CASES = {
 
 
 def make_tensors(case: Case, length: int) -> tuple[list[Tensor], Tensor | None]:
-    """Return query, key, value, bias and dout of the whole sequence, and its padding."""
+    """Return query, key, value, bias, dout and padding of the whole sequence."""
     generator = torch.Generator().manual_seed(length)
 
     def normal(heads: int) -> Tensor:
@@ -124,7 +124,7 @@ def check_case(case: Case, device: str) -> None:
 
 
 def check_all(device: str) -> None:
-    """Run on a rank."""
+    """Check all cases; runs on a rank."""
     for name, case in CASES.items():
         if device != "cpu" and case.dtype == torch.float32:
             continue
@@ -135,13 +135,13 @@ def check_all(device: str) -> None:
 
 
 def check_layer(device: str) -> None:
-    """Run on a rank."""
+    """Check the layer; runs on a rank."""
     check_layer_of(device, {})
     check_layer_of(device, {"keep_last": 9, "keep_first": 3})
 
 
 def check_layer_of(device: str, places: dict[str, int]) -> None:
-    """Loss and parameters' gradients, summed, are those of the whole layer."""
+    """The summed loss and parameter gradients equal those of the whole layer."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     torch.manual_seed(0)
@@ -159,7 +159,7 @@ def check_layer_of(device: str, places: dict[str, int]) -> None:
     got = layer(x[:, own], padding=padding[:, own])
     tolerance = 1e-5 if device == "cpu" else 3e-2
     torch.testing.assert_close(got, want[:, own], atol=tolerance, rtol=tolerance)
-    if ranks == 2:  # the graph does not depend on their number
+    if ranks == 2:  # the graph does not depend on the number of ranks
         compiled = torch.compile(layer, backend="aot_eager")(x[:, own], padding=padding[:, own])
         torch.testing.assert_close(compiled, want[:, own], atol=tolerance, rtol=tolerance)
     want.square().mean().backward()
@@ -174,7 +174,7 @@ def check_layer_of(device: str, places: dict[str, int]) -> None:
 
 
 def check_with_sharded_parameters(device: str) -> None:
-    """Run on a rank: FSDP2 and DDP, which average gradients over the ranks of a sequence."""
+    """Check FSDP2 and DDP, which average gradients over the ranks of a sequence; runs on a rank."""
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
@@ -187,7 +187,7 @@ def check_with_sharded_parameters(device: str) -> None:
     x = torch.randn(1, 16 * ranks, 32, device=device, dtype=settings.get("dtype"))
     whole(x).square().sum().backward()
     mesh = dist.init_device_mesh(device.split(":")[0], (ranks,))
-    # Where torch's stand-in for a stream of CPUs records no event, as in 2.6, fully_shard fails.
+    # torch 2.6's stand-in for a CPU stream records no event, so fully_shard fails there.
     shards = device != "cpu" or hasattr(torch.cpu.Stream, "record_event")
     for wrap in ("fsdp", "ddp") if shards else ("ddp",):
         layer = ContextParallelAttention(32, 4, 2, process_group=mesh, **settings)
@@ -213,7 +213,7 @@ def test_shards_give_what_the_whole_gives(check: Any, ranks: int, tmp_path: Path
 
 
 def check_on_gpus(device: str) -> None:
-    """Run on a rank: all in one process, as starting one takes longest."""
+    """Run all checks on a rank in one process, since starting one takes longest."""
     check_all(device)
     check_layer(device)
     check_with_sharded_parameters(device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Forgetting over shards on several ranks gives what one call over the whole sequence gives."""
+"""Forgetting over shards on several ranks equals one call over the whole sequence."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ pytestmark = needs_gloo
 
 
 class Case(NamedTuple):
-    """A call over a whole sequence, and how it is divided."""
+    """A call over a whole sequence, and its division into shards."""
 
-    lengths: tuple[int, ...]  # of the shards; the last of them, if there are fewer ranks
+    lengths: tuple[int, ...]  # of the shards; fewer ranks use the last ones
     batch: int = 2
     heads: int = 4
     kv_heads: int = 2
     gates: int = 2
     dim: int = 8
     prune: float = -4.0
-    shift: float = 0.0  # of the gates' logits: how long is remembered
+    shift: float = 0.0  # of the gates' logits: sets the memory length
     padding: str = ""
     resets: bool = False
     options: dict[str, Any] = {}  # noqa: RUF012
@@ -60,7 +60,7 @@ CASES = {
 
 
 def make_tensors(case: Case) -> tuple[list[Tensor], Tensor | None]:
-    """Return query, key, value, gates and dout of the whole sequence, and its padding."""
+    """Return query, key, value, gates, dout and padding of the whole sequence."""
     length = sum(case.lengths)
     generator = torch.Generator().manual_seed(length)
 
@@ -118,12 +118,12 @@ def check_case(case: Case, device: str) -> None:
         torch.testing.assert_close(one.cpu().double(), part, atol=tolerance, rtol=0)
 
 
-# Tokens of each sequence on each rank. The last ranks, if there are fewer.
+# Tokens by rank, then by sequence. Fewer ranks use the last entries.
 LENGTHS = ((9, 0, 3, 0), (0, 30, 0, 1), (0, 0, 0, 0), (2, 11, 40, 5))
 
 
 def check_packed(device: str) -> None:
-    """Run on a rank: each sequence is computed apart."""
+    """Check that sequences are computed separately; runs on a rank."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     lengths = LENGTHS[-ranks:]
     for case in (Case(()), Case((), gates=4, shift=3.0, options={"softcap": 2.0})):
@@ -165,7 +165,7 @@ def check_packed(device: str) -> None:
 
 
 def check_all(device: str) -> None:
-    """Run on a rank."""
+    """Check all cases; runs on a rank."""
     for name, case in CASES.items():
         if device != "cpu" and case.dtype != torch.bfloat16:
             continue
@@ -176,7 +176,7 @@ def check_all(device: str) -> None:
 
 
 def check_rows(device: str) -> None:
-    """Run on a rank: what is sent is what lives at the first row of a later rank."""
+    """Ranks send only keys that are not decayed at a later rank's first row; runs on a rank."""
     del device
     planned: list[Any] = []
     plan = forgetting._planned
@@ -200,7 +200,7 @@ def check_rows(device: str) -> None:
 
 
 def check_layer(device: str) -> None:
-    """Run on a rank: loss and parameters' gradients, summed, are those of the whole layer."""
+    """The summed loss and parameter gradients equal those of the whole layer; runs on a rank."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     torch.manual_seed(0)
@@ -254,7 +254,7 @@ def test_shards_give_what_the_whole_gives(check: Any, ranks: int, tmp_path: Path
 
 
 def check_on_gpus(device: str) -> None:
-    """Run on a rank: all in one process, as starting one takes longest."""
+    """Run all checks on a rank in one process, since starting one takes longest."""
     check_all(device)
     check_layer(device)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What travels between ranks, who divides the input, and what becomes of ranks that wait."""
+"""The rows exchanged between ranks, the division of the input, and ranks that wait."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PATIENCE = datetime.timedelta(seconds=4)
 
 
 def make_shard(length: int) -> list[Tensor]:
-    """Return query, key, value and bias, which require gradients."""
+    """Return query, key, value and bias with requires_grad."""
     torch.manual_seed(dist.get_rank())
     query = torch.randn(BATCH, length, 2 * KV_HEADS, 8)
     key, value = torch.randn(2, BATCH, length, KV_HEADS, 8)
@@ -34,7 +34,7 @@ def make_shard(length: int) -> list[Tensor]:
 
 
 def check_rows(device: str) -> None:
-    """Run on a rank: forward B * window rows a KV head at most, and backward their way."""
+    """A rank receives at most B * window rows a KV head forward and sends them back backward."""
     del device
     counts: list[tuple[int, int, int]] = []
     exchange_rows: Any = exchange._all_to_all
@@ -52,16 +52,16 @@ def check_rows(device: str) -> None:
         assert isinstance(out, Tensor)
         out.sum().backward()
     (sent, received, width), *home = counts
-    assert width == 2 * 8  # a pair of rows of key and value
+    assert width == 2 * 8  # one row of key and of value
     assert received <= bound
-    # Each rank but the first has enough before it.
+    # Each rank but the first has enough keys before it.
     assert received == (bound if dist.get_rank() else 0)
     assert sent <= (ranks - 1) * bound
-    assert [pair[:2] for pair in home] == [(received, sent)] * 2  # of keys and values, of biases
+    assert [pair[:2] for pair in home] == [(received, sent)] * 2  # keys and values, then biases
 
 
 def check_torch_divides(device: str) -> None:
-    """Run on a rank: torch's context-parallel sharding, without load balancing, is contiguous."""
+    """torch's context-parallel sharding is contiguous without load balancing; runs on a rank."""
     from torch.distributed.tensor.experimental import _attention, context_parallel
 
     generator = torch.Generator().manual_seed(0)
@@ -87,7 +87,7 @@ def check_torch_divides(device: str) -> None:
 
 
 def check_waiting_ends(device: str) -> None:
-    """Run on a rank: who waits for a rank that has failed waits as long as the group does."""
+    """A rank waits for a failed rank until the group's timeout; runs on a rank."""
     del device
     group = dist.new_group(timeout=PATIENCE)
     query, key, value, bias = make_shard(TOKENS)
@@ -103,7 +103,7 @@ def check_waiting_ends(device: str) -> None:
 
 
 def check_all(device: str) -> None:
-    """Run on a rank."""
+    """Run all checks on a rank."""
     check_rows(device)
     check_torch_divides(device)
     if dist.get_world_size() == 4:

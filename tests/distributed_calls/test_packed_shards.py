@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Sequences that lie one after another, of other lengths on each rank."""
+"""Packed sequences whose lengths differ on each rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .ranks import gpus, needs_gloo, run_on_ranks
 
 pytestmark = needs_gloo
 
-# Tokens of each sequence on each rank. The last ranks, if there are fewer.
+# Tokens by rank, then by sequence. Fewer ranks use the last entries.
 LENGTHS = ((9, 0, 3, 0), (0, 30, 0, 1), (0, 0, 0, 0), (2, 11, 40, 5))
 
 
@@ -78,7 +78,7 @@ def whole_results(case: Case, tensors: list[Tensor]) -> list[Tensor]:
 
 
 def packed(sequences: list[list[Tensor]], bias_place: int, own: list[slice]) -> list[Tensor]:
-    """Return this rank's parts of the sequences' tensors, one after another."""
+    """Return this rank's parts of the sequences, packed."""
     result = []
     for place, of_sequences in enumerate(zip(*sequences, strict=True)):
         parts = zip(of_sequences, own, strict=True)
@@ -90,7 +90,7 @@ def packed(sequences: list[list[Tensor]], bias_place: int, own: list[slice]) -> 
 
 
 def own_parts() -> tuple[list[slice], Tensor]:
-    """Return where this rank's part of each sequence lies, and the bounds of the parts."""
+    """Return this rank's part of each sequence, and the bounds of the parts."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     lengths = torch.tensor(LENGTHS[-ranks:])
     ends = lengths.cumsum(0)[rank]
@@ -127,7 +127,7 @@ def check_case(case: Case, device: str) -> None:
 
 
 def check_layer(device: str) -> None:
-    """Each sequence gets what it would alone, wherever its parts lie."""
+    """Each sequence gets its result of a separate call, however it is divided."""
     own, bounds = own_parts()
     totals = torch.tensor(LENGTHS[-dist.get_world_size() :]).sum(0).tolist()
     torch.manual_seed(0)
@@ -146,7 +146,7 @@ def check_layer(device: str) -> None:
 
 
 def check_all(device: str) -> None:
-    """Run on a rank."""
+    """Run all checks on a rank."""
     for number, case in enumerate(CASES):
         if device == "cpu" or case.dtype != torch.float64:
             try:
@@ -189,7 +189,7 @@ def check_messages(device: str) -> None:
 
 
 def check_shared_and_wrong(device: str) -> None:
-    """Run on a rank: a bias that is expanded over heads, and bounds that do not fit."""
+    """Check a bias that is expanded over heads, and bounds that do not fit; runs on a rank."""
     torch.manual_seed(dist.get_rank())
     query, key, value = (torch.randn(9, heads, 8, device=device) for heads in (4, 2, 2))
     bias = torch.randn(1, 1, 9, device=device).expand(2, -1, -1)
