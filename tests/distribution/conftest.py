@@ -19,7 +19,7 @@ from release.targets import Table
 
 from .small_wheel import SmallWheel, compiler, good_wheel
 
-# The environment of the tests need not be active: its cmake and ninja come before older ones.
+# The tests' environment need not be active: its cmake and ninja come before older ones.
 os.environ["PATH"] = sysconfig.get_path("scripts") + os.pathsep + os.environ["PATH"]
 
 Judge: TypeAlias = Callable[..., Result]
@@ -34,7 +34,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> SmallWheel:
 
 @pytest.fixture
 def wheel(compiled: SmallWheel, tmp_path: Path) -> SmallWheel:
-    """A good wheel, to be spoiled."""
+    """Return a good wheel for a test to spoil."""
     spoiled = copy.deepcopy(compiled)
     spoiled.workspace = tmp_path / "libraries"
     return spoiled

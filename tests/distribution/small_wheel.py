@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A wheel of this project in small: every gate passes it, and tests spoil it in one way each."""
+"""A small wheel of this project: every gate passes it, and each test spoils it in one way."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ CORE_FILE = "flash_dmattn/_core.abi3.so"
 BILL_FILE = f"{INFO}/sboms/{BILL}"
 LINUX, MANYLINUX = f"linux_{MACHINE}", f"{targets.load().wheel.policy}_{MACHINE}"
 
-# Something of libc has to be used, else auditwheel cannot tell what the library is made for; and an
-# array on the stack, else there is nothing to protect.
+# auditwheel can only tell the library's platform from a used libc symbol. The stack array gives the
+# stack protector something to protect.
 PACK = """
 #include <stdlib.h>
 __attribute__((visibility("default"))) void *flash_dmattn_pack(void) {
@@ -55,7 +55,7 @@ def compiler() -> str | None:
 
 
 def compile_library(source: str, path: Path, flags: Sequence[str] = ()) -> bytes:
-    """Compile C to a stripped shared library as the project links its own."""
+    """Compile C to a stripped shared library with the project's link options."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.with_suffix(".c")
     file.write_text(source)
@@ -68,7 +68,7 @@ def compile_library(source: str, path: Path, flags: Sequence[str] = ()) -> bytes
 
 
 def fat_binary(*entries: tuple[int, int]) -> str:
-    """Return C that places a fat binary of (kind, arch) entries where nvcc places its own."""
+    """Return C that places a fat binary of (kind, arch) entries in nvcc's section."""
     content = b""
     for kind, arch in entries:
         header = struct.pack("<HHIQ", kind, 0x101, 64, 8) + bytes(12) + struct.pack("<I", arch)
@@ -87,7 +87,7 @@ class SmallWheel:
 
     Attributes:
         files: content by path, all but the manifest and RECORD.
-        packs: rows of the manifest. Their hashes and sizes are those of the files, unless given.
+        packs: rows of the manifest. Hashes and sizes default to those of the files.
         head: other members of the manifest.
         tag: of the WHEEL file.
         workspace: for libraries that a test compiles.
@@ -116,13 +116,13 @@ class SmallWheel:
         return next(row for row in self.packs if row["name"] == name)
 
     def add_pack(self, name: str, source: str, **changes: Any) -> None:
-        """Add a pack, described as the build would."""
+        """Add a pack with the manifest row that the build would write."""
         file = f"libflash_dmattn_{name.replace('-', '_')}.so"
         self.replace_library(f"flash_dmattn/packs/{file}", source)
         self.packs.append(describe(name, file) | changes)
 
     def save(self, folder: Path, tag: str | None = None) -> Path:
-        """Write the wheel, its name with a tag, and return its path."""
+        """Write the wheel under a name with the tag, and return its path."""
         rows = []
         for row in self.packs:
             content = self.files.get(f"flash_dmattn/packs/{row['file']}", b"")
@@ -155,7 +155,7 @@ def _digest(content: bytes) -> str:
 
 
 def describe(name: str, file: str) -> dict[str, Any]:
-    """Return a pack's row of the manifest, without what is known of the file only."""
+    """Return a pack's row of the manifest without the fields that depend on the file."""
     row: dict[str, Any] = {"name": name, "file": file, "machine": MACHINE, "commit": "c" * 40}
     if name == "cpu":
         nothing = dict.fromkeys(["cuda", "arch", "min_driver", "head_dims", "kernels"])
@@ -175,7 +175,7 @@ def describe(name: str, file: str) -> dict[str, Any]:
 
 
 def good_wheel(workspace: Path) -> SmallWheel:
-    """Return a wheel with the cpu pack and one GPU pack, with which nothing is wrong."""
+    """Return a valid wheel with the cpu pack and one GPU pack."""
     metadata = (
         f"Metadata-Version: 2.4\nName: flash-dmattn\nVersion: {VERSION}\nSummary: small\n"
         "License-Expression: BSD-3-Clause\nLicense-File: LICENSE\n"
@@ -198,7 +198,7 @@ def good_wheel(workspace: Path) -> SmallWheel:
 
 
 def link_to(wheel: SmallWheel, path: str, soname: str, version: str = "") -> None:
-    """Make a library of the wheel need a function of another library, by a symbol version."""
+    """Link a library of the wheel to another library's function with a symbol version."""
     folder = wheel.workspace / "stub"
     script = folder / "version.map"
     script.parent.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What CMake makes of its options: prebuilt packs, job limits, binaries without paths in them."""
+"""The effect of CMake's options: prebuilt packs, job limits, binaries without paths."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NOTHING = dict.fromkeys(("FLASH_DMATTN_CORE", "FLASH_DMATTN_CPU", "FLASH_DMATTN_
 def cmake(
     build: Path, root: Path = ROOT, variables: dict[str, str] | None = None, **options: str
 ) -> subprocess.CompletedProcess[str]:
-    """Configure a build that makes nothing, unless the options say otherwise."""
+    """Configure a build that compiles nothing unless the options say otherwise."""
     flags = [f"-D{name}={value}" for name, value in (NOTHING | options).items()]
     environment = {k: v for k, v in os.environ.items() if k != "MAX_JOBS"} | (variables or {})
     return subprocess.run(
@@ -47,7 +47,7 @@ def cmake(
 
 
 def said(done: subprocess.CompletedProcess[str]) -> str:
-    """Return what CMake complains of, on one line."""
+    """Return CMake's complaint on one line."""
     return " ".join(done.stderr.split())
 
 
@@ -60,7 +60,7 @@ def install(build: Path, prefix: Path) -> dict[str, Any]:
 
 
 def pack_folder(folder: Path, *names: str, **changes: Any) -> Path:
-    """Write a folder as `python -m release packs` does, with packs that hold their own names."""
+    """Write a folder as `python -m release packs` does; each pack holds its own name."""
     folder.mkdir()
     rows = []
     for name in names:
@@ -73,7 +73,7 @@ def pack_folder(folder: Path, *names: str, **changes: Any) -> Path:
     return folder
 
 
-# --- packs that were built before
+# --- prebuilt packs
 
 
 def test_prebuilt_packs_are_installed_unchanged(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_configuring_needs_no_network(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-# --- what a wheel requires
+# --- requirements of a wheel
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_configuring_needs_no_network(tmp_path: Path) -> None:
 def test_what_a_wheel_requires(
     variables: dict[str, str], required: list[str], tag: str, tmp_path: Path
 ) -> None:
-    """A build from source needs nothing beside it: nanobind-backend is not to be had everywhere."""
+    """A build from source requires nothing: nanobind-backend is not available everywhere."""
     script = "import sys; from scikit_build_core import build as b; " + (
         "print(b.prepare_metadata_for_build_wheel(sys.argv[1]))"
     )
@@ -254,7 +254,7 @@ def test_wheels_of_a_release_share_what_all_pythons_have() -> None:
 
 
 def two_trees(folder: Path) -> list[Path]:
-    """Copy what a build reads to two folders of different length."""
+    """Copy the build's inputs to two folders whose paths differ in length."""
     trees = [folder / "a", folder / "another" / "place"]
     for tree in trees:
         for name in ("cmake", "cpp"):
@@ -268,7 +268,7 @@ def two_trees(folder: Path) -> list[Path]:
 def test_cpu_pack_does_not_depend_on_the_folder(tmp_path: Path) -> None:
     digests = []
     for tree in two_trees(tmp_path):
-        # Paths come in at every level of optimisation; the lowest is the fastest to compile.
+        # Every optimization level embeds paths; the lowest compiles fastest.
         done = cmake(tree / "build", tree, FLASH_DMATTN_CPU="ON", CMAKE_CXX_FLAGS_RELEASE="-O0")
         assert done.returncode == 0, done.stderr
         subprocess.run(["cmake", "--build", tree / "build"], check=True, capture_output=True)
@@ -278,7 +278,7 @@ def test_cpu_pack_does_not_depend_on_the_folder(tmp_path: Path) -> None:
 
 
 def symbols_of_cpu_object(build: Path, **options: str) -> set[str]:
-    """Compile one source of the cpu pack, and return the names that its object has or needs."""
+    """Compile one source of the cpu pack and return the symbols that its object has or needs."""
     done = cmake(build, FLASH_DMATTN_CPU="ON", **options)
     assert done.returncode == 0, done.stderr
     name = "CMakeFiles/flash_dmattn_cpu_common.dir/cpp/cpu/pack.cpp.o"
@@ -294,7 +294,7 @@ def symbols_of_cpu_object(build: Path, **options: str) -> set[str]:
     [("", {"__snprintf_chk"}), ("-U_FORTIFY_SOURCE -D_FORTIFY_SOURCE=0", set())],
 )
 def test_objects_are_hardened(flags: str, checked: set[str], tmp_path: Path) -> None:
-    """A level of _FORTIFY_SOURCE that the builder's flags have stays."""
+    """A _FORTIFY_SOURCE level in the builder's flags is kept."""
     names = symbols_of_cpu_object(tmp_path, CMAKE_CXX_FLAGS=flags)
     assert {n for n in names if n.endswith("_chk")} == checked
     assert "__stack_chk_fail" in names
@@ -326,13 +326,13 @@ def test_cuda_objects_do_not_depend_on_the_folder(tmp_path: Path) -> None:
             text=True,
             check=True,
         ).stdout
-        # One source with kernels in an unnamed namespace, one that only instantiates templates.
+        # One source has kernels in an unnamed namespace, the other only instantiates templates.
         names = [
             next(re.finditer(rf"^(\S*{part}\S*\.o):", listed, re.MULTILINE))[1]
             for part in ("select/keep", "kernels/row_bias")
         ]
         subprocess.run(["ninja", "-C", tree / "build", *names], check=True, capture_output=True)
-        for name in names:  # nvcc's temporary file names, which the linked pack loses, too
+        for name in names:  # nvcc's temporary file names, which the linked pack loses too
             subprocess.run(["strip", "--strip-unneeded", tree / "build" / name], check=True)
         contents.append([(tree / "build" / name).read_bytes() for name in names])
     assert contents[0] == contents[1]
@@ -417,7 +417,7 @@ def test_sdist_holds_every_file(tmp_path: Path) -> None:
 
 
 def test_small_wheel_is_what_the_build_describes(wheel: SmallWheel) -> None:
-    """The tests' idea of a manifest's row has the fields of a real one."""
+    """The tests' manifest row has the fields of a real one."""
     (path,) = [
         Path(folder) / "packs" / "manifest.json"
         for folder in __import__("flash_dmattn").__path__

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Device code is read the same with and without NVIDIA's program; the gate says what is unknown."""
+"""Device code reads the same with and without cuobjdump; the gate reports unknown code."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_cuobjdump_agrees(ptx: bool, tmp_path: Path) -> None:
 
 
 def fake_cuobjdump(folder: Path, version: str, listing: str) -> Path:
-    """Write a cuobjdump of that CUDA version, which runs ``listing`` for a library."""
+    """Write a cuobjdump of this CUDA version that runs ``listing`` for a library."""
     program = folder / "cuobjdump"
     program.write_text(
         "#!/bin/sh\n"
@@ -106,14 +106,14 @@ def fake_cuobjdump(folder: Path, version: str, listing: str) -> Path:
 
 
 def listing(arch: str) -> str:
-    """Return the command that prints what cuobjdump does of a library with code of that arch."""
+    """Return the command that prints cuobjdump's listing of a library with code of this arch."""
     return f"printf 'Fatbin elf code:\\n================\\narch = {arch}\\n'"
 
 
 def test_old_cuobjdump_is_not_asked(
     wheel: SmallWheel, tmp_path: Path, run_gate: Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One of CUDA 12.4 names 90a of CUDA 13 just 90."""
+    """cuobjdump of CUDA 12.4 reports 90 for code that CUDA 13 compiled for 90a."""
     old = fake_cuobjdump(tmp_path, "12.4", "exit 1")
     monkeypatch.setattr(packs, "find_cuobjdump", lambda: old)
     wheel.replace_library(GPU_FILE, fat_binary((2, 80)) + PACK)
@@ -124,7 +124,7 @@ def test_old_cuobjdump_is_not_asked(
 def test_without_cuobjdump_the_kind_of_code_is_not_known(
     wheel: SmallWheel, tmp_path: Path, run_gate: Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The section's headers say 90 of code for sm_90a and of code for sm_90: no verdict."""
+    """The section's headers say 90 for both sm_90a and sm_90: no verdict is possible."""
     monkeypatch.setattr(packs, "find_cuobjdump", lambda: None)
     result = run_gate("device-code", wheel.save(tmp_path))
     assert (result.status, result.failures) == ("skipped", ())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Every gate passes a good wheel and fails on a bad one; that a gate fails is what it is for."""
+"""Every gate passes a good wheel and fails on a bad one."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ OTHER_MACHINE = "aarch64" if LINUX.endswith("x86_64") else "x86_64"
 
 
 class Bad(NamedTuple):
-    """A way to spoil a wheel, and what the gate has to say then."""
+    """A way to spoil a wheel, and the gate's expected message."""
 
     gate: str
     spoil: Callable[[SmallWheel], None]
     message: str
-    tag: str | None = None  # in the file's name, if not that of the WHEEL file
+    tag: str | None = None  # in the file's name, if it differs from that of the WHEEL file
     complete: bool = False
 
 
@@ -50,7 +50,7 @@ def needs(path: str, soname: str, version: str = "") -> Callable[[SmallWheel], N
 
 
 def linked(path: str, *flags: str, before: str = "") -> Callable[[SmallWheel], None]:
-    """Link a library of the wheel with flags, or with more code."""
+    """Link a library of the wheel with other flags or with more code."""
     source = CORE if path == CORE_FILE else PACK
     return lambda wheel: wheel.replace_library(path, before + source, *flags)
 
@@ -73,12 +73,12 @@ def edit(path: str, old: str, new: str) -> Callable[[SmallWheel], None]:
 
 
 def gpu_code(*entries: tuple[int, int]) -> Callable[[SmallWheel], None]:
-    """Give the GPU pack other device code."""
+    """Replace the GPU pack's device code."""
     return lambda wheel: wheel.replace_library(GPU_FILE, fat_binary(*entries) + PACK)
 
 
 def second_pack(**changes: object) -> Callable[[SmallWheel], None]:
-    """Add the other CUDA major's pack of the same arch."""
+    """Add the pack of the other CUDA major for the same arch."""
     return lambda wheel: wheel.add_pack("cu12-sm90", fat_binary((2, 90)) + PACK, **changes)
 
 
@@ -100,7 +100,7 @@ PROMISED = targets.load().wheel
 
 
 def next_version(version: str) -> str:
-    """Return the first that is newer, which a wheel must not need."""
+    """Return the next newer version, which a wheel must not need."""
     *first, last = version.split(".")
     return ".".join([*first, str(int(last) + 1)])
 
@@ -109,7 +109,7 @@ GLIBC, GLIBCXX, CXXABI = (
     next_version(version) for version in (PROMISED.glibc, PROMISED.glibcxx, PROMISED.cxxabi)
 )
 FORBIDDEN = ("libcudart.so.13", "libcuda.so.1", "libnvrtc.so.12", "libtorch.so", "libc10.so")
-# More than a pack may have, in bytes.
+# One pack's size limit in bytes.
 LARGE = targets.load().wheel.max_cpu_pack_mb * 1_000_000
 BAD = [
     *(Bad("needed", needs(GPU_FILE, name), f"needs {name}") for name in FORBIDDEN),
@@ -237,7 +237,7 @@ BAD = [
 
 @pytest.fixture(autouse=True)
 def no_cuobjdump(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small wheels have device code that only the section's headers tell of."""
+    """Disable cuobjdump: the small wheels' device code has only the section's headers."""
     monkeypatch.setattr(packs, "find_cuobjdump", lambda: None)
 
 

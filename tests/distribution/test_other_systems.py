@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Wheels of macOS and Windows: what their libraries tell, and what the gates make of them."""
+"""Wheels of macOS and Windows: facts of their libraries, and the verdicts of the gates."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def command(kind: int, body: bytes) -> bytes:
 def dylib(
     *symbols: tuple[str, int], oldest: int = 11, signed: bool = True, run_path: str = ""
 ) -> bytes:
-    """A library for arm64 with symbols of these names and types."""
+    """Return an arm64 library with symbols of these names and types."""
     texts, table = b"\0", b""
     for name, kind in symbols:
         table += struct.pack("<IBBHQ", len(texts), kind, 1, 0, 0)
@@ -54,8 +54,8 @@ def dylib(
 
 
 def dll(protections: int = 0x160, needed: bytes = b"KERNEL32.dll") -> bytes:
-    """A library for x86_64 of one section, which has an import and an export."""
-    place = 0x1000  # of the section in memory; in the file it begins at 0x200
+    """Return an x86_64 library of one section with an import and an export."""
+    place = 0x1000  # of the section in memory; its file offset is 0x200
     imports = struct.pack("<IIIII", place + 0x80, 0, 0, place + 0x60, place + 0x80) + bytes(20)
     exports = struct.pack(
         "<IIHHIIIIIII", 0, 0, 0, 0, place + 0x120, 1, 1, 1, place + 0x110, place + 0x114, 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What cmake/Platform.cmake makes of systems that are not at hand."""
+"""The decisions of cmake/Platform.cmake for systems that are not at hand."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ NOTHING = {"FLASH_DMATTN_CORE": "OFF", "FLASH_DMATTN_CPU": "OFF", "FLASH_DMATTN_
 
 
 def decide(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Ask for what the build would decide on a system with these facts."""
+    """Return the build's decisions for a system with these facts."""
     lines = [
         "cmake_minimum_required(VERSION 3.26...4.4)",
         f'list(APPEND CMAKE_MODULE_PATH "{(ROOT / "cmake").as_posix()}")',

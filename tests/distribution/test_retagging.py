@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The tag of wheels that run everywhere: who gets it, and what is not copied into such a wheel."""
+"""The tag of portable wheels: which wheels get it, and which libraries are not copied into them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_wheel_with_newer_symbols_is_not_retagged(wheel: SmallWheel, tmp_path: P
 def test_cuda_is_not_copied_into_a_wheel(
     wheel: SmallWheel, tmp_path: Path, run_gate: Judge
 ) -> None:
-    """It stays a library that is needed, which a gate then sees."""
+    """CUDA stays a needed library, which a gate then reports."""
     link_to(wheel, GPU_FILE, "libcudart.so.13")
     path = retagged(wheel, tmp_path)
     assert run_gate("needed", path).status == "failed"

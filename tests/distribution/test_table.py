@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What repeats a fact of cmake/targets.json agrees with it, and what is made from it is right."""
+"""Other files agree with the facts of cmake/targets.json, and the generated files are right."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_archs_of_a_toolkit() -> None:
 
 
 def test_a_newer_arch_needs_a_newer_driver() -> None:
-    """Under CUDA 12, which runs on drivers that do not know such a GPU."""
+    """An arch that CUDA 12's oldest drivers do not know raises the pack's minimum driver."""
     twelve, thirteen = TABLE.cuda
     for arch in TABLE.archs:
         assert set(arch.machines) <= {row.machine for row in TABLE.platforms}
@@ -64,7 +64,7 @@ def test_a_newer_arch_needs_a_newer_driver() -> None:
         assert f"| {built_with} |" in row
 
 
-# --- what repeats it
+# --- files that repeat it
 
 
 def test_nothing_derived_has_drifted() -> None:
@@ -206,7 +206,7 @@ def test_tables_of_packs_tell_what_was_measured(
     assert rows["| cu13-sm110"].count("not measured") == 3
     twelve, thirteen, rest, whole = tables.wheel_table(TABLE).splitlines()[2:]
     assert twelve == "| 4 packs of CUDA 12 | 41.0 | 60 | 200 MB | 160 MB |"
-    # That of sm110 is for another machine.
+    # The sm110 pack is for another machine, so it is not counted.
     assert thirteen == "| 6 packs of CUDA 13 | 38.0 | 90 | 210 MB | 240 MB |"
     assert rest.startswith("| the rest | 1.0 |")
     assert whole.startswith(f"| the wheel | 80.0, at most {TABLE.wheel.max_wheel_mb} |")
