@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Calls that draw all options together, what they should give, and a runner of many of them."""
+"""Calls that draw all options together, their expected results, and a runner of many of them."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Check any number of drawn calls against float64; scripts/fuzz runs this."""
+"""Check any number of drawn calls against float64; scripts/fuzz runs this module."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def parse() -> argparse.Namespace:
 
 
 def show_coverage(target: Target, runs: list[Path]) -> int:
-    """Print how many cases launched each kernel of the target's pack."""
+    """Print for each kernel of the target's pack how many cases launched it."""
     pack = loader.pack_for(target.device)
     cases = launched_by(runs)
     table, missing = report(instances_of(Path(pack.path)), cases)
@@ -135,7 +135,7 @@ def show_coverage(target: Target, runs: list[Path]) -> int:
 
 
 def replay(target: Target, arguments: argparse.Namespace) -> int:
-    """Check seeds in this process, and let errors that are no wrong results through."""
+    """Check seeds in this process; errors other than wrong results propagate."""
     torch.set_num_threads(1)
     wrong = 0
     for seed in range(arguments.seed, arguments.seed + arguments.cases):
@@ -158,7 +158,7 @@ def replay(target: Target, arguments: argparse.Namespace) -> int:
 
 
 def line_of(outcome: Outcome) -> str:
-    """Return two lines: what is wrong, and what was drawn."""
+    """Return two lines: the failure and the drawn call."""
     return f"seed {outcome.seed}: {outcome.kind}: {outcome.message}\n    {outcome.problem}"
 
 

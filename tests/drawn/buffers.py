@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Memory that packs get, filled with NaN before a call, and bytes around it that none may write."""
+"""Buffers for packs: filled with NaN before a call, and surrounded by guard bytes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torch import Tensor
 from flash_dmattn.backends import pack, torch_memory
 from support import core_without_allocator
 
-POISON = 0xFF  # of every byte: NaN in each floating dtype, and -1
-GUARD = 1024  # bytes; a multiple of every alignment that a kernel might want
+POISON = 0xFF  # every byte: NaN in each floating dtype, and -1
+GUARD = 1024  # bytes; a multiple of every alignment that a kernel may need
 
 
 class PoisonedTorch:
-    """What the packs' backend takes for torch: its new tensors are poisoned."""
+    """Replaces torch in the packs' backend: its new tensors are poisoned."""
 
     def __init__(self) -> None:
         self.blocks: list[Tensor] = []

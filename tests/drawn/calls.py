@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A call with everything that it reads, which may be moved, overwritten in place and repeated."""
+"""A call with all of its inputs; it can be moved, overwritten in place and repeated."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from flash_dmattn.record import AttentionInputs
 from support import moved
 
 GRADIENT_OF = ("query", "key", "value", "bias", "sink")
-# Arguments that calls whose queries list their keys have not.
+# Calls with key lists do not have these arguments.
 MASKED = ("attn_mask", "window_size", "keep_last", "keep_first")
 
 
 @dataclasses.dataclass
 class Call:
-    """The arguments of a call of attention, dense or packed, and the gradients of its results."""
+    """The arguments of an attention call, dense or packed, and the gradients of its results."""
 
     query: Tensor
     key: Tensor
@@ -34,7 +34,7 @@ class Call:
     mask: Tensor | IntervalMask | None = None
     bias: Tensor | None = None
     sink: Tensor | None = None
-    indices: Tensor | None = None  # of the keys that each query lists
+    indices: Tensor | None = None  # key indices listed by each query
     index_bias: Tensor | None = None
     causal: bool = False
     softcap: float = 0.0
@@ -42,18 +42,18 @@ class Call:
     keep_last: int = 0
     keep_first: int = 0
     scale: float | None = None
-    key_mass: bool = False  # asked for
-    # Of which inputs gradients are wanted, and of which results they are given.
+    key_mass: bool = False  # whether it is requested
+    # The inputs whose gradients are requested, and the results that get a gradient.
     wanted: tuple[str, ...] = GRADIENT_OF
     of: tuple[str, ...] = ("out", "lse")
-    # Of packed sequences.
+    # For packed sequences.
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
     longest: tuple[int, int] = (0, 0)
     block_table: Tensor | None = None
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Call:
-        """Return this call with every tensor changed; one that stands in two places still does."""
+        """Return this call with every tensor changed; a tensor in two places stays shared."""
         changed: dict[int, Tensor] = {}
 
         def change_once(tensor: Tensor) -> Tensor:
@@ -65,11 +65,11 @@ class Call:
         return Call(**pytree.tree_map_only(Tensor, change_once, fields))
 
     def to(self, device: str, dtype: torch.dtype | None = None) -> Call:
-        """Move it, the strides kept; or cast all floating-point tensors too."""
+        """Move the call and keep the strides; a dtype casts all floating-point tensors."""
         return self.mapped(lambda t: moved(t, device, dtype if t.is_floating_point() else None))
 
     def inputs(self, mask: Tensor | IntervalMask | None) -> AttentionInputs:
-        """Return what backends get of this call, with a mask in place of its own."""
+        """Return the backends' inputs of this call, with the given mask."""
         plain, start, end, *_ = mask_parts(mask)
         if self.cu_seqlens_q is None:
             (batch, _, heads, _), (_, keys, kv_heads, _) = self.query.shape, self.key.shape
@@ -90,7 +90,7 @@ class Call:
             to.copy_(source)
 
     def results(self, **options: Any) -> dict[str, Tensor]:
-        """Compute out, lse and all gradients, which stay on the device; this waits for nothing."""
+        """Compute out, lse and all gradients on the device without waiting for it."""
         leaves = {
             name: getattr(self, name).detach().requires_grad_()
             for name in self.wanted
@@ -155,7 +155,7 @@ class Call:
 
 
 def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """Compare all results with one wait for the device."""
+    """Compare all results bit for bit with one wait for the device."""
     if one.keys() != other.keys() or any(one[name].shape != other[name].shape for name in one):
         return False
     differ = [(_bytes(value) != _bytes(other[name])).any() for name, value in one.items()]
@@ -177,5 +177,5 @@ def assert_same_bits(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of the elements, in order: the strides of one element may be any."""
+    """Return the bytes of the elements in order, whatever the strides."""
     return tensor.flatten().view(torch.uint8)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Make a drawn call as it asks to be made, and judge its results."""
+"""Make a drawn call with its drawn options, and judge its results."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from .judge import Expected, expected
 from .many import Repeater
 from .problems import Drawn
 
-# One of so many calls that may have one has a bias of float64.
+# One in this many eligible calls has a float64 bias.
 FLOAT64_SHARE = 6
 
 
 def check(drawn: Drawn, target: Target, *, judged_on: str | None = None) -> None:
-    """Raise AssertionError if a result is wrong; whatever the call itself raises goes through.
+    """Raise AssertionError if a result is wrong; exceptions of the call itself propagate.
 
-    What it should be is computed on the device `judged_on`, by default that of the call.
+    The expected results are computed on the device `judged_on`, by default that of the call.
     """
     if target.is_pack and drawn.seed % SHARE == 1:
         check_gates(drawn.seed, target)
@@ -44,25 +44,25 @@ def check(drawn: Drawn, target: Target, *, judged_on: str | None = None) -> None
 
 
 def in_float64(call: Call, seed: int, target: Target) -> Call:
-    """Give some calls with a bias per key this bias in float64, if the target reads it."""
+    """Make the per-key bias of some calls float64, if the target reads it."""
     if seed % FLOAT64_SHARE or call.window is not None:
         return call
     if not reads_float64(target):
         return call
     if call.bias is None or (call.bias.dim() > 2 and call.bias.shape[-2] != 1):
         return call
-    # Rows of a tile share what is subtracted from a bias, which may jump by so much among them.
+    # Row tiles share the reference that is subtracted from a bias, and rows may differ by more.
     if (call.bias.abs() > 1e5).logical_and(call.bias.isfinite()).any():
         return call
     return dataclasses.replace(call, bias=call.bias.double())
 
 
-# Large calls of each small one.
+# Large calls per small call.
 REPETITIONS = 4
 
 
 def check_many(drawn: Drawn, repeater: Repeater, target: Target) -> None:
-    """As check, for large calls that repeat a drawn one; some are queued several times."""
+    """Check large calls that repeat a drawn one; some are queued several times."""
     repeater.call = in_float64(repeater.call, drawn.seed, target)
     for number in range(REPETITIONS):
         if number > 0:
@@ -95,11 +95,11 @@ def check_queued(call: Call, want: Expected, target: Target, times: int = 4) -> 
 
 
 def compare(drawn: Drawn, call: Call, want: Expected, target: Target) -> None:
-    """Make a call as it is drawn, and compare its results."""
+    """Make a call with its drawn options, and compare its results."""
     options: dict[str, Any] = {"backend": target.backend}
     if drawn.deterministic:
         options["deterministic"] = True
-    # By default calls without a mask do not take the kernels of GPU packs; every other seed does.
+    # The GPU packs' key-mass kernels are off without a mask; every other seed enables them.
     own = mock.patch.object(pack, "KEY_MASS_WITHOUT_MASK", drawn.seed % 2 == 0)
     with threads(drawn.threads), own:
         if drawn.planned:
@@ -177,7 +177,7 @@ def _packing(call: Call) -> dict[str, Any]:
 
 
 def check_probabilities(call: Call, want: Expected, options: dict[str, Any]) -> None:
-    """Check what return_attn_probs adds, which is plain PyTorch in float32."""
+    """Check the probabilities of return_attn_probs, which plain PyTorch computes in float32."""
     with torch.no_grad():
         got = call.attend({}, **options, return_attn_probs=True)[2]
     dtype = call.query.dtype
@@ -185,7 +185,7 @@ def check_probabilities(call: Call, want: Expected, options: dict[str, Any]) -> 
         place = got if call.cu_seqlens_q is None else got[number : number + 1]
         queries, keys = exact.shape[2:]
         error = (place[:, :, :queries, :keys].to(exact.device).double() - exact).abs()
-        # Float32 has few digits left for the difference of scores beside a large bias.
+        # Beside a large bias, float32 has few digits left for differences of scores.
         largest = 0.0
         if part.bias is not None and part.bias.numel():
             largest = part.bias.abs().amax(-1, keepdim=True)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which kernels of a pack the cases of runs have launched, and which ways they took.
+"""The kernels of a pack that runs have launched, and the ways that their cases took.
 
-scripts/fuzz --coverage prints it. The ways are those of the routes that tests/routes knows.
+scripts/fuzz --coverage prints it. tests/routes defines the ways.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from pathlib import Path
 import kernel_report
 from routes.library import ARCHS, known_routes
 
-# So many cases must launch each kernel, and some every instantiation of it.
+# At least this many cases must launch each kernel; each instantiation needs one.
 LEAST = 50
 
 
 def instances_of(library: Path) -> dict[str, str]:
-    """Return the readable names of the kernels of a CUDA pack by their symbols."""
+    """Return the readable names of a CUDA pack's kernels by symbol."""
     command = [kernel_report.find_cuobjdump(), "--dump-resource-usage", str(library)]
     usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     kernels = kernel_report.parse_usage(usage, library.name)
@@ -35,7 +35,7 @@ def tile_arch(pack: str) -> int:
 
 
 def launched_by(runs: Iterable[Path]) -> Counter[str]:
-    """Return how many cases of runs have launched each symbol."""
+    """Return for each symbol how many cases launched it."""
     cases: Counter[str] = Counter()
     for run in runs:
         cases.update(json.loads(run.read_text())["launched"])
@@ -46,7 +46,7 @@ def report(names: dict[str, str], cases: Counter[str], least: int = LEAST) -> tu
     """Return a table of kernels and instantiations, and a line for each kernel with too few cases.
 
     Args:
-        names: of all kernels of a pack by symbol.
+        names: readable names of a pack's kernels by symbol.
         cases: how many cases launched each symbol.
         least: how many cases must launch each kernel, in any instantiation.
     """
@@ -65,8 +65,8 @@ def report(names: dict[str, str], cases: Counter[str], least: int = LEAST) -> tu
 
 
 def known_ways(tile_arch: int) -> set[str]:
-    """Return the ways of calls with the tiles of an architecture, as its known routes have them on
-    a device of as many SMs as an H100.
+    """Return the ways in the known routes of an architecture, for a device with as many SMs as an
+    H100.
     """
     return {
         known["way"]
@@ -76,7 +76,7 @@ def known_ways(tile_arch: int) -> set[str]:
 
 
 def report_ways(known: set[str], cases: Counter[str], least: int = LEAST) -> tuple[str, list[str]]:
-    """Return a table of the ways that calls take, and a line for each that too few cases take."""
+    """Return a table of the calls' ways, and a line for each way with too few cases."""
     taken = {name for name in cases if name.startswith(("forward: ", "backward: "))}
     lines = [f"{cases[way]:>9}  {way}" for way in sorted(known | taken)]
     missing = [

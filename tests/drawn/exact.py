@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a call should give, in float64, and how far each element may be from it.
+"""The expected results of a call in float64, and the error bound of each element.
 
-A kernel rounds the probabilities P and the gradients of scores dS to the dtype before it multiplies
-them by V, dO, K and Q, reads an out that is rounded, and rounds its results; everything else is
-float32. So an error is at most about the dtype's eps times the sum of the absolute values of the
-terms, however much of them cancels; twice that is allowed. To it comes what float32 does to scores,
-which matters where they are large. The log-sum-exp has only that: a single key too many or too few
-among hundreds is far more than its error.
+A kernel rounds the probabilities P and the score gradients dS to the dtype before it multiplies
+them by V, dO, K and Q. It reads a rounded out, and rounds its results. Everything else is float32.
+So an error is at most about the dtype's eps times the sum of the absolute values of the terms, even
+if they cancel; twice that is allowed. The float32 error of scores is added, which matters for large
+scores. lse has only that error: one key too many or too few among hundreds exceeds it by far.
 
-The formula is written out, gradients too, and shares with flash_dmattn.reference only how a call is
-cut into dense problems: so it judges the reference as well.
+The formula and its gradients are written out. It shares with flash_dmattn.reference only the split
+of a call into dense problems, so it also judges the reference.
 """
 
 from __future__ import annotations
@@ -29,21 +28,21 @@ from .source import truth_of
 
 ALLOWED = 2.0
 EPS32 = torch.finfo(torch.float32).eps
-# Of sums in float32 over a head dimension, and over keys, of which the order is free.
+# Error of a float32 sum over a head dimension, or over keys in any order.
 FLOAT32_SUM = 8 * EPS32
 LSE_TOLERANCE = 64 * EPS32
-# The tanh of kernels, absolutely.
+# Absolute error of the kernels' tanh.
 TANH_ERROR = 4e-7
-# From there on lse has no digits for a sum of exponentials: such rows may have no gradient.
+# Above this, lse has no digits for a sum of exponentials: such rows may lack a gradient.
 LARGEST_LSE = 1e30
-# Where a sink is this many times what the keys of a row sum to, it need not be told from more.
+# A sink that exceeds the row's sum over keys by this factor may count as the whole sum.
 MOST_SINK = 2.0**63
-# GPU packs count a bias below about this as this: to base 2 a lower one would be -inf.
+# GPU packs clamp a bias to about this value: a lower one is -inf as a base-2 score.
 LEAST_SCORE = -2.3e38
 
 
 def parts(call: Call) -> Iterator[Part]:
-    """Cut a call into dense problems."""
+    """Split a call into dense problems."""
     if call.indices is not None:
         yield from listed_exact.parts(call)
         return
@@ -78,7 +77,7 @@ def parts(call: Call) -> Iterator[Part]:
 
 
 def visible_pairs(call: Call, part: Sequence) -> Tensor:
-    """Return bool (B, H, Q, K): what mask and causality leave."""
+    """Return bool (B, H, Q, K): the pairs that mask and causality allow."""
     (batch, queries, heads, _), (_, keys, kv_heads, _) = part.query.shape, part.key.shape
     shape = (batch, heads, queries, keys)
     kept = torch.ones(shape, dtype=torch.bool, device=part.query.device)
@@ -90,7 +89,7 @@ def visible_pairs(call: Call, part: Sequence) -> Tensor:
 
 
 def kept_pairs(call: Call, part: Sequence) -> Tensor:
-    """Return bool (B, H, Q, K): what is visible, has a bias above -inf, and is selected."""
+    """Return bool (B, H, Q, K): the visible pairs with a bias above -inf that are selected."""
     kept = visible_pairs(call, part)
     number = kept.cumsum(-1)
     by_place = kept & (number <= call.keep_first)
@@ -105,7 +104,7 @@ def kept_pairs(call: Call, part: Sequence) -> Tensor:
         return kept
     kept = kept & ~bias.isnan()
     ranked = kept & ~by_place
-    # Stable, so that ties go to the lower index.
+    # The sort is stable, so that ties go to the lower index.
     order = bias.masked_fill(~ranked, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
     candidates = ranked.gather(-1, order)
     first = candidates & (candidates.cumsum(-1) <= call.window)
@@ -113,7 +112,7 @@ def kept_pairs(call: Call, part: Sequence) -> Tensor:
 
 
 def terms(part: Part, softcap: float, dtype: torch.dtype) -> tuple[Terms, Terms, Tensor]:
-    """Return the results of a part, the errors that they may have, and the probabilities."""
+    """Return the results of a part, their error bounds, and the probabilities."""
     query, key, value, kept, dout = part.query, part.key, part.value, part.kept, part.dout
     empty = ~kept.any(-1)
     scores = part.scale * (query @ key.transpose(-1, -2))
@@ -135,7 +134,7 @@ def terms(part: Part, softcap: float, dtype: torch.dtype) -> tuple[Terms, Terms,
     if part.sink is not None:
         margin = part.sink.unsqueeze(-1) - lse.masked_fill(empty, 0)
         p, sink_p = of_keys * torch.sigmoid(-margin).unsqueeze(-1), torch.sigmoid(margin)
-        # Of the margin, which shifts what is less of the two shares by its error.
+        # The error of the margin scales the smaller of the two shares.
         size = part.sink.abs().unsqueeze(-1) + lse.abs() + margin.abs()
         sink_error = (4 * EPS32 * size).nan_to_num(0, 0, 0)
     lse = lse.masked_fill(empty, -torch.inf)
@@ -162,20 +161,20 @@ def terms(part: Part, softcap: float, dtype: torch.dtype) -> tuple[Terms, Terms,
     )
 
     least = kept * tiny
-    # Of what no product reads, P is never rounded to the dtype.
+    # No product reads the mass, so its P is never rounded to the dtype.
     mass_error = p * (ALLOWED * unit(torch.float32) + relative) + least + of_keys / MOST_SINK
     p_error = p * (ALLOWED * eps + relative) + least
     if part.sink is not None:
         p_error = p_error + of_keys / MOST_SINK
-    # The error of an out that cancels is that of the sum of its terms, rounded independently.
+    # If out cancels, its error is that of the sum of its independently rounded terms.
     rounded = eps * (out.abs() + (p.square() @ value.square()).sqrt())
     rounded = rounded + (p * relative) @ value.abs()
     delta_error = (dout.abs() * rounded).sum(-1)
     dp_abs = dout.abs() @ value.abs().transpose(-1, -2)
     if part.sink is not None:
         least = least + of_keys * dp_abs / MOST_SINK
-        # Probabilities that a sink has made so small may be flushed to 0, and with them what the
-        # gradient of lse, which is without the sink, leaves of a score.
+        # A sink may flush small probabilities to 0. A score then loses its gradient from lse, which
+        # does not count the sink.
         flushed = smallest(torch.float32) * MOST_SINK
         least = least + kept * flushed * part.dlse.abs().unsqueeze(-1)
     ds_error = (
@@ -206,14 +205,14 @@ def terms(part: Part, softcap: float, dtype: torch.dtype) -> tuple[Terms, Terms,
 
 
 def unit(dtype: torch.dtype) -> float:
-    """Return by what P and dS are rounded; of float32 what a sum of many terms loses."""
+    """Return the rounding unit of P and dS; for float32, the error of a sum of many terms."""
     return 16 * EPS32 if dtype == torch.float32 else torch.finfo(dtype).eps
 
 
 def subnormal_error(dtype: torch.dtype, factor: Tensor, rounded: Tensor) -> Tensor:
-    """Return for each head by what products with numbers change whose subnormal ones are rounded.
+    """Return for each head the error of products whose ``rounded`` operand is subnormal.
 
-    The errors are independent. A sink may leave only subnormal numbers of out.
+    The errors are independent. A sink may leave only subnormal values in out.
     """
     info = torch.finfo(dtype)
     is_subnormal = rounded.abs() < info.smallest_normal
@@ -222,7 +221,7 @@ def subnormal_error(dtype: torch.dtype, factor: Tensor, rounded: Tensor) -> Tens
 
 
 def smallest(dtype: torch.dtype) -> float:
-    """Return the error of small P and dS: of subnormal float16 numbers; elsewhere they are 0.
+    """Return the error of small P and dS: one subnormal unit in float16, flushing to 0 elsewhere.
 
     P is relative to a maximum that may be 2^8 too large, and its exponential may be flushed to 0.
     """
@@ -231,7 +230,7 @@ def smallest(dtype: torch.dtype) -> float:
 
 
 def ignored(part: Part, lse: Tensor) -> Terms:
-    """Return 1 for what may be anything: of heads that keep NaN, or whose lse has no digits."""
+    """Return 1 for undefined elements: of heads that keep NaN or whose lse has no digits."""
     spoiled = part.spoiled.double()
     vague = (lse.abs() > LARGEST_LSE) & (lse != -torch.inf)
     no_gradient = (part.spoiled | vague.any(-1)).double()
@@ -253,7 +252,7 @@ def ignored(part: Part, lse: Tensor) -> Terms:
 
 
 def mass_shape(call: Call) -> tuple[int, ...]:
-    """Return the shape of what each key received."""
+    """Return the shape of the key mass."""
     heads, keys = call.query.shape[-2], call.key.shape[-3]
     return (heads, keys) if call.cu_seqlens_q is not None else (call.query.shape[0], heads, keys)
 
@@ -321,7 +320,7 @@ class Totals:
 
 
 def summed(tensor: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    """Sum (B, H, ., .) to sizes of 1, and over the heads of each group; -1 keeps a dimension."""
+    """Sum (B, H, ., .) to sizes of 1 and over the heads of each group; -1 keeps a dimension."""
     heads = sizes[1]
     if 1 < heads < tensor.shape[1]:
         tensor = tensor.unflatten(1, (heads, -1)).sum(2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Drawn forget gates, whose sums are exact in any order, by a pack and by the formula."""
+"""Drawn forget gates with sums that are exact in any order, by a pack and by the formula."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support import Target
 
 from .source import Source, strided
 
-SHARE = 5  # one of so many drawn calls also draws gates
+SHARE = 5  # one of this many drawn calls also draws gates
 
 
 def check_gates(seed: int, target: Target) -> None:

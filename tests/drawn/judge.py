@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Whether results are right: by the bound of each element, and by what plain PyTorch achieves."""
+"""The judge of results: the bound of each element, and the accuracy of plain PyTorch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .listed_exact import widen
 
 @dataclasses.dataclass
 class Expected:
-    """What a call should give, by how much each element may differ, and which may be anything."""
+    """The expected results of a call, their bounds, and the undefined elements."""
 
     call: Call
     results: dict[str, Tensor]
@@ -25,7 +25,7 @@ class Expected:
     probabilities: list[tuple[Part, Tensor]]
 
     def judged(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what a result should be, its bounds, and which elements may be anything."""
+        """Return a result's expected values, its bounds, and its undefined elements."""
         want, bound = (self.repeated(name, of[name]) for of in (self.results, self.bounds))
         return want, bound, self.repeated(name, self.ignored[name]) > 0
 
@@ -40,11 +40,11 @@ class Expected:
         return errors
 
     def repeated(self, name: str, small: Tensor) -> Tensor:
-        """Return for each element of a result what is known of it."""
+        """Return the values of a call for each element of a result; here they are the same."""
         return small
 
     def check(self, got: dict[str, Tensor], *, clamps: bool | None = None) -> None:
-        """Raise AssertionError, which names the worst element, unless all are near enough.
+        """Raise AssertionError with the worst element unless all are within their bounds.
 
         Args:
             got: what the call gave, by name.
@@ -61,7 +61,7 @@ class Expected:
                 found.append(self._compare(name, value, clamps).summary())
         if not found:
             return
-        # One wait for all: other processes may keep the GPU for as long as each wait takes.
+        # Wait once for all results: other processes may hold the GPU during each wait.
         rows = zip(names, torch.stack(found).tolist(), strict=True)
         far = []
         for name, (is_wrong, error, largest) in rows:
@@ -84,25 +84,25 @@ class Expected:
         is_raised = value.is_cuda if clamps is None else clamps
         most = torch.finfo(value.dtype).max
         value = value.to(want.device).double()
-        # What its dtype may not hold is infinite.
+        # Values beyond the dtype's range are infinite.
         overflows = value.isinf() & (want.abs() + bound > most) & (value.sign() == want.sign())
         value = torch.where(overflows, want, value)
         if name == "lse" and is_raised:
             want, value = _raised(want), _raised(value)
         wrong = infinite & (value != want)
         error = (value - want).masked_fill(infinite, 0).abs().masked_fill(~counts, 0)
-        # Not ">": that of a NaN is false.
+        # Not ">": a NaN error must count as wrong.
         wrong = counts & (wrong | ~(error <= bound))
         return Comparison(value, want, bound, error, wrong, counts & ~infinite)
 
     def floor(self, name: str, largest: float) -> float:
-        """Return the error that small problems may have, in which the formula rounds luckily.
+        """Return the allowed error of small problems, in which the formula may round luckily.
 
         It is 4 units in the last place of the dtype (for gradients that of out, which the backward
         pass reads), and 64 of float32, relative to the largest value or to 1.
         """
         eps = EPS32 if name in ("lse", "mass") else torch.finfo(self.call.query.dtype).eps
-        if name == "mass":  # kernels compute it from lse, which has as many digits as float32
+        if name == "mass":  # kernels compute it from lse, which has only float32 precision
             lse = self.results["lse"]
             finite = lse[~lse.isinf()].abs()
             largest *= max(1.0, finite.max().item() if len(finite) else 0.0)
@@ -118,12 +118,12 @@ class Expected:
 
 
 def _raised(lse: Tensor) -> Tensor:
-    """Return lse as if no bias were below the least that scores to base 2 hold, but for -inf."""
+    """Return lse clamped to the least base-2 score; -inf stays."""
     return torch.where(lse.isinf(), lse, lse.clamp(min=LEAST_SCORE))
 
 
 class Comparison(NamedTuple):
-    """A result beside what it should be."""
+    """A result and its expected values."""
 
     value: Tensor
     want: Tensor
@@ -138,7 +138,7 @@ class Comparison(NamedTuple):
         return torch.stack([self.wrong.any().double(), self.error.max(), largest])
 
     def describe(self, name: str) -> str:
-        """Return a line about the elements that are wrong."""
+        """Return a line about the wrong elements."""
         first = tuple(self.wrong.nonzero()[0].tolist())
         value, want, bound = (t[first].item() for t in (self.value, self.want, self.bound))
         return (
@@ -164,7 +164,7 @@ def expected(call: Call) -> Expected:
     if call.indices is not None:
         widen(bounds.sums, added.sums, dtype)
     least = smallest(dtype)
-    # Of what nothing is summed for, such as the gradient of a key that is dropped, 0 is exact.
+    # Without any term, as for a dropped key's gradient, the result must be exactly 0.
     allowed = {name: bound + least * (bound > 0) for name, bound in bounds.sums.items()}
     return Expected(
         call,
@@ -176,7 +176,7 @@ def expected(call: Call) -> Expected:
 
 
 def eager(call: Call) -> dict[str, Tensor]:
-    """Return the results of the same formula by PyTorch operations, each at the inputs' dtype."""
+    """Return the results of the same formula by PyTorch operations in the inputs' dtype."""
     dtype = call.query.dtype
     totals = Totals(call)
     for part in parts(call):
@@ -202,7 +202,7 @@ def eager(call: Call) -> dict[str, Tensor]:
         gradients = torch.autograd.grad(
             (out, lse), leaves, (part.dout.to(dtype), part.dlse.to(dtype))
         )
-        # Sums over rows of what lists name are of float32, as those of a product of matrices are.
+        # Sums over the rows that list a key are float32, like those of a matrix product.
         wide = torch.float64 if call.indices is None else torch.float32
         found = (t.detach().to(wide) for t in (out, lse, *gradients, p.float().sum(2)))
         totals.add(part, Terms(*found))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What exact.py asks about calls whose queries list their keys."""
+"""The functions of exact.py for calls with key lists."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .parts import Part, Terms
 
 
 def parts(call: Call) -> Iterator[Part]:
-    """Cut a call into problems of one query each, those of a sequence as one batch."""
+    """Split a call into problems of one query each; a sequence is one batch."""
     heads = call.query.shape[-2]
     group = heads // call.key.shape[-2]
     for rows in sequences(call):
@@ -28,7 +28,7 @@ def parts(call: Call) -> Iterator[Part]:
         states = []
         for name in ("key", "value"):
             own = of_rows(call, rows, name).double()
-            own = torch.cat([own, own.new_zeros((1, *own.shape[1:]))])  # there may be no key
+            own = torch.cat([own, own.new_zeros((1, *own.shape[1:]))])  # no key may exist
             own = own.repeat_interleave(group, 1).transpose(0, 1)  # (H, K + 1, D)
             own = own[torch.arange(heads, device=own.device)[:, None], places]
             own = own.masked_fill(~kept.transpose(2, 3), 0)
@@ -57,7 +57,7 @@ def add(sums: dict[str, Tensor], call: Call, part: Part, some: Terms) -> None:
         return sums[name] if rows.packed else sums[name][rows.number % len(sums[name])]
 
     def to_keys(terms: Tensor, heads: int) -> Tensor:
-        """Sum (Q, H, k, ...) to (heads, K, ...), one by one."""
+        """Sum (Q, H, k, ...) to (heads, K, ...) one by one."""
         count, sizes = rows.keys.stop - rows.keys.start, terms.shape[3:]
         places = rows.indices.unflatten(0, (heads, -1)).flatten(1)
         places = places.view(*places.shape, *[1] * len(sizes)).expand(*places.shape, *sizes)
@@ -86,10 +86,9 @@ def add(sums: dict[str, Tensor], call: Call, part: Part, some: Terms) -> None:
 
 
 def widen(bounds: dict[str, Tensor], added: dict[str, Tensor], dtype: torch.dtype) -> None:
-    """Allow for what a float32 sum of so many terms loses: 2^-24 of all of them with each.
+    """Allow for the error of a float32 sum of many terms: each term adds 2^-24 of the total.
 
-    Lists may name one key alone. The bound of a term already is 2^-18 of it, or far more where the
-    dtype has fewer digits.
+    All lists may name one key. The bound of a term is at least 2^-18 of it already.
     """
     names = ("dkey", "dvalue", "dbias", "mass") if dtype == torch.float32 else ("mass",)
     for name in names:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the rows of calls read whose queries list their keys."""
+"""The inputs of rows in calls with key lists."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from .calls import Call
 
 
 class Rows(NamedTuple):
-    """Some rows that list keys of one sequence."""
+    """Some rows with key lists in one sequence."""
 
     number: int  # of the sequence
     packed: bool
     rows: slice
     keys: slice
-    indices: Tensor  # (H, Q, k), 0 for what is no key
-    listed: Tensor  # bool, what of them is a key
+    indices: Tensor  # (H, Q, k), 0 where the index is no key
+    listed: Tensor  # bool, True where the index is a key
 
 
 def sequences(call: Call) -> Iterator[Rows]:
-    """Cut a call into sequences."""
+    """Split a call into sequences."""
     assert call.indices is not None
     heads, kv_heads = call.query.shape[-2], call.key.shape[-2]
     is_packed = call.cu_seqlens_q is not None
@@ -53,7 +53,7 @@ def sequences(call: Call) -> Iterator[Rows]:
 
 
 def of_rows(call: Call, rows: Rows, name: str) -> Tensor:
-    """Return what a call has for some rows, or for their keys, by that and by head."""
+    """Return a tensor's part for some rows, or for their keys, by row or key and by head."""
     tensor: Tensor = getattr(call, name)
     is_of_keys = name in ("key", "value")
     if is_of_keys and call.block_table is not None:
@@ -67,14 +67,14 @@ def of_rows(call: Call, rows: Rows, name: str) -> Tensor:
 
 
 def added(call: Call, rows: Rows) -> tuple[Tensor | None, Tensor | None]:
-    """Return the bias and that of what is listed, for each place (H, Q, k)."""
+    """Return the key bias and the index bias of each place (H, Q, k)."""
     heads, kv_heads = call.query.shape[-2], call.key.shape[-2]
     bias, index_bias = call.bias, call.index_bias
     if bias is not None:
         own = bias.detach() if rows.packed else bias.detach()[rows.number % bias.shape[0]]
         own = per_query_head(own[None, :, 0, rows.keys], heads, kv_heads)[0]
         own = own.expand(heads, -1)
-        own = torch.cat([own, own.new_zeros((heads, 1))], 1)  # there may be no key
+        own = torch.cat([own, own.new_zeros((heads, 1))], 1)  # the sequence may have no key
         bias = own.unsqueeze(1).expand(-1, rows.indices.shape[1], -1).gather(2, rows.indices)
     if index_bias is not None:
         own = index_bias.detach() if rows.packed else index_bias.detach()[rows.number]
@@ -84,7 +84,7 @@ def added(call: Call, rows: Rows) -> tuple[Tensor | None, Tensor | None]:
 
 
 def kept_places(call: Call, rows: Rows) -> Tensor:
-    """Return bool (H, Q, k): what is a key, and has no bias of -inf."""
+    """Return bool (H, Q, k): the places of a key without a bias of -inf."""
     kept = rows.listed
     for bias in added(call, rows):
         if bias is not None:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Calls of up to thousands of sequences and heads, made of a few that float64 judges.
+"""Calls with up to thousands of sequences and heads, built from a small call that float64 judges.
 
-Which kernel runs, how blocks are numbered, and where schedules wrap depends on how many sequences
-and heads there are. Here a drawn call of a few is repeated: each sequence of the large call is one
-of the small call, and each head is, so float64 judges the small one, and every element of the large
-one is compared with it.
+The chosen kernel, the numbering of thread blocks and the wrap-around of schedules depend on the
+number of sequences and heads. A drawn small call is therefore repeated: each sequence and head of
+the large call is one of the small call. float64 judges the small call, and every element of the
+large call is compared with that.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .problems import Drawn, draw
 from .source import Source
 from .ways import Sizes, draw_way
 
-# Thread blocks of a kernel that share an SM, and how often all SMs are filled.
+# Resident thread blocks per SM, and full waves over all SMs.
 RESIDENT = (1, 2, 3, 4, 5)
 FILLED = (1, 2, 3)
 TILE_ROWS = (64, 128)
@@ -44,27 +44,27 @@ FAMILIES = {
     "shared_bias": 1,
     "narrow": 2.5,
 }
-# Of kernels of GPUs: calls that ways.py draws.
+# GPU kernels only: calls drawn by ways.py.
 WAYS = {"ways": 16.0}
-# Of the most elements: what judges them takes as long as they are many.
+# Weights by share of the most elements; judging takes time in proportion to them.
 SHARES = {1 / 100: 5, 1 / 20: 2, 1: 0.4}
-# Elements of a sequence and head: of small ones there may be many, and of large ones some.
+# Elements of one sequence and head: small units may repeat often, large ones a few times.
 SMALL_UNIT, LARGE_UNIT = 1e4, 1e6
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """How large the repeated call may be."""
+    """Size limits of the repeated call."""
 
     elements: float  # of all its tensors
-    work: float  # products of its forward pass
+    work: float  # of its forward pass, in products
     most: int  # sequences times KV heads
     sms: int
-    tile_arch: int = 0  # of a pack of GPU kernels
+    tile_arch: int = 0  # of a pack with GPU kernels
 
     @classmethod
     def of(cls, target: Target) -> Limits:
-        """Return what a GPU computes in milliseconds, or an emulated one in seconds."""
+        """Return the limits for milliseconds on a GPU, or for seconds on an emulated one."""
         arch = 0
         if target.is_pack and target.has_kernels_of_gpu:
             arch = tile_arch(loader.pack_for(target.device).name)
@@ -77,7 +77,7 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class Repetition:
-    """Which sequence and head of a small call each one of a large call is.
+    """The sequence and head of a small call that each one of the large call repeats.
 
     An axis of a tensor is "sequences", "heads" (of queries), "kv_heads", "rows" or "keys" (of
     packed sequences); any other axis is as in the small call.
@@ -88,7 +88,7 @@ class Repetition:
     moved: dict[tuple[str, str, torch.device], Tensor] = dataclasses.field(default_factory=dict)
 
     def on(self, device: torch.device, axis: str, what: str = "places") -> Tensor:
-        """Return the places of an axis, or how often each is repeated, copied to a device once."""
+        """Return an axis's places or their counts; each is copied to a device once."""
         key = (axis, what, device)
         if key not in self.moved:
             places = self.places[axis]
@@ -98,20 +98,20 @@ class Repetition:
         return self.moved[key]
 
     def gather(self, tensor: Tensor, axes: tuple[str | None, ...]) -> Tensor:
-        """Repeat a tensor of the small call along the axes that are named."""
+        """Repeat a tensor of the small call along the named axes."""
         for dimension, axis in enumerate(axes):
             if axis is not None:
                 tensor = tensor.index_select(dimension, self.on(tensor.device, axis))
         return tensor
 
     def sums(self, tensor: Tensor, axes: tuple[str | None, ...], shape: torch.Size) -> Tensor:
-        """Repeat, and sum along axes of which the large call's tensor has one element."""
+        """Repeat along the axes, and sum along those of size 1 in the large call's tensor."""
         for dimension, axis in enumerate(axes):
             if axis is None:
                 continue
             if shape[dimension] == len(self.places[axis]):
                 tensor = tensor.index_select(dimension, self.on(tensor.device, axis))
-            else:  # broadcast: each counts as often as it is repeated
+            else:  # broadcast: each element counts as often as it is repeated
                 counts = self.on(tensor.device, axis, "counts").to(tensor.dtype)
                 counts = counts.view([-1] + [1] * (tensor.dim() - 1 - dimension))
                 tensor = (tensor * counts).sum(dimension, keepdim=True)
@@ -120,7 +120,7 @@ class Repetition:
 
 @dataclasses.dataclass
 class Repeated(Expected):
-    """What the large call should give, kept as what the small one should."""
+    """The expected results of the large call, stored as those of the small call."""
 
     repetition: Repetition
     axes: dict[str, tuple[str | None, ...]]
@@ -130,8 +130,8 @@ class Repeated(Expected):
         return self.shapes[name]
 
     def floor(self, name: str, largest: float) -> float:
-        """Return as usual, but for sums: rounding of what is repeated adds up, where it would
-        cancel among others, so they are judged by their bounds alone.
+        """Return no floor for sums over repeated parts: equal rounding errors add up instead of
+        cancelling, so only the bounds judge sums.
         """
         places = self.repetition.places
         is_sum = name == "dsink" or any(
@@ -144,14 +144,14 @@ class Repeated(Expected):
         large = self.repetition.sums(small.double(), self.axes[name], self.shapes[name])
         if name != "dsink":
             return large
-        # It is a sum over sequences, which are repeated equally often.
+        # dsink also sums over sequences, which are repeated equally often.
         return large * (
             len(self.repetition.places["sequences"]) // self.repetition.sizes["sequences"]
         )
 
 
 def draw_many(seed: int, dtypes: tuple[torch.dtype, ...], limits: Limits) -> tuple[Drawn, Repeater]:
-    """Draw a small call, and how it is repeated; of equal arguments they are equal."""
+    """Draw a small call and its repetition; equal arguments give equal draws."""
     source = Source(seed)
     family = source.weighted(FAMILIES | WAYS if limits.tile_arch else FAMILIES)
     if family == "ways":
@@ -168,7 +168,7 @@ def draw_many(seed: int, dtypes: tuple[torch.dtype, ...], limits: Limits) -> tup
 
 
 def _may_repeat(call: Call) -> bool:
-    """Tell whether the axes of all tensors can be told from their sizes."""
+    """Return whether the sizes of all tensors identify their axes."""
     if 0 in call.query.shape or 0 in call.key.shape:
         return False
     if call.cu_seqlens_q is None:
@@ -177,13 +177,13 @@ def _may_repeat(call: Call) -> bool:
 
 
 class Repeater:
-    """Makes large calls of a small one, and tells what each should give."""
+    """Builds large calls from a small one, with their expected results."""
 
     def __init__(
         self, source: Source, call: Call, limits: Limits, sizes: Sizes | None = None
     ) -> None:
         self.source = source
-        self.sizes = sizes  # if these are given
+        self.sizes = sizes  # sizes of the large call, if they are given
         self.limits = limits
         self.is_packed = call.cu_seqlens_q is not None
         self.call = self._with_known_axes(call)
@@ -191,7 +191,7 @@ class Repeater:
         self.draw()
 
     def draw(self) -> None:
-        """Draw how many sequences and heads there are, which ones, and where they lie."""
+        """Draw the number of sequences and heads, their places in the small call, and a layout."""
         source, call = self.source, self.call
         heads, kv_heads = call.query.shape[-2], call.key.shape[-2]
         group = heads // kv_heads
@@ -214,7 +214,7 @@ class Repeater:
             "heads": (of_kv_heads[:, None] * group + in_group).flatten(),
         }
         sequences = max(count, total // large_kv_heads)
-        if call.sink is not None:  # whose gradient is a sum over sequences
+        if call.sink is not None:  # its gradient is a sum over sequences
             sequences = sequences // count * count
         places["sequences"] = self._places(count, sequences)
         sizes = {"kv_heads": kv_heads, "heads": heads, "sequences": count}
@@ -223,18 +223,18 @@ class Repeater:
                 places[axis] = _packed_places(bounds, places["sequences"])
                 sizes[axis] = int(bounds[-1])
         self.repetition = Repetition(places, sizes)
-        # Of a mask or bias, whether an axis of one element is repeated or stays broadcast.
+        # Whether a mask or bias repeats an axis of size 1 or leaves it broadcast.
         self.repeats_ones = {axis: source.chance(0.5) for axis in ("sequences", "kv_heads")}
         layouts = {"rows first": 6.0, "heads first": 2.0, "not aligned": 1.0}
         self.layout = source.weighted(layouts) if self.sizes is None else "rows first"
 
     def describe(self) -> str:
-        """Return how many there are."""
+        """Return the number of sequences and KV heads."""
         places = self.repetition.places
         return f"{len(places['sequences'])} sequences, {len(places['kv_heads'])} KV heads"
 
     def large(self, device: str) -> Call:
-        """Make the large call."""
+        """Build the large call."""
         call, changed = self.call.to(device), {}
         for name in ("query", "key", "value", "dout", "dlse", "mask", "bias", "sink"):
             tensor = getattr(call, name)
@@ -261,7 +261,7 @@ class Repeater:
         return dataclasses.replace(call, **changed)
 
     def expected(self, large: Call, judged_on: str) -> Repeated:
-        """Tell what a large call should give; float64 judges the small one once."""
+        """Return the expected results of a large call; float64 judges the small call once."""
         if self._small is None:
             self._small = expected(self._with_own_biases(self.call.to(judged_on)))
         names = {"out": "dout", "lse": "dlse"} | {f"d{name}": name for name in self.call.wanted}
@@ -277,7 +277,7 @@ class Repeater:
         return Repeated(**small, repetition=self.repetition, axes=axes, shapes=shapes)
 
     def _with_own_biases(self, call: Call) -> Call:
-        """Give each sequence and head a bias of its own, if it has a gradient."""
+        """Give a bias with a gradient its own values for each sequence and head."""
         if call.bias is None or "bias" not in call.wanted:
             return call
         axes = self._axes("bias", call.bias)
@@ -288,7 +288,7 @@ class Repeater:
         return dataclasses.replace(call, bias=call.bias.expand(sizes))
 
     def _with_known_axes(self, call: Call) -> Call:
-        """Give the bias four dimensions, or want no gradient of one number for all packed keys."""
+        """Make the bias 4-D, or drop the gradient of one number for all packed keys."""
         bias = call.bias
         if bias is None or "bias" not in call.wanted:
             return call
@@ -299,7 +299,7 @@ class Repeater:
         return dataclasses.replace(call, wanted=tuple(n for n in call.wanted if n != "bias"))
 
     def _total(self, units: int, length: int, group: int) -> int:
-        """Draw how many sequences times KV heads there are."""
+        """Draw the product of sequences and KV heads."""
         source, limits = self.source, self.limits
         elements = sum(tensor.numel() for tensor in self.call.tensors()) / units
         work = length * length * group * (self.call.query.shape[-1] + 16.0)
@@ -324,7 +324,7 @@ class Repeater:
         return source.choice(fitting or [most])
 
     def _places(self, count: int, large: int) -> Tensor:
-        """Draw which of a few each one is, each equally often if that is possible."""
+        """Draw a place of the small call for each large one, each equally often if possible."""
         order = torch.arange(large) % count
         return order[self.source.permutation(large)]
 
@@ -347,21 +347,21 @@ class Repeater:
         of_heads = "heads" if is_of_queries else "kv_heads"
         if not self.is_packed:
             return ("sequences", of_heads, None, None)[: tensor.dim()]
-        if tensor.dim() == 2:  # the bounds of intervals
+        if tensor.dim() == 2:  # bounds of intervals
             return (of_heads, "keys")
         if tensor.shape[1] > 1:
             return (of_heads, "rows", None)
         return (of_heads, None, "keys" if tensor.shape[2] == _total_keys(self.call) else None)
 
     def _gathered(self, name: str, tensor: Tensor) -> Tensor:
-        """Repeat along every axis, those of one element if they are not to stay broadcast."""
+        """Repeat along every axis, except an axis of size 1 that stays broadcast."""
         axes = list(self._axes(name, tensor))
         for dimension, axis in enumerate(axes):
             if axis is None or name not in ("mask", "bias") or tensor.shape[dimension] > 1:
                 continue
             is_alone = self.repetition.sizes[axis] == 1
             if is_alone and axis == "sequences" and tensor.dim() < 4:
-                continue  # only four dimensions broadcast it
+                continue  # only a 4-D tensor broadcasts over sequences
             if not (is_alone and self.repeats_ones.get(axis, True)):
                 axes[dimension] = None
         return self.repetition.gather(tensor, tuple(axes))
@@ -381,7 +381,7 @@ def _total_keys(call: Call) -> int:
 
 
 def _packed_places(bounds: Tensor, sequences: Tensor) -> Tensor:
-    """Return which packed row of the small call each packed row of the large call is."""
+    """Return for each packed row of the large call its row of the small call."""
     lengths = bounds.diff().long()[sequences]
     begins = bounds[:-1].long()[sequences] - (lengths.cumsum(0) - lengths)
     return torch.arange(int(lengths.sum())) + begins.repeat_interleave(lengths)

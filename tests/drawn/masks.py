@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Drawn masks and biases: every form, what they hold, and bytes of booleans other than 0 and 1."""
+"""Drawn masks and biases: every form, their values, and boolean bytes other than 0 and 1."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ DENSITIES = {0.0: 0.2, 0.02: 0.7, 0.1: 1, 0.3: 1, 0.5: 1.5, 0.7: 1, 0.9: 1.5, 0.
 
 
 def draw_shape(source: Source, sizes: Sizes, longest: int) -> tuple[int, ...]:
-    """Draw the shape of a mask or a bias: any dimension broadcast, 3-D and 2-D ones too."""
+    """Draw the shape of a mask or a bias: any dimension may be broadcast, 3-D and 2-D included."""
     heads = source.choice([1, sizes.kv_heads, sizes.heads])
     if sizes.packed:
-        # With one row in all, one row for each query could not be told from one for all.
+        # With a single row, a row for each query is indistinguishable from one for all queries.
         if sizes.queries == 1 or source.chance(0.6):
             return (heads, 1, sizes.keys)
         return (heads, sizes.queries, longest)
@@ -66,7 +66,7 @@ def draw_bool(source: Source, shape: tuple[int, ...]) -> Tensor:
 
 
 def with_bytes(source: Source, mask: Tensor) -> Tensor:
-    """Let what is true be other bytes than 1, as views of integers and NumPy make it."""
+    """Give true elements other bytes than 1, as views of integers and NumPy do."""
     kind = source.weighted({"1": 6, "255": 1, "2": 1, "128": 1, "any": 1})
     if kind == "1":
         return mask
@@ -76,7 +76,7 @@ def with_bytes(source: Source, mask: Tensor) -> Tensor:
 
 def draw_intervals(source: Source, sizes: Sizes) -> IntervalMask:
     mask = _drawn_intervals(source, sizes)
-    # No draw tells, so that seeds draw what they have drawn before.
+    # This depends on no draw, so that seeds keep their earlier draws.
     last = min(sizes.q_lengths)
     begins_at_a_query = (mask.start < last) | (mask.start >= mask.end)
     mask._keeps_runs = sizes.keys % 3 == 0 and bool(begins_at_a_query.all())
@@ -105,7 +105,7 @@ def _drawn_intervals(source: Source, sizes: Sizes) -> IntervalMask:
     if kind == "documents":
         ids = source.kept((sizes.batch, keys), source.choice([0.02, 0.1])).cumsum(-1)
         return IntervalMask.documents(ids)
-    # Also before the first row and past the last.
+    # Includes bounds before the first row and past the last.
     start = source.integers(-2, queries + 3, *shape)
     end = source.integers(-2, queries + 3, *shape)
     if kind == "padding":
@@ -115,7 +115,7 @@ def _drawn_intervals(source: Source, sizes: Sizes) -> IntervalMask:
     ordered = source.kept(shape, source.weighted({0.0: 0.5, 0.9: 1, 1.0: 1}))
     low, high = torch.minimum(start, end), torch.maximum(start, end)
     start, end = torch.where(ordered, low, start), torch.where(ordered, high, end)
-    if source.chance(0.2):  # as far out as integers go
+    if source.chance(0.2):  # the limits of int32
         far = source.kept(shape, 0.1)
         start = start.masked_fill(far & source.kept(shape, 0.5), -(2**31))
         end = end.masked_fill(far, 2**31 - 1)
@@ -128,7 +128,7 @@ def _drawn_intervals(source: Source, sizes: Sizes) -> IntervalMask:
 def draw_bias(
     source: Source, shape: tuple[int, ...], dtype: torch.dtype, *, selects: bool
 ) -> Tensor:
-    """Draw a bias; one that selects may hold NaN, and what is tied."""
+    """Draw a bias; one that selects may hold NaN and ties."""
     kind = source.weighted({"normal": 6, "wide": 1, "ties": 3 if selects else 0.5, "zero": 0.5})
     if kind == "ties":
         bias = source.integers(-2, 3, *shape).float()
@@ -146,7 +146,7 @@ def draw_bias(
 
 
 def draw_places(source: Source, shape: tuple[int, ...]) -> Tensor:
-    """Draw single places, or whole keys, keys of a head, rows, or heads."""
+    """Draw single places, whole keys, keys of a head, rows, or heads."""
     ones = (1,) * len(shape)
     leading = len(shape) - 2 if len(shape) > 2 else 1
     forms = {

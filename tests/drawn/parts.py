@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The dense problems that a call is cut into, and what they give."""
+"""The dense problems into which a call is split, and their results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .listed_rows import Rows
 
 
 class Part(NamedTuple):
-    """A dense problem of a call in float64, poison replaced by zeros; dimensions (B, H, ...)."""
+    """A dense problem of a call in float64 with dimensions (B, H, ...); zeros replace poison."""
 
     sequence: Sequence | Rows
     query: Tensor
@@ -21,7 +21,7 @@ class Part(NamedTuple):
     value: Tensor
     bias: Tensor | None
     kept: Tensor
-    spoiled: Tensor  # (B, H): heads that keep a key or a query which is not finite
+    spoiled: Tensor  # (B, H): heads that keep a non-finite key or query
     dout: Tensor
     dlse: Tensor
     scale: float
@@ -29,7 +29,7 @@ class Part(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """Something for each element of the results of a part, with the heads of query."""
+    """One value for each element of the results of a part, with the heads of the query."""
 
     out: Tensor
     lse: Tensor

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""NaN and infinities where nothing may see them.
+"""NaN and infinities in elements that must not affect any result.
 
-A key that no query of a head keeps, by mask, selection or a bias of -inf, reaches no result and no
-gradient of that head. Other heads may share the key and keep it: their results then may be
-anything. A key that some rows of a head keep is left alone, since others of its rows may multiply
+A key that no query of a head keeps, by mask, selection or a bias of -inf, must not affect any
+result or gradient of that head. Other heads may keep the shared key: their results are then
+undefined. A key that some rows of a head keep stays clean, since the head's other rows may multiply
 it by 0.
 """
 
@@ -24,7 +24,7 @@ VALUES = (torch.nan, torch.nan, torch.inf, -torch.inf)
 
 
 def poison(source: Source, call: Call) -> tuple[dict[str, int], list[str]]:
-    """Poison some of what nothing may see, in place.
+    """Poison some of the elements that must not affect any result, in place.
 
     Returns:
         Of each tensor whose elements are the same along a dimension, that dimension; and what may
@@ -44,7 +44,7 @@ def poison(source: Source, call: Call) -> tuple[dict[str, int], list[str]]:
         dropped, empty = ~kept.any(2), ~kept.any(3)
         groups = dropped.unflatten(1, (part.key.shape[2], -1))
         by_all, by_some = groups.all(2).transpose(1, 2), groups.any(2).transpose(1, 2)
-        # Tensors of a packed call lack the dimension of the batch.
+        # Tensors of a packed call have no batch dimension.
         shift = 0 if call.cu_seqlens_q is None else 1
         for name in ("key", "value"):
             flags = by_all & source.kept(by_all.shape, share if name in kinds else 0.0)
@@ -64,13 +64,13 @@ def poison(source: Source, call: Call) -> tuple[dict[str, int], list[str]]:
             flags = _unseen(call, part, part.bias) & source.kept(part.bias.shape[-1:], share)
             part.bias.masked_fill_(flags, source.choice(VALUES))
             if shift and part.bias.shape[2] == part.query.shape[1] != 1 and call.bias is not None:
-                # Of a bias with rows, the keys past the end of a shorter sequence.
+                # A bias with rows: the keys past the end of a shorter sequence.
                 call.bias[:, part.rows, part.key.shape[1] :] = source.choice(VALUES)
     return alike, [*kinds, "heads"] if of_heads else kinds
 
 
 def _make_alike(source: Source, tensor: Tensor) -> int:
-    """Make elements the same along the batch or the heads; return that dimension and 1, or 0."""
+    """Make elements equal along the batch or the heads; return that dimension plus 1, or 0."""
     dimension = source.choice([0, 2]) if tensor.dim() == 4 else 1
     if tensor.shape[dimension] < 2:
         return 0
@@ -79,7 +79,7 @@ def _make_alike(source: Source, tensor: Tensor) -> int:
 
 
 def _spoil(source: Source, tensor: Tensor, flags: Tensor, alike: int | None, shift: int) -> None:
-    """Overwrite rows (B, rows, heads), where alike those of which no one counts, or one element."""
+    """Overwrite flagged rows (B, rows, heads) or one element each; equal rows need all flags."""
     if alike is not None:
         dimension = alike + shift
         flags = flags.all(dimension, keepdim=True).expand(flags.shape)
@@ -90,7 +90,7 @@ def _spoil(source: Source, tensor: Tensor, flags: Tensor, alike: int | None, shi
 
 
 def _unseen(call: Call, part: Sequence, bias: Tensor) -> Tensor:
-    """Return bool (B|1, heads of bias, 1, K|1): keys that no query sees, whatever their bias."""
+    """Return bool (B|1, heads of bias, 1, K|1): the keys that no query sees, for any bias."""
     seen = visible_pairs(call, part).any(2, keepdim=True)
     if bias.shape[0] == 1:
         seen = seen.any(0, keepdim=True)

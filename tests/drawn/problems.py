@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Problems that draw all options together, each from one integer."""
+"""Problems with all options drawn together, each from one integer."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ PAGE_SIZES = (1, 8, 16, 48, 64)
 
 @dataclasses.dataclass
 class Drawn:
-    """A call, and by which way and under which conditions it is made."""
+    """A call, and the way and conditions in which it is made."""
 
     seed: int
     call: Call
-    poisoned: list[str]  # tensors that hold NaN at places that no result may depend on
-    planned: bool  # by a plan made before
-    selected: bool  # by dynamic_mask, and attention over what it returns
-    deterministic: bool  # asked for, and the call repeated
-    probabilities: bool  # asked for
-    poisoned_buffers: bool  # what the package allocates holds NaN
+    poisoned: list[str]  # tensors with NaN in elements that must not affect any result
+    planned: bool  # with a plan made before
+    selected: bool  # by dynamic_mask, followed by attention with its mask
+    deterministic: bool  # requested, and the call is repeated
+    probabilities: bool  # requested
+    poisoned_buffers: bool  # the package's allocations hold NaN
     threads: int  # of a CPU
 
     def describe(self) -> str:
-        """Return one line about what was drawn."""
+        """Return one line about the drawn options."""
         call = self.call
         words = [str(call.query.dtype).removeprefix("torch.")]
         for name in ("query", "key", "value", "mask", "bias", "sink", "indices", "index_bias"):
@@ -70,7 +70,7 @@ def draw(
     family: str = "any",
     other_widths: bool = True,
 ) -> Drawn:
-    """Draw a problem on the CPU: of equal arguments it is equal, wherever that is.
+    """Draw a problem on the CPU; equal arguments give the same problem on every machine.
 
     Args:
         seed: any integer from 0.
@@ -159,19 +159,19 @@ def draw(
 
 
 def draw_scores(source: Source, call: Call) -> None:
-    """Draw how scores are made, and whether queries see what follows them."""
+    """Draw causality, the softcap and the scale."""
     call.causal = source.chance(0.5)
     call.softcap = source.weighted({0.0: 6, 0.5: 0.5, 5.0: 2, 20.0: 1, 100.0: 0.5})
     call.scale = source.weighted({None: 7, 0.3: 1, 1e-3: 0.5, 0.0: 0.3, -0.2: 0.7, 2.0: 0.3})
 
 
 def draw_threads(source: Source) -> int:
-    """Draw how many threads a call has."""
+    """Draw the number of threads of a call."""
     return source.weighted({1: 5, 2: 1, 3: 1, 7: 0.5})
 
 
 def _keep_by_place(source: Source, call: Call, most: int) -> None:
-    """Draw how many of the last and the first keys a selection keeps; some have nothing else."""
+    """Draw keep_last and keep_first of a selection; some selections keep nothing else."""
     if source.chance(0.5):
         call.keep_last = source.weighted(
             {0: 0.5, 1: 0.5, source.integer(2, 40): 2, source.integer(1, most + 5): 1}
@@ -195,7 +195,7 @@ def draw_tensors(source: Source, sizes: Sizes, dtype: torch.dtype) -> Call:
 
 
 def change_width(seed: int, call: Call) -> None:
-    """Give values of some calls another head dimension; all else is drawn as without it."""
+    """Give the values of some calls another head dimension; no other draw changes."""
     source = Source(seed + 2**40)
     if not source.chance(0.12):
         return
@@ -208,7 +208,7 @@ def change_width(seed: int, call: Call) -> None:
 
 
 def set_width(source: Source, call: Call, width: int) -> None:
-    """Give values so many columns."""
+    """Set the values' head dimension."""
     for name in ("value", "dout"):
         states = getattr(call, name)[..., :width]
         more = source.randn(*states.shape[:-1], width - states.shape[-1]).to(states.dtype)
@@ -228,7 +228,7 @@ def draw_sink(source: Source, heads: int, dtype: torch.dtype) -> Tensor:
 
 
 def _lay_out(source: Source, call: Call, sizes: Sizes, expanded: dict[str, int]) -> None:
-    """Give every tensor strides of its own, some of them 0."""
+    """Give every tensor its own strides, some of them 0."""
     for name in ("query", "key", "value", "dout", "dlse", "mask", "bias", "sink"):
         tensor = getattr(call, name)
         if not isinstance(tensor, Tensor):
@@ -247,7 +247,7 @@ def _lay_out(source: Source, call: Call, sizes: Sizes, expanded: dict[str, int])
 
 
 def _expanded(source: Source, tensor: Tensor, sizes: Sizes) -> Tensor:
-    """Expand some dimensions of 1: the same meaning with a stride of 0."""
+    """Expand some dimensions of size 1, which gives them a stride of 0."""
     if tensor.dim() == 4:
         full = [sizes.batch, sizes.heads, sizes.queries, sizes.keys]
     elif sizes.packed:
@@ -263,11 +263,11 @@ def _expanded(source: Source, tensor: Tensor, sizes: Sizes) -> Tensor:
 
 
 def cut_into_pages(source: Source, call: Call, sizes: Sizes) -> None:
-    """Cut keys and values into pages in random order, with NaN where no key lies."""
+    """Cut keys and values into pages in random order; unused rows hold NaN."""
     page = source.choice(PAGE_SIZES)
     needed = [-(-length // page) for length in sizes.k_lengths]
     numbers = source.permutation(sum(needed) + 3)
-    # What a row of the table holds past its sequence is not looked at.
+    # Entries past a sequence's pages are not read.
     table = torch.zeros(len(needed), max(1, *needed) + source.choice([0, 1]), dtype=torch.int32)
     pages = [
         torch.full((len(numbers), page, *t.shape[1:]), torch.nan, dtype=t.dtype)
@@ -287,5 +287,5 @@ def cut_into_pages(source: Source, call: Call, sizes: Sizes) -> None:
 
 
 def bounds(lengths: list[int]) -> Tensor:
-    """Return where sequences of these lengths begin and end."""
+    """Return the bounds of packed sequences of these lengths."""
     return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The file of a run: which seeds were checked, by what and where, and what was wrong."""
+"""The file of a run: the checked seeds, the target and device, and the failures."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from support import Target
 
 from .workers import Outcome
 
-# Of what a run was made of; a run that continues another must have the same.
+# The facts that a continued run must share with the earlier one.
 FIXED = ("commit", "target", "device", "small", "many", "lists", "first_seed")
 
 
 @dataclasses.dataclass
 class Record:
-    """The results of the seeds from `first_seed` up to `next_seed`, and of some after it."""
+    """The results of the seeds from `first_seed` up to `next_seed`, and of some later ones."""
 
     facts: dict[str, Any]
     next_seed: int
     seconds: float = 0.0
     counts: dict[str, int] = dataclasses.field(default_factory=dict)
     failures: list[Outcome] = dataclasses.field(default_factory=list)
-    launched: Counter[str] = dataclasses.field(default_factory=Counter)  # cases by kernel
+    launched: Counter[str] = dataclasses.field(default_factory=Counter)  # cases for each kernel
     ahead: dict[int, Outcome] = dataclasses.field(default_factory=dict)
 
     @property
     def done(self) -> int:
-        """How many seeds without a gap have a result."""
+        """The number of finished seeds before the first gap."""
         return self.next_seed - int(self.facts["first_seed"])
 
     @property
@@ -45,7 +45,7 @@ class Record:
         return len(self.failures)
 
     def add(self, outcome: Outcome) -> None:
-        """Take what became of a seed; they come in any order."""
+        """Record the outcome of a seed; outcomes come in any order."""
         self.ahead[outcome.seed] = outcome
         while (outcome := self.ahead.pop(self.next_seed, None)) is not None:
             self.next_seed += 1
@@ -55,7 +55,7 @@ class Record:
                 self.failures.append(outcome)
 
     def write(self, path: Path) -> None:
-        """Write what a later run continues: no seed after a gap."""
+        """Write the state for a later run: no seed after a gap."""
         content = {
             **self.facts,
             "next_seed": self.next_seed,
@@ -71,7 +71,7 @@ class Record:
 
     @classmethod
     def read(cls, path: Path, facts: dict[str, Any]) -> Record:
-        """Read a file to continue; SystemExit if it tells of something else."""
+        """Read a file to continue; SystemExit if its facts differ."""
         content = json.loads(path.read_text())
         other = [
             f"{name} {content.get(name)!r}, now {facts[name]!r}"
@@ -94,7 +94,7 @@ class Record:
 def facts_of(
     target: Target, *, small: bool, many: bool, lists: bool, first_seed: int, commit: str | None
 ) -> dict[str, Any]:
-    """Return what a run is made of."""
+    """Return the facts of a run."""
     pack = Path(loader.pack_for(target.device).path).name if target.is_pack else None
     return {
         "commit": commit or _commit(),
@@ -122,7 +122,7 @@ def device_name(device: str) -> str:
 
 
 def _commit() -> str:
-    """Return the commit of the sources, with a sign that they differ from it."""
+    """Return the commit of the sources, with a mark for local changes."""
     asked = [
         "git",
         "-C",

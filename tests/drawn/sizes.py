@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The sizes of drawn problems: around the tiles of kernels, and small enough to draw thousands."""
+"""The sizes of drawn problems: near the tiles of kernels, and small enough to draw thousands."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ EDGES = (
     256,
     257,
 )
-# Products of a forward pass; a float64 backward pass has five times as many.
+# Products of a forward pass by weight; a float64 backward pass has five times as many.
 BUDGETS = {2e6: 3.0, 8e6: 3.0, 2e7: 1.0, 1.5e8: 0.07}
 SMALL_BUDGETS = {5e5: 1.0, 2e6: 1.0}
 
 
 @dataclasses.dataclass
 class Sizes:
-    """Of a dense problem, or of packed sequences, whose lengths lie side by side in lists."""
+    """The sizes of a dense problem, or of packed sequences, whose lengths are in lists."""
 
     q_lengths: list[int]
     k_lengths: list[int]
@@ -47,7 +47,7 @@ class Sizes:
     group: int
     head_dim: int
     packed: bool
-    batch: int  # of a dense problem, which has one length of queries and one of keys
+    batch: int  # of a dense problem, which has one query length and one key length
 
     @property
     def heads(self) -> int:
@@ -63,16 +63,16 @@ class Sizes:
 
     def work(self) -> float:
         pairs = sum(q * k for q, k in zip(self.q_lengths, self.k_lengths, strict=True))
-        # Some passes over the pairs cost as much as a product over this head dimension.
+        # Some passes over the pairs cost as much as a product over 64 columns.
         rows = self.queries + self.keys
         return self.batch * self.heads * (pairs * (self.head_dim + 64.0) + rows * self.head_dim)
 
 
 def draw_sizes(source: Source, *, small: bool, family: str = "any") -> Sizes:
-    """Draw sizes within a budget, which is drawn too: few large problems, many small ones.
+    """Draw sizes within a drawn budget: few large problems, many small ones.
 
-    Families are sizes that have kernels of their own and are seldom drawn otherwise; they need
-    not keep to a budget.
+    A family has sizes with kernels of their own that are rarely drawn otherwise; it may exceed the
+    budget.
     """
     if family != "any":
         return _sizes_of(source, family)
@@ -96,7 +96,7 @@ def _any_sizes(source: Source) -> Sizes:
         lengths = [
             (source.weighted({q: 8, 0: 1}), source.weighted({k: 8, 0: 1})) for q, k in lengths
         ]
-        if source.chance(0.3):  # as documents have that are packed for training
+        if source.chance(0.3):  # like documents that are packed for training
             lengths = [(queries, queries) for queries, _ in lengths]
         q_lengths, k_lengths = (list(side) for side in zip(*lengths, strict=True))
         return Sizes(q_lengths, k_lengths, kv_heads, group, head_dim, True, 1)
@@ -108,11 +108,11 @@ def _any_sizes(source: Source) -> Sizes:
 def _sizes_of(source: Source, family: str) -> Sizes:
     """Draw sizes of a family.
 
-    "short" sequences; "pairs", whose bias has a row for each query; "windows", which are short
-    pairs; "rows" of many keys, for which mask and bias have a row each; "long" sequences of few
-    queries; "selections" by a window among some hundred keys; "decode" of one query; "boxes" of
-    consecutive keys, too many for the kernels of short sequences; one number of a bias for all
-    keys, "shared_bias"; "narrow" values, whose sizes `draw` gives them.
+    "short" sequences; "pairs", with a bias row for each query; "windows": short pairs; "rows" of
+    many keys with mask and bias rows; "long" sequences with few queries; "selections" of a window
+    among some hundred keys; "decode" with one query; "boxes" of consecutive keys, too many for the
+    short-sequence kernels; "shared_bias", one bias value for all keys; "narrow" values, sized by
+    `draw`.
     """
     short = source.choice([source.integer(1, 64), source.integer(33, 256), 64, 128, 192, 256])
     queries, keys = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Random choices and numbers that follow from one integer, on every machine alike."""
+"""Random choices and numbers from one integer, equal on every machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Source:
-    """What a problem is drawn from: choices by Python's generator, values by PyTorch's on a CPU."""
+    """The source of a problem: choices by Python's generator, values by PyTorch's CPU generator."""
 
     def __init__(self, seed: int) -> None:
         self.choices = random.Random(seed)
@@ -34,7 +34,7 @@ class Source:
         return self.choices.choices(list(weights), list(weights.values()))[0]
 
     def some(self, of: Sequence[T]) -> list[T]:
-        """Choose a subset, which may be empty or everything, in order."""
+        """Choose an ordered subset, possibly empty or complete."""
         return [one for one in of if self.chance(0.5)]
 
     def randn(self, *shape: int) -> Tensor:
@@ -52,7 +52,7 @@ class Source:
 
 
 def strided(source: Source, tensor: Tensor) -> Tensor:
-    """Give the same values other strides, another alignment, and NaN or its like around them."""
+    """Give the same values other strides and alignment, surrounded by NaN or similar values."""
     dense = {"dense": 3.0, "sliced": 1.0, "stepped": 0.5, "permuted": 1.0, "offset": 1.0}
     kind = source.weighted(dense)
     if kind == "dense" or tensor.dim() == 0 or tensor.numel() == 0:
@@ -83,19 +83,19 @@ def strided(source: Source, tensor: Tensor) -> Tensor:
 
 
 def surroundings(like: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Return memory of which nothing that is outside of a view may matter."""
+    """Return memory for a view; its elements outside of the view must not affect any result."""
     if like.dtype.is_floating_point:
         return like.new_full(tuple(sizes), math.nan)
     return like.new_full(tuple(sizes), True if like.dtype == torch.bool else 7)
 
 
 def bytes_of(mask: Tensor) -> Tensor:
-    """Return a boolean tensor's bytes, which may be others than 0 and 1."""
+    """Return a boolean tensor's bytes, which may differ from 0 and 1."""
     return mask.view(torch.uint8)
 
 
 def truth_of(mask: Any) -> Any:
-    """Return a boolean tensor with bytes of 0 and 1; anything else as it is."""
+    """Return a boolean tensor with bytes 0 and 1; other tensors are unchanged."""
     if isinstance(mask, Tensor) and mask.dtype == torch.bool:
         return bytes_of(mask).ne(0)
     return mask

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Calls that take a given way of the routes: sizes that drawn calls seldom have."""
+"""Calls that take a given way of the routes: sizes that are rarely drawn otherwise."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from .coverage import known_ways
 from .problems import Drawn
 from .source import Source
 
-# Where the routes are compiled, so that processes share them.
+# The folder of the compiled routes, which processes share.
 FOLDER = "FDM_ROUTES"
 DRAWS = 20_000
-# Products of the whole call for each pair of a row and a key that float64 judges.
+# Products of the whole call for each (row, key) pair that float64 judges.
 WORK_OF_PAIR = 2500
 GRADIENTS = ("query", "key", "value", "bias", "sink")
 
 
 @dataclasses.dataclass
 class Sizes:
-    """How large the whole call is, of which `Drawn` has at most two sequences and KV heads."""
+    """The sizes of the whole call; `Drawn` has at most two of its sequences and KV heads."""
 
     sequences: int
     kv_heads: int
@@ -40,7 +40,7 @@ class Sizes:
 
 @functools.cache
 def compiled() -> Routes:
-    """Return the routes, compiled once for this process and those that it starts."""
+    """Return the routes, compiled once for this process and its children."""
     if FOLDER not in os.environ:
         os.environ[FOLDER] = tempfile.mkdtemp(prefix="routes-")
     return Routes.compiled(Path(os.environ[FOLDER]))
@@ -112,7 +112,7 @@ def _call(source: Source, spec: Spec, dtype: torch.dtype) -> Call:
 
 
 def _intervals(source: Source, spec: Spec, shape: tuple[int, ...]) -> IntervalMask:
-    """Return the mask of a selection of so many keys, or of windows where it is not known."""
+    """Return the mask of a selection of this many keys, or of windows if max_kept is unknown."""
     if spec.max_kept and spec.causal:
         rank, window = source.randn(*shape), min(spec.max_kept, spec.keys)
         sizes = {"query_length": spec.queries, "key_length": spec.keys}

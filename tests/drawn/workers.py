@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Processes that check seeds, of which one may crash or hang without harm to the others."""
+"""Processes that check seeds; a crash or hang of one does not affect the others."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ import torch
 from flash_dmattn import loader
 from support import Target
 
-# Seeds that a process gets at once.
+# Seeds that a process gets at a time.
 BLOCK = 16
-# Bytes of a GPU that a process keeps between seeds; the others need memory, too.
+# GPU memory in bytes that a process keeps between seeds; the other processes need memory too.
 SHARE_OF_MEMORY = 4 << 30
-# Of a process that reports itself that it can go on no more.
+# A process that reports that it cannot continue.
 RETIRED = ("", "")
 
 
 class Outcome(NamedTuple):
-    """What became of a seed: "right", "wrong", "refused" as not built, "error", "crash", "hang"."""
+    """A seed's outcome: "right", "wrong", "refused" (not built), "error", "crash" or "hang"."""
 
     seed: int
     kind: str
@@ -38,7 +38,7 @@ class Outcome(NamedTuple):
 
 @dataclasses.dataclass
 class Worker:
-    """A process, and the seeds that it has not reported yet, in its order."""
+    """A process, and its seeds without a report, in its order."""
 
     process: Any
     connection: multiprocessing.connection.Connection
@@ -63,7 +63,7 @@ def outcome_of(
         small: draw a small problem, and judge it on the CPU.
         many: repeat the sequences and heads of the problem.
         lists: of queries that list their keys.
-        strict: raise what is neither right nor a wrong result.
+        strict: raise errors other than wrong results.
     """
     from .check import check, check_many
     from .lists import draw_listed
@@ -116,7 +116,7 @@ def run(
     start_limit: float = 120,
     until: float = math.inf,
 ) -> Iterator[Outcome]:
-    """Yield what becomes of each seed, in any order; after the time `until` start no more.
+    """Yield the outcome of each seed, in any order; start none after the time `until`.
 
     Args:
         seeds: what to check.
@@ -152,7 +152,7 @@ def run(
                         worker.process.join()
                         gone = ("crash", f"the process ended: {_ending(worker.process.exitcode)}")
                     else:
-                        if outcome is None:  # it can go on no more
+                        if outcome is None:  # it cannot continue
                             gone = RETIRED
                         else:
                             worker.waiting.remove(outcome.seed)
@@ -186,7 +186,7 @@ def _ending(code: int) -> str:
 
 
 def _start(job: Callable[[int], Outcome], block: list[int], start_limit: float) -> Worker:
-    # Spawned: CUDA cannot be used in a process that was forked.
+    # CUDA needs spawned processes: it cannot be used after a fork.
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_work, args=(theirs, job), daemon=True)
@@ -217,7 +217,7 @@ def _work(connection: Any, job: Callable[[int], Outcome]) -> None:
 
 
 def _is_sound() -> bool:
-    """Say whether this process can still use its GPU, which after some errors it cannot."""
+    """Return whether this process can still use its GPU; some CUDA errors are permanent."""
     if not torch.cuda.is_initialized():
         return True
     try:
