@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Kernels of which the emulator must see what is wrong; prints one line for each. tests/test_emulator.py reads them.
+// Kernels with defects that the emulator must detect. Prints one line for each kernel; tests/test_emulator.py reads
+// them.
 #include <cuda_runtime.h>
 
 #include <cstdio>
@@ -14,7 +15,7 @@ namespace fdm::cuda {
 
 constexpr int kThreads = 128;
 
-// Lanes meet in groups of four, some groups sooner than others, and then all of a warp.
+// Groups of four lanes synchronize at different times, then all lanes of a warp.
 void meetings(int *out) {
   const uint32_t quad = 0xfu << (threadIdx.x % 32 & ~3u);
   int sum = int(threadIdx.x);
@@ -26,8 +27,8 @@ void meetings(int *out) {
   out[threadIdx.x] = all[kThreads - 1 - threadIdx.x] + __syncthreads_or(threadIdx.x == 77);
 }
 
-// Copies 16 bytes a thread to shared memory, and reads those of another thread; or tells whether some are there and
-// some not.
+// Each thread copies 16 bytes to shared memory and reads those of another thread. Without the wait, the output tells
+// whether some copies are complete and others are not.
 template <bool kWaits> void copies(const int *in, int *out) {
   extern __shared__ __align__(1024) char dynamic_shared[];
   auto *words = reinterpret_cast<int *>(dynamic_shared);
@@ -40,7 +41,7 @@ template <bool kWaits> void copies(const int *in, int *out) {
   out[threadIdx.x] = kWaits ? copied : __syncthreads_or(is_there) && __syncthreads_or(!is_there);
 }
 
-// The warps of a block ask each other in one place, or each role in its own.
+// All warps of a block call __syncthreads_or in one place, or each role in its own.
 template <bool kTogether> void asks(int *out) {
   const bool first = threadIdx.x < kThreads / 2;
   if (kTogether)
@@ -51,7 +52,7 @@ template <bool kTogether> void asks(int *out) {
     out[threadIdx.x] = __syncthreads_or(false);
 }
 
-// 64 threads arrive at a barrier in shared memory, which may want more.
+// 64 threads arrive at a barrier in shared memory that may expect more.
 template <int kArrivals> void barriers(int *out) {
   __shared__ uint64_t barrier;
   if (threadIdx.x == 0) ptx::init_barrier(barrier, kArrivals);
@@ -63,7 +64,7 @@ template <int kArrivals> void barriers(int *out) {
   out[threadIdx.x] = 1;
 }
 
-// Some threads say that they have read a number, which others then overwrite, before they read it.
+// Some threads signal a read too early: others overwrite the number before the read.
 void releases_early(int *out) {
   __shared__ uint64_t barrier;
   __shared__ int number;
@@ -86,7 +87,7 @@ void writes_beyond(int *) {
   if (threadIdx.x == 5) dynamic_shared[2048] = 1;
 }
 
-// Of ones, 64 x 16 times 16 x 32.
+// A wgmma product of ones: 64 x 16 by 16 x 32.
 template <bool kWaits> void products(float *out) {
   extern __shared__ __align__(1024) char dynamic_shared[];
   for (int n = int(threadIdx.x); n < 1024; n += kThreads) reinterpret_cast<uint16_t *>(dynamic_shared)[n] = 0x3f80;
@@ -101,7 +102,7 @@ template <bool kWaits> void products(float *out) {
   out[threadIdx.x] = sums[3][2];
 }
 
-// The last of some blocks sums what all of them have.
+// The last block of a cluster sums the values of all its blocks.
 void of_all_blocks(float *out) {
   extern __shared__ __align__(1024) char dynamic_shared[];
   auto *own = reinterpret_cast<float *>(dynamic_shared) + threadIdx.x;
@@ -113,7 +114,7 @@ void of_all_blocks(float *out) {
   ptx::sync_cluster();
 }
 
-// Each block of two sends numbers to the other, which waits for all of their bytes, in both phases.
+// Two blocks send numbers to each other in two phases; each waits for all bytes of the other.
 void exchange_of_blocks(float *out) {
   extern __shared__ __align__(1024) char dynamic_shared[];
   auto &received = *reinterpret_cast<uint64_t *>(dynamic_shared);
@@ -131,7 +132,7 @@ void exchange_of_blocks(float *out) {
     __syncthreads();
     if (threadIdx.x < 2) ptx::arrive_of_block(ready, other);
     ptx::wait_for_cluster(ready, phase);
-    __syncthreads(); // else the other block might end the next phase while a thread waits for this one
+    __syncthreads(); // a thread still waits for this phase: the other block must not end the next one
     const auto x = float(100 * blockIdx.y + threadIdx.x + 1000 * phase);
     if (threadIdx.x < 32) ptx::RoomOfBlock(own + 4 * threadIdx.x, received, other).store(0, make_float4(x, x, x, x));
     ptx::wait_for_cluster(received, phase);
@@ -163,7 +164,7 @@ void run(const char *name, void (*kernel)(Parameters...), T first, const Inputs 
   run_grid(name, kernel, {1, 1}, 1, first, inputs...);
 }
 
-// Checks that a thread gets boxes in its first call, and none of rows that are not aligned.
+// Checks that a thread gets TMA boxes in its first call, and none for rows that are not aligned.
 void boxes_of_new_thread(void *rows) {
   std::thread([rows] {
     CUtensorMap map;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// How the thread blocks of kernels are numbered: each part of the work has one number, whatever the problem's sizes,
-// the device and the groups in which heads and sequences go together are. Prints a line for each numbering, which
-// tests/test_numbering.py reads; calls reach most groups only with sizes that an emulator is too slow for.
+// The numbering of the kernels' thread blocks: each part of the work has one number, for any problem size, device and
+// grouping of heads and sequences. Prints a line for each numbering, which tests/test_numbering.py reads. Calls reach
+// most groups only at sizes that are too slow for an emulator.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -35,15 +35,15 @@ int64_t draw(int64_t least, int64_t most) {
   return std::uniform_int_distribution<int64_t>(least, most)(random_numbers);
 }
 
-// A part of the work, and how often it was found. Lane 0 of a warp counts.
+// A part of the work and its count. Lane 0 of a warp counts.
 using Part = std::tuple<int64_t, int64_t, int64_t>;
 std::map<Part, int> found;
 void count(int64_t a, int64_t b = 0, int64_t c = 0) {
   if (threadIdx.x % 32 == 0) ++found[{a, b, c}];
 }
-constexpr Part kNone{-1, -1, -1}; // of what is wrong otherwise
+constexpr Part kNone{-1, -1, -1}; // marks any other error
 
-// How many parts there are, and which.
+// The number of parts, and their set.
 struct Work {
   int64_t parts;
   std::function<bool(int64_t a, int64_t b, int64_t c)> has;
@@ -59,7 +59,7 @@ void launch_blocks(void (*kernel)(Parameters...), dim3 grid, unsigned threads, c
   if (cudaLaunchKernelEx(&config, kernel, arguments...)) found[kNone] = 1;
 }
 
-// Tries configurations until one is wrong: the work that `run` returns is what it has counted.
+// Tries configurations until one is wrong. `run` returns the expected work and counts the found parts.
 void check(const char *name, int configurations, Work (*run)()) {
   for (int n = 0; n < configurations; ++n) {
     found.clear();
@@ -77,7 +77,7 @@ void check(const char *name, int configurations, Work (*run)()) {
   std::printf("%s: each part has one number\n", name);
 }
 
-// A divisor of n, drawn.
+// A random divisor of n.
 int64_t divisor(int64_t n) {
   int64_t d;
   do d = draw(1, n);
@@ -91,14 +91,14 @@ fdm_problem draw_problem() {
   p.heads = p.kv_heads * draw(1, 4);
   p.batch = draw(1, 12);
   p.queries = draw(1, 900);
-  // Often tiles whose last row sees one key of another tile, or misses it by one.
+  // Often the last row of a tile sees one key of another key tile, or just misses it.
   p.keys = draw(0, 1) ? draw(1, 900) : std::max<int64_t>(1, p.queries + 128 * draw(-3, 3) + draw(-1, 2));
   p.flags = draw(0, 1) ? FDM_CAUSAL : 0;
   p.head_dim = 64;
   return p;
 }
 
-// The lengths of packed sequences, some of which have no rows.
+// Packed sequences; some have no rows.
 struct Packing {
   std::vector<int32_t> bounds{0};
 
@@ -123,7 +123,7 @@ struct Packing {
   }
 };
 
-// Tiles of a persistent kernel, in the order of a route.
+// The tiles of a persistent kernel in the order of a route.
 void tile_kernel(fdm_problem p, TileOrder order) {
   for (uint32_t index = 0;; ++index) {
     const int64_t number = tile_of_round(index);
@@ -153,7 +153,7 @@ Work tiles_of_packed_sequences() {
           }};
 }
 
-// Key blocks, of heads that go together.
+// Key blocks of heads in groups.
 void key_block_kernel(BackwardParams params, int64_t parts) {
   for (int64_t number = 0; number < parts; ++number) {
     const BlockOfHead own(params.keys, uint32_t(number));
@@ -177,7 +177,7 @@ Work blocks_of_keys() {
           [=](int64_t block, int64_t head, int64_t) { return within(block, keys.blocks) && within(head, keys.heads); }};
 }
 
-// Key blocks of segments of rows. `position` tells which block of its segment it is.
+// Key blocks of row segments. `position` is the block's index in its segment.
 void segment_kernel(BackwardParams params) {
   for (int32_t number = 0; number < params.keys.heads * params.keys.blocks; ++number) {
     const KeyBlockPlace place = place_in_segment(params, uint32_t(number));
@@ -186,7 +186,7 @@ void segment_kernel(BackwardParams params) {
             place.rows.position);
   }
 }
-// `segments_of(sequence)` are the first segment of a sequence in its list, and how many there are.
+// `segments_of(sequence)` returns the first segment of a sequence in its list, and its number of segments.
 template <class SegmentsOf> Work count_segments(BackwardParams &params, const SegmentsOf &segments_of) {
   const fdm_problem &p = params.p;
   const KeySegments segments = params.keys.segments;
@@ -238,7 +238,7 @@ Work blocks_of_packed_segments() {
                         [=](int64_t n) { return std::pair{packing.bounds[n] / 256 + n, packing.parts_of(n, 256)}; });
 }
 
-// Heads of a query that are decoded together, and clusters that share their keys.
+// Heads of a query that a block decodes together, and clusters that share their keys.
 void direct_decode_kernel(DirectDecodeParams params, int64_t blocks) {
   for (int64_t number = 0; number < blocks; ++number) {
     const DirectDecodePlace place(params, uint32_t(number));
@@ -264,7 +264,7 @@ Work heads_of_a_query() {
           }};
 }
 
-// Row tiles of the general forward kernel, of heads that share a tile, in parts.
+// Row tiles of the general forward kernel with heads that share a tile, in splits.
 void forward_place_kernel(ForwardParams params) {
   const ForwardPlace place(params);
   count(place.sequence_index * params.p.heads + place.head, place.tile, place.split);
@@ -287,8 +287,8 @@ Work tiles_in_parts() {
           }};
 }
 
-// Key blocks of each source of row tiles, of equal shares of the work or of whole tiles; and the splits of each, which
-// are numbered from 0 on.
+// Key tiles of each row tile's sources, in equal shares of the work or in whole tiles. The splits of a tile are
+// numbered from 0.
 std::map<int64_t, std::vector<int>> splits_of;
 template <class Config> void forward_kernel_sm90(PairBiasForward work) {
   PairBiasForwardWalkSm90<Config>::for_each(work, [&](const PairBiasForwardTaskSm90<Config> &task, int) {
@@ -329,7 +329,7 @@ template <class Config> Work check_forward_sm90() {
           }};
 }
 
-// Sources of tiles of the fused kernel, in tasks for each tile or in equal shares of all steps.
+// Sources of the fused kernel's tiles, in tasks for each tile or in equal shares of all steps.
 template <bool kClusters> void fused_kernel(PairBiasBackward work) {
   const auto visit = [&](const PairBiasFusedTask &task) {
     const FusedWork &division = work.fused;
@@ -362,7 +362,7 @@ template <bool kClusters> Work sources_of_tiles() {
           }};
 }
 
-// Steps of tiles of the gradient of a bias: the tiles of a block's steps, and where its steps begin.
+// Steps of the dbias tiles: the tiles of a block's steps, and its first step.
 void dbias_kernel(PairBiasBackward work) {
   for (int64_t n = first_step(work.dbias, blockIdx.x); n < first_step(work.dbias, blockIdx.x + 1); ++n) {
     const DbiasTile tile(work, n / work.dbias.groups);
@@ -393,8 +393,7 @@ Work steps_of_dbias() {
           }};
 }
 
-// Rows of packed tensors before the first sequence, and from the last bound on. Their results are cleared, and no
-// others.
+// Packed rows before the first sequence and from the last bound on. Exactly their results are cleared.
 Work rows_of_no_sequence() {
   fdm_problem p = draw_problem();
   Packing packing(p, draw(1, 4), 60);
@@ -422,7 +421,7 @@ Work rows_of_no_sequence() {
           }};
 }
 
-// What routes of drawn problems number, of all architectures, on devices of few and many SMs.
+// Devices for drawn routes: all architectures, with few and many SMs.
 DeviceFacts draw_device() {
   static BuiltFor built[3] = {built_for(), built_for(), built_for()};
   constexpr int kArchs[] = {80, 86, 90}, kSms[] = {1, 16, 78, 132, 133, 144, 256};
@@ -430,7 +429,7 @@ DeviceFacts draw_device() {
   built[n].tile_arch = kArchs[n];
   return {&built[n], &route_table(kArchs[n]), kSms[draw(0, 6)]};
 }
-// Up to 10,000 sequences x heads, most often few or as many as fill all SMs about once, twice or three times.
+// Up to 10,000 sequences x heads, most often few, or one to six times the 132 SMs of an H100.
 fdm_problem draw_large_problem() {
   fdm_problem p = draw_problem();
   const int64_t heads = draw(0, 2) == 0 ? draw(1, 10000) : draw(0, 1) ? draw(1, 60) : 132 * draw(1, 6) + draw(-1, 1);
@@ -514,8 +513,8 @@ Work forward_routes() {
           }};
 }
 
-// The blocks of a chain: all of them have keys of one head, and dQ of each tile begins once, ends once, and has a part
-// of each block that sees the tile.
+// The blocks of a chain have keys of one head. dQ of each tile begins once and ends once, and gets a part from each
+// block that sees the tile.
 void chain_kernel(BackwardParams params) {
   const fdm_problem &p = params.p;
   const ChainWalk walk(p, params.keys.tile_rows, params.keys.block_keys);
@@ -540,7 +539,7 @@ Work check_chains(const BackwardParams &params) {
   const auto sees = [=](int64_t tile, int64_t block) {
     return !is_causal(p) || (tile + 1) * keys.tile_rows - 1 >= block * keys.block_keys - (p.keys - p.queries);
   };
-  int64_t pairs = 2 * tiles; // of a head
+  int64_t pairs = 2 * tiles; // for each head
   for (int64_t tile = 0; tile < tiles; ++tile)
     for (int64_t block = 0; block < keys.blocks; ++block) pairs += block == 0 || sees(tile, block);
   return {pairs * keys.heads, [=](int64_t head, int64_t tile, int64_t block) {
@@ -582,7 +581,7 @@ Work backward_routes() {
     const int64_t segments = keys.segments.count;
     return count_segments(params, [=](int64_t) { return std::pair{int64_t(0), segments}; });
   }
-  if (keys.listed || route.scheduled) return {0, {}}; // the device knows which blocks there are
+  if (keys.listed || route.scheduled) return {0, {}}; // the device determines the blocks
   const int64_t parts = route.keys == KeyKernel::shared ? keys.shares : keys.parts;
   if (route.keys == KeyKernel::shared)
     launch_blocks(small_block_kernel, dim3(keys.max_items, keys.shares), 32, params);
@@ -594,7 +593,7 @@ Work backward_routes() {
           }};
 }
 
-// All launches of the fused kernel: each source of each tile that has a visible key.
+// All launches of the fused kernel: each source of each tile with a visible key.
 Work pair_bias_routes() {
   fdm_problem p = draw_large_problem();
   p.queries = std::max<int64_t>(17, p.queries);
@@ -629,7 +628,7 @@ Work pair_bias_routes() {
           }};
 }
 
-// Each query head of each row, those of no sequence included.
+// Each query head of each row, including rows of no sequence.
 void list_kernel(const ListParams &params, int64_t tiles) {
   for (uint32_t index = 0;; ++index) {
     const int64_t number = tile_of_round(index);
@@ -649,7 +648,7 @@ template <bool kPacked> Work routes_of_lists() {
   delete std::exchange(packing, kPacked ? new Packing(p, p.batch, 20) : nullptr);
   int64_t rows = p.queries;
   if (kPacked) {
-    // Before the first sequence and behind the last one, too.
+    // Also rows before the first sequence and after the last.
     rows = packing->bounds.back() + draw(0, 3);
     if (rows == 0) return {0, {}};
     p.q.shape[1] = rows;
