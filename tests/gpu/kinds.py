@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Calls of every kind: what is masked and how, the form of the bias, dense, packed and paged.
+"""Calls of every kind: masks, forms of the bias, dense, packed and paged.
 
-Sizes are odd and drawn anew from each seed. Some keys are dropped for all queries, and hold NaN.
+Sizes are odd and drawn from each seed. Some keys are dropped for all queries and hold NaN.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HEAD_DIMS = (16, 40, 64, 72, 128)
 
 
 class Draw:
-    """Random numbers: shapes follow from one seed, what the tensors hold from another."""
+    """Random numbers: one seed sets the shapes, another the values."""
 
     def __init__(self, seed: int, dtype: torch.dtype, head_dim: int = 0, values: int = 0) -> None:
         self.shapes = random.Random(seed)
@@ -121,7 +121,7 @@ def causal_intervals(draw: Draw) -> Call:
 
 
 def near_keys(draw: Draw) -> Call:
-    """Each key is kept by few rows, and those of neighbouring keys go on from there."""
+    """Each key is kept by few rows; neighbouring keys have neighbouring rows."""
     length = (draw.size(200, 400),) * 2
     call, sizes = dense(draw, queries=length, keys=length, kv_heads=(1, 2))
     call.mask = IntervalMask.sliding_window(
@@ -180,7 +180,7 @@ def last_and_best(draw: Draw) -> Call:
 
 
 def last_and_best_padded(draw: Draw) -> Call:
-    """The last keys are counted without those that a mask drops."""
+    """keep_last does not count keys that the mask drops."""
     call, sizes = dense(draw)
     call.causal, call.window = True, draw.size(1, 60)
     call.keep_last, call.keep_first = draw.size(1, 40), draw.size(1, 5)
@@ -198,7 +198,7 @@ def last_and_best_of_rows(draw: Draw) -> Call:
 
 
 def last_of_many(draw: Draw) -> Call:
-    """More keys than one thread block selects, of which the last rows see all but a few."""
+    """More keys than one thread block selects from; the last rows see all but a few."""
     call, sizes = dense(
         draw, batch=(1, 2), queries=(1, 150), keys=(4200, 5000), kv_heads=(1, 2), group=(1, 2)
     )
@@ -211,7 +211,7 @@ def last_of_many(draw: Draw) -> Call:
 
 
 def last_alone(draw: Draw) -> Call:
-    """A sliding window and the first keys, which need no bias."""
+    """A sliding window and the first keys, without a bias."""
     call, _ = dense(draw)
     call.causal, call.window = True, 0
     call.keep_last, call.keep_first = draw.size(1, 90), draw.size(0, 5)
@@ -219,7 +219,7 @@ def last_alone(draw: Draw) -> Call:
 
 
 def decode(draw: Draw) -> Call:
-    """Few rows, so that the keys are divided among blocks and the parts merged."""
+    """Few rows: the keys are divided over thread blocks, whose parts are merged."""
     call, sizes = dense(draw, queries=(1, 3), keys=(2000, 4000), kv_heads=(1, 2), group=(1, 8))
     call.causal = True
     call.mask = draw.kept(sizes.batch, sizes.kv_heads, 1, sizes.keys, density=0.7)
@@ -228,7 +228,7 @@ def decode(draw: Draw) -> Call:
 
 
 def few_heads(draw: Draw) -> Call:
-    """A long sequence, so that the rows of a key block are divided in the backward pass."""
+    """A long sequence: the backward pass divides the rows of a key block."""
     call, sizes = dense(
         draw, batch=(1, 1), queries=(1100, 1500), keys=(1100, 1500), kv_heads=(1, 1), group=(2, 2)
     )
@@ -238,7 +238,7 @@ def few_heads(draw: Draw) -> Call:
 
 
 def long_keys(draw: Draw) -> Call:
-    """Many key blocks for each row tile, so that what holds a few of them is used again."""
+    """Many key blocks for each row tile, so that buffers of a few blocks are reused."""
     call, sizes = dense(draw, queries=(1, 200), keys=(1000, 1600), kv_heads=(1, 2), group=(1, 2))
     call.causal = True
     call.bias = draw.randn(1, sizes.heads, 1, sizes.keys)
@@ -246,7 +246,7 @@ def long_keys(draw: Draw) -> Call:
 
 
 def many_tiles(draw: Draw) -> Call:
-    """More tiles than a GPU has SMs: persistent blocks get several."""
+    """More tiles than SMs: persistent blocks get several tiles."""
     call, sizes = dense(
         draw, batch=(10, 12), queries=(260, 300), keys=(100, 300), kv_heads=(2, 2), group=(3, 3)
     )
@@ -269,7 +269,7 @@ def strided(draw: Draw) -> Call:
 
 @dataclasses.dataclass
 class Packed:
-    """The sizes of packed sequences; which sequence has which lengths is random."""
+    """The sizes of packed sequences in random order."""
 
     q_lengths: list[int]
     k_lengths: list[int]
@@ -351,7 +351,7 @@ def packed_last_and_best(draw: Draw) -> Call:
 
 
 def paged(draw: Draw) -> Call:
-    """Pages in random order, NaN where no key lies."""
+    """Pages in random order; unused rows hold NaN."""
     call, sizes = packed(draw)
     page = draw.shapes.choice([1, 8, 16, 48])
     call.causal = True
@@ -379,7 +379,7 @@ def bounds(lengths: list[int]) -> Tensor:
 
 
 def random_intervals(draw: Draw, shape: tuple[int, ...], queries: int) -> IntervalMask:
-    """Also before the first row and past the last, empty ones, and ends before starts."""
+    """Intervals may be empty or inverted, start before the first row or end past the last."""
     start, end = (draw.integers(-2, queries + 3, *shape) for _ in range(2))
     ordered = draw.kept(*shape, density=0.9)
     return IntervalMask(
@@ -389,7 +389,7 @@ def random_intervals(draw: Draw, shape: tuple[int, ...], queries: int) -> Interv
 
 
 def with_dropped_keys(draw: Draw, call: Call) -> Call:
-    """Drop some keys for all queries, and put NaN in them, and in the bias where it is per key."""
+    """Drop some keys for all queries; set them, and a bias per key, to NaN."""
     dimension = 0 if call.cu_seqlens_q is not None else 1
     dropped = draw.kept(call.key.shape[dimension], density=0.2)
     if call.window is not None:
@@ -406,7 +406,7 @@ def with_dropped_keys(draw: Draw, call: Call) -> Call:
 
 
 def assert_right(call: Call, target: Target, *, deterministic: bool) -> None:
-    """Compare all results with float64, and see that every one has been written."""
+    """Compare all results with float64, and check that every element is written."""
     call = call.to(target.device)
     with poisoned_buffers() as buffers:
         got = call.results(deterministic=deterministic)

@@ -21,7 +21,7 @@ BATCH, LENGTH, HEADS, KV_HEADS = 6, 260, 16, 4
 def test_many_tiles(window: int | None, dtype: torch.dtype, head_dim: int, gpu: str) -> None:
     query = randn(BATCH, LENGTH, HEADS, head_dim, seed=0).to(dtype)
     key, value = (randn(BATCH, LENGTH, KV_HEADS, head_dim, seed=n).to(dtype) for n in (1, 2))
-    # The largest come last, and rows find their maximum in any block.
+    # The bias grows along the keys: rows find their maximum in any block, mostly in the last.
     bias = randn(BATCH, KV_HEADS, 1, LENGTH, seed=3).to(dtype) + torch.arange(LENGTH).mul(0.02)
     mask = None if window is None else dynamic_mask(bias, window, is_causal=True)
     problem = Problem(query, key, value, mask, bias, causal=True)

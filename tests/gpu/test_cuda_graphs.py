@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Captured calls: replayed after their inputs have changed in place; the first of a process."""
+"""Captured calls: replays after their inputs have changed in place, and capture of a first call."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_replays_read_what_the_tensors_hold(kind: str, gpu: str, seed: int) -> N
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = call.results(deterministic=True)
-    # The first again at the end: nothing may be left of what a replay has written.
+    # The first contents again at the end: a replay must leave nothing behind.
     for new, want in zip([*contents, contents[0]], [*wanted, wanted[0]], strict=True):
         call.copy_(new)
         graph.replay()
@@ -86,7 +86,7 @@ for seed in (1, 2):
 
 @pytest.mark.usefixtures("gpu")
 def test_first_use_inside_of_a_capture() -> None:
-    """The pack is loaded, and its kernels are, while the stream is being captured."""
+    """The pack and its kernels are loaded during stream capture."""
     done = subprocess.run(
         [sys.executable, "-c", FIRST_USE], capture_output=True, text=True, timeout=120, check=False
     )

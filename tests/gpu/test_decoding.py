@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A decoding step on a GPU: captured, compiled, without waiting, in memory that stays."""
+"""A decoding step on a GPU: captured, compiled, without host waits, in fixed memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def make_layer(gpu: str, seed: int, **settings: int) -> DynamicMaskAttention:
 
 
 def outputs_in_float64(layer: DynamicMaskAttention, tokens: Tensor) -> Tensor:
-    """What the formula gives of the parameters of `make_layer`, for tokens ``(B, N, WIDTH)``."""
+    """Return the formula's output with `make_layer`'s parameters, for tokens ``(B, N, WIDTH)``."""
     exact = DynamicMaskAttention(
         WIDTH, 4, **SETTINGS, keep_last=0, backend="reference", dtype=torch.float64
     )
@@ -52,13 +52,13 @@ def tokens(gpu: str, count: int, batch: int = 1) -> Tensor:
 def prompted(layer: DynamicMaskAttention, prompt: Tensor) -> AttentionCache:
     cache = AttentionCache()
     layer(prompt, cache=cache)
-    layer(prompt[:, :1], cache=cache)  # compiles what it launches
+    layer(prompt[:, :1], cache=cache)  # compiles the kernels
     return cache
 
 
 @pytest.mark.parametrize("batch", [1, 3, 6])
 def test_replays_go_on(batch: int, gpu: str, seed: int) -> None:
-    """Each replay counts on, and the tokens that follow otherwise see what it has kept."""
+    """Each replay advances the counters; later eager steps see its tokens."""
     layer = make_layer(gpu, seed)
     prompt = torch.randn(batch, 50, WIDTH, device=gpu, dtype=torch.bfloat16)
     eager, captured = prompted(layer, prompt), prompted(layer, prompt)
@@ -92,7 +92,7 @@ def test_a_step_waits_for_nothing(gpu: str, seed: int) -> None:
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_steps_compile(mode: str, gpu: str, seed: int) -> None:
-    """Compiled operations err no more than twice as much as the same operations one by one."""
+    """The error of compiled operations is at most twice that of the same eager operations."""
     layer = make_layer(gpu, seed)
     prompt = torch.randn(1, 50, WIDTH, device=gpu, dtype=torch.bfloat16)
     eager, cache = prompted(layer, prompt), prompted(layer, prompt)

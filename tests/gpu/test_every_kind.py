@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Every kind of call in 16 bit against float64, element by element.
 
-scripts/sanitize runs this module, so it should stay small and reach every kernel.
+scripts/sanitize runs this module, so it must stay small and reach every kernel.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from support import HALF_TYPES, Target
 
 from .kinds import KINDS, Draw
 
-# Each that kernels are made for, and sizes between.
+# Every head dimension with kernels, and sizes between them.
 HEAD_DIMS = (1, 32, 64, 96, 100, 128, 192, 200, 256)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""float32 query, key and value on a GPU: refused by packs, computed by Triton without TF32."""
+"""float32 query, key and value on a GPU: packs refuse them, Triton computes them without TF32."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_triton_is_as_accurate_as_float32(head_dim: int, bias: tuple[int, ...], 
     )
     gradients = {"dout": randn(2, 70, 4, head_dim, seed=4), "dlse": randn(2, 4, 70, seed=5)}
     got = problem.results(Target(gpu, "triton"), **gradients)
-    # TF32 has 10 bits behind the point: it would be a thousand times as far away.
+    # TF32 has a 10-bit mantissa: its error would be a thousand times as large.
     assert_accurate(got, problem.truth(**gradients), problem.eager(**gradients))
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Tiles that are given out as thread blocks ask for them, by a counter in the workspace.
+"""Tiles that thread blocks take dynamically from a counter in the workspace.
 
-512 tiles of up to 1152 columns are enough for that (cpp/cuda/route/tables.h). The results do
-not depend on who computes a tile, so they are equal bit by bit.
+512 tiles of up to 1152 columns are enough for that (cpp/cuda/route/tables.h). The results do not
+depend on which block computes a tile, so they are equal bit by bit.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def test_each_tile_is_given_out_once(
 
 
 def test_graphs_and_streams_that_share_a_plan(tensors: tuple[torch.Tensor, ...]) -> None:
-    """Each launch begins with the first tile, also while another one is under way."""
+    """Each launch begins with the first tile, even while another launch runs."""
     query, key, value, bias = tensors
     mask = dynamic_mask(bias, WINDOW, True)
     plan = make_plan(query, key, mask, is_causal=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Query heads of a group that keep keys, or have a bias, of their own: a backward pass for each."""
+"""Query heads of a group with their own kept keys or bias: a backward pass for each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .kinds import Draw, assert_right, bounds, random_intervals
 
 KV_HEADS, GROUP = 2, 3
 HEADS = KV_HEADS * GROUP
-# Of rows and keys, for each SM: so many make the route divide a call.
+# Rows x keys for each SM from which the route divides a call.
 PAIRS = 1 << 20
 Form = Callable[[Draw, Call], None]
 
@@ -32,7 +32,7 @@ def dense(draw: Draw, pairs: int, batch: int = 2) -> Call:
 
 
 def packed(draw: Draw, pairs: int) -> Call:
-    whole = dense(draw, 2 * pairs, batch=1)  # of which the longest has at least a half
+    whole = dense(draw, 2 * pairs, batch=1)  # the longest sequence has at least half of the rows
     total = whole.query.shape[1]
     first = draw.size(total // 4, total // 2)
     lengths = [first, 0, total - first]
@@ -49,7 +49,7 @@ def own_bias(draw: Draw, call: Call) -> None:
 
 
 def own_intervals(draw: Draw, call: Call) -> None:
-    """As of forgetting, where all heads have gates."""
+    """Intervals as of forgetting, where all heads have gates."""
     own_bias(draw, call)
     *batch, keys, _, _ = call.key.shape
     call.mask = random_intervals(draw, (*batch, HEADS, keys), call.query.shape[-3])
@@ -62,7 +62,7 @@ def own_selection(draw: Draw, call: Call) -> None:
 
 
 def selection_from_own_keys(draw: Draw, call: Call) -> None:
-    """Whose intervals, unlike its bias, each query head has; the core makes them."""
+    """Each query head has its own intervals but not its own bias; the core makes the intervals."""
     call.causal, call.window = True, draw.size(20, 60)
     *batch, keys, _, _ = call.key.shape
     call.mask = draw.kept(*batch, HEADS, 1, keys, density=0.8)
@@ -71,7 +71,7 @@ def selection_from_own_keys(draw: Draw, call: Call) -> None:
 
 
 def own_key_mask(draw: Draw, call: Call) -> None:
-    """A bias that heads share, and whose gradient is not wanted."""
+    """The heads share a bias without a gradient."""
     *batch, keys, _, _ = call.key.shape
     call.mask = draw.kept(*batch, HEADS, 1, keys, density=0.3)
     call.bias = draw.randn(*(batch or [1]), 1, 1, keys)[0 if not batch else slice(None)]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""How blocks of the keys of a key mask go through the rows, and how they are divided over a GPU.
+"""The order in which blocks of a key mask process the rows, and their division over a GPU.
 
 With more than 4096 keys, cpp/cuda/backward/key_parts.cuh chooses the length of parts and their
-order: by rows where few blocks are divided, by heads where there are many. With fewer keys and
-heads of 128, the share of kept keys tells how the query heads of a group take turns.
+order: by rows if few blocks are divided, by heads if many are. With fewer keys and heads of 128,
+the share of kept keys sets how the query heads of a group take turns.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def test_gradients(
     gpu: str,
     seed: int,
 ) -> None:
-    """They are right whatever the division is, and whatever plans and workspaces held before."""
+    """Gradients are right for any division and any earlier content of plans and workspaces."""
     dtype, target = torch.bfloat16, Target(gpu, "cuda")
     bias = randn(1, kv_heads, 1, keys, seed=seed + 4).to(dtype)
     mask = torch.zeros(1, kv_heads, 1, keys, dtype=torch.bool)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The kernels of GPU packs that sum the attention of each key, whatever calls take by default."""
+"""The GPU packs' kernels that sum the attention of each key, even where calls do not use them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_every_kind(kind: str, dtype: torch.dtype, gpu: str) -> None:
     assert_near(mass_of(tensors, Target(gpu, "cuda"), **options), wanted(tensors, options))
 
 
-# The schedule divides blocks of more than 4096 keys; 600 sequences and heads wrap around all SMs.
+# The schedule divides blocks of more than 4096 keys; 600 sequences x heads wrap around all SMs.
 @pytest.mark.parametrize("sizes", [(1, 5000, 6, 2), (2, 1500, 32, 8), (50, 300, 12, 12)])
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
 @pytest.mark.parametrize("window", [None, 100])

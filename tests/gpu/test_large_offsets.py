@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Tensors of more than 2^31 elements, and as many scores; heads of them against the reference."""
+"""Tensors of more than 2^31 elements, and as many scores; single heads against the reference."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LIMIT = 1 << 31
 
 
 class Gpu:
-    """Random tensors made on the GPU, and what is free there."""
+    """A GPU, its free memory, and random tensors made on it."""
 
     def __init__(self, seed: int) -> None:
         self.generator = torch.Generator("cuda").manual_seed(seed)
@@ -52,7 +52,7 @@ class Gpu:
 
 @pytest.fixture
 def large(gpu: str, seed: int) -> Iterator[Gpu]:
-    """One test at a time on the machine, so that what was free stays free."""
+    """Run one test at a time on the machine, so that the free memory stays free."""
     with Path(tempfile.gettempdir(), "flash_dmattn_large_tests.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield Gpu(seed)
@@ -60,7 +60,7 @@ def large(gpu: str, seed: int) -> Iterator[Gpu]:
 
 
 def of_head(name: str, tensor: Tensor | None, batch: int, head: int, heads: int) -> Tensor | None:
-    """Take what belongs to a KV head from a tensor with a part for each."""
+    """Return a KV head's part of a tensor."""
     if tensor is None:
         return None
     dimension = 2 if name in ("query", "key", "value", "dout", "out") else 1
@@ -70,7 +70,7 @@ def of_head(name: str, tensor: Tensor | None, batch: int, head: int, heads: int)
 
 
 def check_head(call: Call, results: dict[str, Tensor], batch: int, head: int) -> None:
-    """Compare one KV head of one element of the batch with the formula, in float64."""
+    """Compare one KV head of one batch element with the float64 formula."""
     heads = call.key.shape[2]
 
     def part(name: str, tensor: Tensor | None) -> Tensor | None:
@@ -136,7 +136,7 @@ def test_mask_and_bias_of_every_query(large: Gpu) -> None:
 
 
 def test_expanded_mask_and_bias(large: Gpu) -> None:
-    """As many elements by a stride of 0."""
+    """A stride of 0 expands mask and bias to as many elements."""
     heads, queries, keys = 32, 8200, 8203
     assert heads * queries * keys > LIMIT
     large.needs(8)
@@ -163,7 +163,7 @@ def test_packed_queries_and_their_mask(large: Gpu) -> None:
         for lengths in (q_lengths, k_lengths)
     )
     results = call.results()
-    # The last sequence by itself.
+    # The last sequence alone.
     rows, keys = slice(total - q_lengths[-1], total), slice(-k_lengths[-1], None)
     last = Call(
         call.query[None, rows],
@@ -196,7 +196,7 @@ def test_selection_for_every_query(large: Gpu) -> None:
 
 @pytest.mark.parametrize("name", ["query", "key", "value", "dout", "mask", "bias"])
 def test_rows_that_lie_far_apart(name: str, large: Gpu) -> None:
-    """Memory of 2^32 elements of which almost nothing is read."""
+    """A span of 2^32 elements, almost none of which are read."""
     large.needs(20)
     rows, step = 4, (1 << 30) + 64
     call = large.call((1, rows, 2, 64), (1, rows, 2, 64))

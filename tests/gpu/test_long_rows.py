@@ -15,7 +15,7 @@ from drawn.source import Source, strided
 from flash_dmattn import dynamic_mask, flash_dmattn_func, loader
 from support import Target, randn
 
-KEYS = 20_011  # parts of 8192, of which the last is not full
+KEYS = 20_011  # parts of 8192 keys; the last is not full
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 Make = Callable[[int], Tensor]
 SAMPLES = 4096  # kSampledKeys
@@ -23,7 +23,7 @@ SAMPLES = 4096  # kSampledKeys
 
 @dataclasses.dataclass
 class Selection:
-    """What `dynamic_mask` is given."""
+    """The arguments of `dynamic_mask`."""
 
     bias: Tensor
     window: int
@@ -49,7 +49,7 @@ class Selection:
         return found.cpu()
 
     def by_sorting(self) -> Tensor:
-        """Select by a stable sort of all rows at once."""
+        """Select by one stable sort of all rows."""
         queries, keys = self.bias.shape[2:]
         seen = torch.ones(1, 1, queries, keys, dtype=torch.bool)
         if self.causal:
@@ -61,14 +61,14 @@ class Selection:
         placed = (number <= self.keep_first) | (number > count - self.keep_last)
         values = self.bias.double().expand(seen.shape)
         candidates = seen & ~values.isnan() & (values != -torch.inf)
-        ranked = values.masked_fill(~candidates | placed, -torch.inf) + 0.0  # -0 as 0
+        ranked = values.masked_fill(~candidates | placed, -torch.inf) + 0.0  # turns -0 into 0
         order = ranked.argsort(dim=-1, descending=True, stable=True)[..., : self.window]
         best = torch.zeros_like(seen).scatter(-1, order, True)
         return candidates & (placed | best)
 
 
 def check(target: Target, selection: Selection) -> None:
-    """Compare a selection with a sort; on a GPU, thread blocks share its rows."""
+    """Compare a selection with a sort; on a GPU, several thread blocks share a row."""
     pack = loader.pack_for(target.device)
     before = _shared(pack.launch_counts)
     with poisoned_buffers():
@@ -95,7 +95,7 @@ def rising(seed: int) -> Tensor:
 
 
 def neighbours(seed: int) -> Tensor:
-    """The largest lie together, so that few warps list more than they have room for."""
+    """The largest values are adjacent, so a few warps list more keys than they have room for."""
     bias = randn(1, 2, 1, KEYS, seed=seed)
     bias[..., 9000:9700] += 10
     return bias
@@ -147,7 +147,7 @@ def test_last_and_first_keys(
 @pytest.mark.parametrize("keep_last", [0, 40])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_of_queries(dtype: torch.dtype, keep_last: int, pack_target: Target) -> None:
-    """Of which the first sees few keys, of strided tensors."""
+    """The first row sees few keys; the tensors are strided."""
     queries, source = 3, Source(5)
     bias = strided(source, randn(1, 2, queries, KEYS, seed=2).to(dtype))
     mask = randn(1, 1, queries, KEYS, seed=3) > -0.5
@@ -161,7 +161,7 @@ def test_rows_of_queries(dtype: torch.dtype, keep_last: int, pack_target: Target
 def test_sample_that_tells_the_wrong_threshold(
     dtype: torch.dtype, window: int, pack_target: Target
 ) -> None:
-    """Only keys that are sampled are large: fewer than the window reach the threshold."""
+    """Only sampled keys are large: fewer keys than the window reach the threshold."""
     bias = randn(1, 1, 1, KEYS, seed=7).clamp(-2, 2)
     sampled = list(dict.fromkeys(map(_sampled_key, range(SAMPLES))))
     bias[..., sampled] = 4 + torch.arange(len(sampled)) / 1024
@@ -204,7 +204,7 @@ def test_packed_rows(dtype: torch.dtype, pack_target: Target) -> None:
 
 
 def test_a_step_of_decoding(pack_target: Target) -> None:
-    """One query selects, and attends to what it has selected."""
+    """One query selects keys and attends to them."""
     dtype, device = pack_target.dtypes[0], pack_target.device
     query = randn(2, 1, 4, 64, seed=1).to(device, dtype)
     key, value = (randn(2, KEYS, 2, 64, seed=seed).to(device, dtype) for seed in (2, 3))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Large loss scales: what float16 cannot hold is not hidden, since a GradScaler looks for it."""
+"""Large loss scales: overflow of float16 must stay visible to a GradScaler."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def scaled_call(seed: int, head_dim: int, loss_scale: float) -> Call:
     draw = Draw(seed, torch.float16, head_dim)
     query, key, value = (draw.randn(1, 70, 2, head_dim) for _ in range(3))
     dout = draw.randn(1, 70, 2, head_dim)
-    # Each row keeps two keys of nearly equal weight: then dS is about dO . (v_1 - v_2) / 4.
+    # Each row keeps two keys of nearly equal weight, so dS is about dO . (v_1 - v_2) / 4.
     bias = torch.full((1, 1, 1, 70), -torch.inf)
     bias[..., :2] = 0
     dlse = torch.zeros(1, 2, 70)
@@ -37,13 +37,13 @@ def score_gradients(call: Call) -> torch.Tensor:
 
 @pytest.mark.parametrize("head_dim", [64, 128, 192])
 def test_overflow_of_float16_is_seen(head_dim: int, gpu: str, seed: int) -> None:
-    """Score gradients above 65504 make dQ and dK infinite or NaN, as they are in eager float16."""
+    """Score gradients above 65504 make dQ and dK non-finite, as in eager float16."""
     call = scaled_call(seed, head_dim, 2.0**13)
     assert score_gradients(call).abs().max() > 1.1 * LARGEST
     results = call.to(gpu).results()
     assert not results["dquery"].isfinite().all()
     assert not results["dkey"].isfinite().all()
-    assert results["dbias"].isfinite().all()  # the sum of score gradients before they are rounded
+    assert results["dbias"].isfinite().all()  # sums score gradients before they are rounded
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 192])

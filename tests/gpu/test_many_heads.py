@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Calls of so many heads, sequences or keys that kernels number their work in groups.
+"""Calls with so many heads, sequences or keys that kernels number their work in groups.
 
-Which thread blocks work on what follows from these numbers, of which drawn calls have few.
+The work of a thread block depends on these numbers, which are small in drawn calls.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DTYPE, HEAD_DIM = torch.bfloat16, 64
 def whole(
     draw: Draw, batch: int, kv_heads: int, group: int, queries: int, keys: int, bias: bool = False
 ) -> Call:
-    """Draw a call whose tensors all have the batch."""
+    """Draw a call whose tensors all have the full batch."""
     rows = (batch, queries, kv_heads * group, HEAD_DIM)
     columns = (batch, keys, kv_heads, HEAD_DIM)
     dout, dlse = cotangent(draw.randn(*rows)), draw.randn(batch, rows[2], queries)
@@ -36,7 +36,7 @@ def whole(
 
 
 def few_mask(draw: Draw, call: Call, kept: int, every: int = 1) -> Tensor:
-    """Keep some keys of every such sequence, and none of the others."""
+    """Keep some keys of every ``every``-th sequence, and none of the others."""
     mask = torch.zeros(len(call.key), 1, 1, call.key.shape[1], dtype=torch.bool)
     for number, own in enumerate(mask):
         if number % every == 0:
@@ -45,7 +45,7 @@ def few_mask(draw: Draw, call: Call, kept: int, every: int = 1) -> Tensor:
 
 
 def short_keys(draw: Draw) -> Call:
-    """Key blocks of a head are few, and those of all heads do not go together."""
+    """A head has few key blocks, and the heads form several groups."""
     return whole(draw, 13, 17, 1, 64, draw.size(245, 256))
 
 
@@ -62,21 +62,21 @@ def one_block(draw: Draw) -> Call:
 
 
 def window(draw: Draw) -> Call:
-    """Segments of rows, whose key blocks are ordered for each list."""
+    """Row segments with an order of key blocks for each list."""
     call = whole(draw, 11, 5, 1, draw.size(257, 290), 1024, bias=True)
     call.causal, call.window = True, draw.shapes.choice([20, 90])
     return call
 
 
 def segments(draw: Draw) -> Call:
-    """The rows of a segment keep whole key blocks, which come first. The last has one row."""
+    """Whole key blocks that a segment's rows keep come first. The last segment has one row."""
     call = whole(draw, 1, 2, 1, 513, 513, bias=True)
     call.causal, call.window = True, draw.size(200, 250)
     return call
 
 
 def long_lists(draw: Draw) -> Call:
-    """Segments of lists that are too long to be selected by one thread block."""
+    """Segments of lists that are too long for one thread block to select."""
     call = whole(draw, 11, 1, 1, draw.size(20, 60), draw.size(4500, 4600), bias=True)
     call.causal, call.window = True, 90
     return call
@@ -90,21 +90,21 @@ def short_keys_of_many_tiles(draw: Draw) -> Call:
 
 
 def key_mask(draw: Draw) -> Call:
-    """Lists of kept keys; and row tiles, of which only some sequences go together."""
+    """Lists of kept keys; only some sequences form a group of row tiles."""
     call = whole(draw, 9, 5, 1, draw.size(129, 140), 2048, bias=True)
     call.mask, call.causal = few_mask(draw, call, 40), True
     return call
 
 
 def two_buckets(draw: Draw) -> Call:
-    """More kept keys of a list than are ordered together."""
+    """More kept keys in a list than one bucket orders."""
     call = whole(draw, 1, 1, 1, draw.size(20, 100), draw.size(2400, 3000), bias=True)
     call.mask = few_mask(draw, call, call.key.shape[1] - 40)
     return call
 
 
 def dead_tiles(draw: Draw) -> Call:
-    """A mask of rows that leaves most tiles of so many keys nothing, and some a single pair."""
+    """A mask with rows that leaves most of the many tiles empty, and some with a single pair."""
     call = whole(draw, 1, 1, 2, draw.size(140, 200), 16 * draw.size(130, 140))
     queries, keys = call.query.shape[1], call.key.shape[1]
     call.bias = draw.randn(1, 1, queries, keys)
@@ -116,12 +116,12 @@ def dead_tiles(draw: Draw) -> Call:
 
 
 def groups_of_nine(draw: Draw) -> Call:
-    """One query of more heads than a thread block has, which are no multiple of those."""
+    """One query with more heads in a group than a thread block takes, and no multiple of it."""
     return whole(draw, 3, 2, 9 * draw.size(1, 2), 1, draw.size(60, 200))
 
 
 def long_decode(draw: Draw) -> Call:
-    """One query of few heads, whose keys clusters of blocks share; some keys count far more."""
+    """One query of few heads; clusters share its keys. A large bias makes some keys dominate."""
     call = whole(draw, 2, 1, 4, 1, draw.size(17000, 20000), bias=True)
     call.bias *= 5
     return call
@@ -136,14 +136,14 @@ def listed_decode(draw: Draw) -> Call:
 
 
 def parted_decode(draw: Draw) -> Call:
-    """The keys of each sequence are divided among blocks that are in no cluster."""
+    """The keys of each sequence are divided over blocks without a cluster."""
     call = whole(draw, 2, 1, 4, 3, draw.size(2100, 2500))
     call.causal = True
     return call
 
 
 def biased_decode(draw: Draw) -> Call:
-    """A bias for each of a few queries drops keys, whose values are NaN."""
+    """A bias row for each query drops keys; their values are NaN."""
     call = whole(draw, 2, 2, 1, 3, draw.size(100, 300))
     call.bias = draw.randn(2, 1, 3, call.key.shape[1])
     dropped = draw.kept(call.key.shape[1], density=0.3)
@@ -188,7 +188,7 @@ def test_forward_passes(form: Form, pack_target: Target, seed: int) -> None:
 
 
 def test_asked_tiles(pack_target: Target, seed: int) -> None:
-    """Tiles that thread blocks ask for; most keep nothing. Every second head is the same."""
+    """Dynamically scheduled tiles, most of them empty. Heads repeat with period 2."""
     draw, times = Draw(seed, DTYPE), (1, 1, 8, 1)
     two = whole(draw, 25, 2, 1, 17, draw.size(1024, 1040)).to(pack_target.device)
     two.mask = few_mask(draw, two, 20, every=6).to(pack_target.device)
@@ -218,7 +218,7 @@ def packed(draw: Draw, queries: list[int], keys: list[int], group: int = 1) -> C
 def test_packed_sequences(
     causal: bool, deterministic: bool, pack_target: Target, seed: int
 ) -> None:
-    """More than a warp has lanes, some of them empty."""
+    """More sequences than a warp has lanes; some are empty."""
     draw = Draw(seed, DTYPE)
     lengths = [draw.shapes.choice([0, *range(1, 140, 6)]) for _ in range(70)]
     call = packed(draw, lengths, lengths)
@@ -227,14 +227,14 @@ def test_packed_sequences(
 
 
 def packed_parts(draw: Draw) -> Call:
-    """The rows of several key blocks are divided; and those of each head, for its sink."""
+    """The rows of several key blocks are divided, and so are the rows of a head's dsink sum."""
     call = packed(draw, [draw.size(1500, 1600), 20], [draw.size(200, 250), 10], group=2)
     call.sink = draw.randn(4)
     return call
 
 
 def packed_lists(draw: Draw) -> Call:
-    """Lists so long that thread blocks count their keys by chunks, each with its first key."""
+    """Lists so long that blocks count keys in chunks; each chunk keeps its first key."""
     call = packed(draw, [draw.size(20, 60), 30], [draw.size(16500, 17000), 3000])
     call.mask = random_intervals(draw, (2, len(call.key)), 60)
     call.mask.end[:, draw.kept(len(call.key), density=0.95)] = -1

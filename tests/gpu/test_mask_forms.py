@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""One mask given in different forms, which kernels treat by different plans: the same results."""
+"""One mask in different forms, for which kernels use different plans: the same results."""
 
 from __future__ import annotations
 

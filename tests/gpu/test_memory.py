@@ -12,7 +12,7 @@ WINDOW = 1024
 
 
 def bytes_over_query(length: int, heads: int, kv_heads: int, head_dim: int, device: str) -> float:
-    """Return what forward and backward allocate, over the bytes of the query."""
+    """Return the allocations of forward and backward, relative to the bytes of the query."""
     query, dout = (
         torch.randn(1, length, heads, head_dim, device=device, dtype=torch.bfloat16)
         for _ in range(2)
@@ -34,14 +34,14 @@ def bytes_over_query(length: int, heads: int, kv_heads: int, head_dim: int, devi
 
 @pytest.mark.parametrize("sizes", [(4, 1, 64), (8, 2, 128)], ids=str)
 def test_memory_is_linear(sizes: tuple[int, int, int], gpu: str) -> None:
-    bytes_over_query(4096, *sizes, gpu)  # what is allocated once
+    bytes_over_query(4096, *sizes, gpu)  # one-time allocations
     short, long = (bytes_over_query(1 << power, *sizes, gpu) for power in (17, 19))
     assert long <= 6
     assert long <= 1.1 * short
 
 
 def test_a_shared_bias_takes_no_more_than_its_gradient(gpu: str) -> None:
-    """Beside the gradient of such a bias, what is linear in the length is allocated."""
+    """Apart from the bias gradient, the allocations are linear in the length."""
     shapes = [(2, 2048, 16, 64)] * 4 + [(1, 16, 2048, 2048)]
     tensors = [torch.randn(*shape, device=gpu, dtype=torch.bfloat16) for shape in shapes]
     dout, *inputs = tensors[0], *(tensor.requires_grad_() for tensor in tensors[1:])
@@ -56,7 +56,7 @@ def test_a_shared_bias_takes_no_more_than_its_gradient(gpu: str) -> None:
 
 @pytest.mark.parametrize("length", [128, 250, 256, 333, 384])
 def test_sums_of_a_shared_bias_take_no_memory_of_their_own(length: int, gpu: str) -> None:
-    """Beside results, numbers of a row in float32 and of the bias: three times those of lse."""
+    """Apart from results, only float32 numbers of rows and bias are allocated: about 3 x lse."""
     shapes = [(length, length, 4, 32)] * 4 + [(1, 4, length, length)]
     tensors = [torch.randn(*shape, device=gpu, dtype=torch.bfloat16) for shape in shapes]
     dout, *inputs = tensors[0], *(tensor.requires_grad_() for tensor in tensors[1:])
@@ -72,12 +72,12 @@ def test_sums_of_a_shared_bias_take_no_memory_of_their_own(length: int, gpu: str
         peak: int = torch.cuda.memory_stats()["requested_bytes.all.peak"]
         return peak - before
 
-    requested()  # what is allocated once
+    requested()  # one-time allocations
     rows = 4 * length**2 * 4
-    tiles = 4 * (-(-length // 128) * 128) ** 2 * 4  # of the sums of the bias gradient
+    tiles = 4 * (-(-length // 128) * 128) ** 2 * 4  # of the bias gradient's sums
     parts = 0
     if "wgmma" not in loader.pack_for("cuda").features:
-        # Two parts of a tile of 128 x 128 for each thread block, of which an SM holds two.
+        # Each thread block has two partial tiles of 128 x 128; an SM holds two blocks.
         parts = 4 * torch.cuda.get_device_properties(gpu).multi_processor_count * 128**2 * 4
     most = 4 * dout.numel() * dout.element_size() + 2 * rows + max(rows, tiles) + parts
     assert requested() <= most

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""How the key blocks of many packed sequences are divided over a GPU."""
+"""The division of the key blocks of many packed sequences over a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support import randn
 def test_many_sequences_of_few_blocks(
     blocks: int, sequences: int, deterministic: bool, gpu: str
 ) -> None:
-    """Each key block is computed once: gradients are those of calls with a few sequences."""
+    """Each key block is computed once: the gradients equal those of calls with few sequences."""
     generator = torch.Generator().manual_seed(blocks)
     longest = 128 * blocks
     lengths = torch.randint(longest - 127, longest + 1, (sequences,), generator=generator)

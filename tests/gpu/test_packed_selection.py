@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Selections of packed sequences that are too long for one thread block to hold."""
+"""Selections of packed sequences that exceed one thread block."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LENGTHS = [257, 4999, 0, 1, 6000, 300, 0]
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_every_sequence_has_its_own_windows(causal: bool, gpu: str) -> None:
-    """Sequences begin within chunks of keys, have many of them, or none."""
+    """Sequences begin inside of key chunks and have many chunks or none."""
     bias = randn(2, 1, sum(LENGTHS), seed=0).to(gpu)
     cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0).to(gpu, torch.int32)
     longest = max(LENGTHS)

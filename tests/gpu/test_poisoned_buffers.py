@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Plans, workspaces and results that hold NaN before a call, and bytes around them that no call may
-write.
-"""
+"""Plans, workspaces and results that hold NaN before a call, with guard bytes around them."""
 
 from __future__ import annotations
 
@@ -24,9 +22,9 @@ def test_results_do_not_depend_on_what_buffers_hold(
     want = call.results(deterministic=True)
     with poisoned_buffers() as poisoned:
         got = call.results(deterministic=True)
-    # Otherwise the poison has gone elsewhere.
+    # All results must lie in poisoned memory.
     assert all(poisoned.holds(got[name]) for name in got if name != "dbias")
-    # Without mask and gradients, as paged keys are here, nothing but out and lse is written.
+    # Paged keys have no mask and no gradients here, so only out and lse are allocated.
     assert kind == "paged" or len(poisoned.blocks) > len(got), "no plan and no workspace among them"
     assert_same_bits(got, want)
     assert poisoned.guards_are_whole(), "bytes beside a buffer have been written"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Calls of many short sequences that queue without a wait between them."""
+"""Calls of many short sequences that queue without waits between them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from support import HALF_TYPES, cotangent
 
 from .kinds import Draw
 
-# Batch, heads, head dimension, tokens. Some have more blocks than run at a time, and heads are
-# gone through in groups; in others all blocks run at once.
+# Batch, heads, head dimension, tokens. Some have more blocks than run at a time and process heads
+# in groups; in others all blocks run at once.
 SHAPES = [(8, 12, 64, 256), (45, 4, 64, 256), (60, 4, 40, 256), (32, 12, 64, 130), (64, 8, 32, 256)]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Equal inputs give equal bits, however often and whatever else the device is doing."""
+"""Equal inputs give equal bits in repeated calls, whatever else the device runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_repeats_are_equal(kind: str, pack_target: Target, seed: int) -> None:
 
 
 def many_small(draw: Draw, kind: str) -> Call:
-    """Many blocks of few steps, whose ends and beginnings meet in every order."""
+    """Many blocks of few steps, which start and end in varying order."""
     call, sizes = dense(
         draw, batch=(60, 60), queries=(40, 200), keys=(40, 600), kv_heads=(2, 2), group=(2, 2)
     )
@@ -44,7 +44,7 @@ def many_small(draw: Draw, kind: str) -> Call:
 def test_no_race(
     kind_of_mask: str, head_dim: int, gpu: str, seed: int, request: pytest.FixtureRequest
 ) -> None:
-    """With another stream's kernels at work between, so that blocks start at other times."""
+    """Kernels on another stream run in between and shift the blocks' start times."""
     call = many_small(Draw(seed, HALF_TYPES[seed % 2], head_dim), kind_of_mask).to(gpu)
     first = call.results(deterministic=True)
     noise, other = torch.randn(700, 700, device=gpu), torch.cuda.Stream()
@@ -61,7 +61,7 @@ def test_no_race(
 def test_no_race_in_chains(
     causal: bool, gpu: str, seed: int, request: pytest.FixtureRequest
 ) -> None:
-    """Key blocks of a cluster hand dQ on to each other, in room that is used again."""
+    """Key blocks of a cluster pass dQ on to each other in reused memory."""
     draw = Draw(seed, torch.bfloat16, 64)
     call, _ = dense(
         draw, batch=(8, 8), queries=(256, 256), keys=(256, 256), kv_heads=(12, 12), group=(1, 1)

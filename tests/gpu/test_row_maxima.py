@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Rows whose maximum comes late, or is out of the range in which kernels take scores as they are.
+"""Rows whose maximum comes late, or is outside of the range of unscaled scores.
 
-The Hopper kernels add biases in the product of query and key, take the maximum of a row from its
-first key block, and compute a block anew where that does not do. Rows here are long enough for
-several blocks. Those of short sequences and of longer ones have kernels of their own.
+The Hopper kernels add biases in the product of query and key and take a row's maximum from its
+first key block. They recompute a block if that maximum is too small. Rows here have several blocks.
+Short sequences and longer ones have separate kernels.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ BIASES: dict[str, Callable[[Tensor, torch.finfo], Tensor]] = {
 def test_biases(name: str, keys: int, head_dim: int, dtype: torch.dtype, gpu: str) -> None:
     query, key, value = (randn(1, keys, 2, head_dim, seed=n).to(dtype) for n in range(3))
     bias = BIASES[name](randn(1, 2, 1, keys, seed=3), torch.finfo(dtype))
-    # To base 2, as kernels have it, the lowest bfloat16 is beyond float32.
+    # As a base-2 score, the lowest bfloat16 is outside of float32.
     names = ("out",) if name == "first the lowest" else ("out", "lse")
     check(Problem(query, key, value, None, bias, causal=True), names, gpu)
 

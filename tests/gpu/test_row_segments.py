@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Gradients where the rows are many segments, each with its own blocks of the keys that it keeps.
+"""Gradients of rows in many segments, each with blocks of the keys that it keeps.
 
-In CUDA packs these are masks of which `max_kept` is known, without deterministic=True.
+CUDA packs use them for masks with a known `max_kept`, without deterministic=True.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def check_gradients(
     batch: int = 1,
     head_dim: int = 32,
 ) -> None:
-    """Check a causal problem, whose keys that no query keeps hold NaN for the backend.
+    """Check a causal problem; keys that no query keeps hold NaN for the backend.
 
-    So do plans and workspaces the second time: other tests of them ask for equal bits, and thereby
-    for kernels without segments.
+    The second run also poisons plans and workspaces. Other tests of poisoned buffers ask for equal
+    bits and thus for kernels without segments.
     """
     assert isinstance(mask, IntervalMask)
     dtype, keys = torch.bfloat16, bias.shape[-1]
@@ -78,7 +78,7 @@ def test_selected_keys(length: int, window: int, head_dim: int, gpu: str) -> Non
 
 @pytest.mark.parametrize("head_dim", [33, 64])
 def test_more_keys_than_a_bucket(head_dim: int, gpu: str) -> None:
-    """Without `max_kept` there are no segments: blocks end where 2048 kept keys do."""
+    """Without `max_kept` there are no segments: blocks end at 2048 kept keys."""
     keys = 2400
     mask = IntervalMask(*intervals(keys, seed=6, longest=900))
     bias = randn(1, KV_HEADS, 1, keys, dtype=torch.bfloat16, seed=4)
@@ -98,7 +98,7 @@ def test_every_key_is_kept_for_as_long(gpu: str) -> None:
 
 
 def test_rows_that_keep_nothing(gpu: str) -> None:
-    """No key block computes the query's gradient of such a segment."""
+    """No key block computes dQ of such a segment."""
     start, end = intervals(1700, 6, 300)
     rows = torch.arange(1700)
     end = torch.where((rows > 300) & (rows < 1300), start, end)
@@ -109,7 +109,7 @@ def test_rows_that_keep_nothing(gpu: str) -> None:
 
 @pytest.mark.parametrize("max_kept", [1, 60])
 def test_a_bound_that_is_not_true(max_kept: int, gpu: str) -> None:
-    """Then segments have no room for what they keep, or for sums of keys that several keep."""
+    """A max_kept that is too small leaves segments without room for keys or sums of shared keys."""
     start, end = intervals(1300, 7, 1000)
     bias = randn(1, KV_HEADS, 1, 1300, seed=4)
     mask = IntervalMask(start, end, max_kept=max_kept)
@@ -132,7 +132,7 @@ def check_packed_gradients(
     head_dim: int = 64,
     shared_bias: bool = False,
 ) -> None:
-    """Check causal sequences in one call, each against its own results, with buffers that hold NaN.
+    """Check packed causal sequences, each against its own results, with poisoned buffers.
 
     Args:
         lengths: of the sequences, as many queries as keys.
@@ -199,5 +199,5 @@ def test_packed_sequences(
 
 @pytest.mark.parametrize("max_kept", [1, 20])
 def test_a_bound_that_is_not_true_of_a_packed_sequence(max_kept: int, gpu: str, seed: int) -> None:
-    """The others' sums of keys that several segments keep are theirs alone."""
+    """A max_kept that one sequence exceeds does not change the key sums of the other sequences."""
     check_packed_gradients([1300, 40, 700], 60, gpu, seed, max_kept=max_kept)

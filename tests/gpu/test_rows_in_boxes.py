@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Gradients of queries that lie in larger tensors, and of tiles some of whose rows keep nothing.
+"""Gradients of queries in larger tensors, and of tiles with some rows that keep nothing.
 
-Hopper's kernel of all gradients copies the rows of a step in boxes, and one by one where strides of
-the tensors or rows without a gradient do not allow it.
+Hopper's kernel of all gradients copies the rows of a step by TMA boxes. It copies them one by one
+if strides or rows without a gradient do not allow boxes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def gradients(
 
 
 def assert_same(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
-    """Sums in another order differ by a rounding."""
+    """Compare up to rounding, since the order of sums differs."""
     for x, y in zip(got, want, strict=True):
         assert x.isfinite().all()
         torch.testing.assert_close(x, y, rtol=2**-6, atol=2**-6 * y.abs().max().item())
@@ -58,7 +58,7 @@ def test_rows_of_larger_tensors(head_dim: int, length: int, gpu: str) -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_rows_of_a_batch_that_is_one(head_dim: int, gpu: str) -> None:
-    """A stride of 0 is none that boxes can have."""
+    """TMA boxes do not support a stride of 0."""
     query, dout = (
         randn(1, 333, HEADS, head_dim, dtype=torch.bfloat16, seed=seed).to(gpu) for seed in (1, 2)
     )

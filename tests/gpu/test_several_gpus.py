@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Tensors that are not on the current device, or not all on one."""
+"""Tensors that are not on the current device, or on several devices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .kinds import KINDS, Draw
 
 
 def device_of_the_driver() -> int:
-    """Return the device of this thread's context, which torch does not follow."""
+    """Return the device of this thread's CUDA context, which torch does not track."""
     device = ctypes.c_int(-1)
     assert ctypes.CDLL("libcuda.so.1").cuCtxGetDevice(ctypes.byref(device)) == 0
     return device.value

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Biases for each query that a batch shares, at sizes that fill the tiles of the Hopper kernels.
 
-These divide sequences into launches, and tiles or parts of tiles over the SMs. What keys hold that
-a sequence drops is NaN, and reaches nothing.
+These divide sequences into launches, and tiles or parts of tiles over the SMs. Keys that a sequence
+drops hold NaN, which must not affect any result.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def test_heads_of_more_than_64_columns(
     assert_accurate(got, clean.truth(dout=dout), clean.eager(dout=dout))
 
 
-# Of 16 x 3 x 3 tiles and 20 sequences, each SM takes an equal share of the steps; twice as many
-# sequences take more launches.
+# With 16 x 3 x 3 tiles and 20 sequences, each SM takes an equal share of the steps; twice as many
+# sequences need more launches.
 @pytest.mark.parametrize("batch", [20, 40])
 @pytest.mark.parametrize("head_dim", [32, 64])
 def test_many_sequences(head_dim: int, batch: int, gpu: str) -> None:
@@ -50,11 +50,11 @@ def test_many_sequences(head_dim: int, batch: int, gpu: str) -> None:
     check_beside_a_fixed_order(Problem(query, key, value, mask, bias), gpu)
 
 
-# Rows of the mask begin at multiples of 16 bytes where the length is one.
+# Rows of the mask are aligned to 16 bytes where the length is a multiple of 16.
 @pytest.mark.parametrize("length", [200, 208, 1000, 1008, 2500, 2512])
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
 def test_few_rows_with_a_mask_for_each_query(head_dim: int, length: int, gpu: str) -> None:
-    """The keys are divided over parts, which are merged."""
+    """The keys are split, and the parts are merged."""
     query = randn(1, length, 2, head_dim).bfloat16()
     key, value = (randn(1, length, 1, head_dim, seed=n).bfloat16() for n in (1, 2))
     bias = randn(1, 1, length, length, seed=3).bfloat16()
@@ -64,8 +64,8 @@ def test_few_rows_with_a_mask_for_each_query(head_dim: int, length: int, gpu: st
 
 
 # Two query heads of a group share a tile of 64 rows, but not in groups of three, nor with masks of
-# their own. The keys of few rows are divided, those of many sequences are not. Only with more than
-# 2048 keys does the backward pass find the live tiles of a mask first.
+# their own. The keys are divided with few rows, but not with many sequences. Above 2048 keys, the
+# backward pass finds the live tiles of a mask first.
 @pytest.mark.parametrize("bias_dtype", [torch.bfloat16, torch.float32], ids=["narrow", "float32"])
 @pytest.mark.parametrize("mask_shape", [None, "keys", "head keys", "rows", "head rows"])
 @pytest.mark.parametrize("heads, kv_heads", [(2, 1), (8, 2), (3, 1)])
@@ -107,8 +107,8 @@ def test_groups_of_heads(
 @pytest.mark.parametrize("bias_dtype", [torch.bfloat16, torch.float32], ids=["narrow", "float32"])
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
 def test_tiles_that_keep_nothing(head_dim: int, bias_dtype: torch.dtype, gpu: str) -> None:
-    """Whole tiles of a mask are passed over; one that keeps a single pair is not. Their keys may
-    hold anything.
+    """Empty tiles of a mask are skipped; a tile with a single pair is not. Keys of skipped tiles
+    may hold anything.
     """
     batch, queries, keys, heads = 2, 1100, 2192, 2
     query = randn(batch, queries, heads, head_dim).bfloat16()
@@ -127,7 +127,7 @@ def test_tiles_that_keep_nothing(head_dim: int, bias_dtype: torch.dtype, gpu: st
 
 
 def test_more_heads_of_a_bias_than_a_dimension_has_blocks(gpu: str) -> None:
-    """Those of a batch that shares its bias, but says so by strides alone."""
+    """A batch shares its bias by strides alone, so its heads exceed a grid dimension."""
     batch, heads, queries, keys, head_dim = 8256, 8, 72, 2064, 8
     query = randn(1, queries, heads, head_dim).to(gpu).half().expand(batch, -1, -1, -1)
     key, value = (
@@ -157,7 +157,7 @@ def test_many_windows(
     bias_dtype: torch.dtype | None,
     gpu: str,
 ) -> None:
-    """So many that two at a time have a tile; their number is odd."""
+    """Enough windows for two in a tile; their number is odd."""
     batch, heads = 351, 3
     shape = (batch, length, heads, head_dim)
     query, key, value = (randn(*shape, seed=n).to(dtype) for n in range(3))
@@ -179,7 +179,7 @@ def test_many_windows(
 
 
 def test_odd_windows_beside_other_work(gpu: str) -> None:
-    """Some thread blocks begin while others find what only the kernels of fixed order know."""
+    """Some thread blocks start while others find elements for the fixed-order kernels only."""
     batch, length, heads, head_dim = 351, 49, 8, 32
     shape = (batch, length, heads, head_dim)
     query, key, value = (randn(*shape, seed=n).bfloat16() for n in range(3))
@@ -190,7 +190,7 @@ def test_odd_windows_beside_other_work(gpu: str) -> None:
     dropped = (torch.arange(length) == 7).view(1, 1, 1, length)
     odd = Problem(query, key, value, mask, bias.masked_fill(dropped, torch.nan))
     dout = cotangent(randn(*shape, seed=5)).bfloat16()
-    # The GPU compares, which would take a CPU most of the test's time.
+    # The GPU compares: on a CPU this would take most of the test's time.
     wanted = clean.truth(dout=dout), clean.eager(dout=dout)
     truth, eager = (on_device(results, gpu) for results in wanted)
     square = torch.zeros(512, 512, device=gpu)
@@ -209,7 +209,7 @@ def on_device(results: dict[str, Tensor], device: str) -> dict[str, Tensor]:
 
 
 def check_beside_a_fixed_order(problem: Problem, gpu: str) -> None:
-    """Errors are at most twice those of the kernels of fixed order, which have less in common."""
+    """Errors are at most twice those of the fixed-order kernels, which share less code."""
     dout = cotangent(randn(*problem.query.shape, seed=6)).to(gpu)
     assert problem.mask is not None
     mask = problem.mask.to(gpu)
@@ -249,8 +249,8 @@ def test_two_tiles_at_most(
     bias_dtype: torch.dtype | None,
     gpu: str,
 ) -> None:
-    """Thread blocks that have tiles of the same head complete the gradients among them. A bias
-    that is not a number is odd: the kernels of fixed order do all.
+    """Thread blocks with tiles of the same head complete the gradients among them. The fixed-order
+    kernels compute a bias with NaN.
     """
     batch, heads = 37, 3
     query = randn(batch, queries, heads, head_dim).bfloat16()
@@ -278,8 +278,8 @@ def test_two_tiles_at_most(
 @pytest.mark.parametrize("queries, keys", [(256, 256), (100, 200), (200, 100)])
 @pytest.mark.parametrize("head_dim", [32, 64])
 def test_exchanged_gradients_repeat(head_dim: int, queries: int, keys: int, gpu: str) -> None:
-    """What thread blocks exchange is added in one order, whatever else the GPU does: gradients
-    have the same bits each time, but for that of the bias.
+    """Exchanged values are added in one order under any load: all gradients but dbias have equal
+    bits.
     """
     batch, heads = 96, 4
     query, dout = (
@@ -306,7 +306,7 @@ def test_exchanged_gradients_repeat(head_dim: int, queries: int, keys: int, gpu:
 @pytest.mark.parametrize("wanted", ["all", "no bias", "no values", "no keys"])
 @pytest.mark.parametrize("head_dim, length", [(32, 333), (64, 270), (128, 150)])
 def test_sums_in_gradients_to_come(head_dim: int, length: int, wanted: str, gpu: str) -> None:
-    """More sums than L2 holds lie where gradients will be, down to a part of 16 rows."""
+    """More sums than L2 holds are stored in the gradients' memory, down to a part of 16 rows."""
     batch, heads = 90, 8
     query = randn(batch, length, heads, head_dim).to(gpu).bfloat16()
     key, value = (randn(batch, length, heads, head_dim, seed=n).to(gpu).bfloat16() for n in (1, 2))

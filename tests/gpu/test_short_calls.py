@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Calls of so few keys that several thread blocks share an SM, forward and backward.
 
-On Hopper they have kernels of their own. Where the keys are fewest, blocks take consecutive ones.
+Hopper has separate kernels for them. With the fewest keys, blocks take consecutive ones.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def test_selected_keys(queries: int, keys: int, window: int, head_dim: int, gpu:
 
 @pytest.mark.parametrize("keys", [500, 600])
 def test_many_sequences(keys: int, gpu: str) -> None:
-    """All key blocks of some come before those of others: L2 has no room for all of them."""
+    """All key blocks of some sequences come before those of others: L2 cannot hold all of them."""
     bias = randn(1, KV_HEADS, 1, keys, dtype=torch.bfloat16, seed=4)
     mask = dynamic_mask(bias, 90, True, query_length=100)
     check_gradients(mask, bias, Target(gpu, "cuda"), queries=100, head_dim=64, batch=50)
@@ -81,7 +81,7 @@ def test_without_a_mask(
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("queries", "keys"), [(515, 600), (900, 513), (515, 1024)])
 def test_many_tiles_without_a_mask(queries: int, keys: int, causal: bool, gpu: str) -> None:
-    """So many that the kernel of short sequences takes more keys than 512, up to 1024."""
+    """Enough tiles for the short-sequence kernel to take more than 512 keys, up to 1024."""
     query = randn(26, queries, HEADS, 64, dtype=torch.bfloat16, seed=1)
     key = randn(26, keys, KV_HEADS, 64, dtype=torch.bfloat16, seed=2)
     value = randn(26, keys, KV_HEADS, 64, dtype=torch.bfloat16, seed=3)
@@ -118,8 +118,7 @@ def test_a_cotangent_that_is_nan_reaches_no_dropped_key(gpu: str) -> None:
 @pytest.mark.parametrize("window", [None, 30])
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
 def test_many_tiles_without_columns(head_dim: int, window: int | None, gpu: str) -> None:
-    """Most rows of a long query come before all keys, so thread blocks meet many tiles of
-    nothing, one after the other."""
+    """Most rows of a long query precede all keys, so thread blocks meet many empty tiles."""
     queries, keys, heads = 3000, 150, 2
     query = randn(40, queries, heads, head_dim, dtype=torch.bfloat16, seed=1).to(gpu)
     key, value = (
@@ -146,7 +145,7 @@ def test_many_tiles_without_columns(head_dim: int, window: int | None, gpu: str)
 def test_neighbours_of_a_packed_sequence_are_not_seen(
     head_dim: int, window: int | None, gpu: str
 ) -> None:
-    """What is copied beyond the end of a sequence belongs to the next, whose NaN stay there."""
+    """Copies beyond the end of a sequence belong to the next one; its NaN must not spread."""
     lengths = [70, 200, 1, 129, 128]
     query, key, value = (
         randn(sum(lengths), 2, head_dim, dtype=torch.bfloat16, seed=seed).to(gpu)
@@ -179,7 +178,7 @@ def test_selection_of_every_number_of_keys(keys: int, dtype: torch.dtype, gpu: s
     for window in {0, 1, 7, keys // 4, keys // 2, keys - 1, keys}:
         bias = randn(3, 2, 1, keys, seed=keys + window).mul(3)
         if window % 2:
-            bias = bias.round()  # many are equal
+            bias = bias.round()  # many ties
         bias[0, :, :, ::3] = -torch.inf
         bias[1, :, :, 1::5] = torch.nan
         bias = bias.to(dtype)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Gradients of short sequences, whose thread blocks are clusters on Hopper.
 
-With deterministic=True and up to 256 keys the key blocks of a head hand dq on to each other.
-Without, some thread blocks share the query heads and row tiles of a key block.
+With deterministic=True and up to 256 keys, the key blocks of a head pass dq on to each other.
+Otherwise some thread blocks share the query heads and row tiles of a key block.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from support import HALF_TYPES, Target
 
 from .kinds import Draw, dense, random_intervals, with_dropped_keys
 
-# Queries and keys: of a ring, of one with fewer row tiles than key blocks, of more tiles;
-# with a causal limit as many as keys, keys that all rows see, and rows that see no key.
+# "as_many": a ring. "fewer_queries": fewer row tiles than key blocks; if causal, all rows see some
+# keys. "more_queries": more row tiles; if causal, some rows see no key.
 LENGTHS = {
     "as_many": ((1, 256), None),
     "fewer_queries": ((1, 100), (150, 256)),

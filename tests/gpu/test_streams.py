@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Calls on streams of their own: in order there, and not in step with any other stream."""
+"""Calls on streams of their own: ordered within the stream, unordered across streams."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from support import HALF_TYPES
 
 from .kinds import KINDS, Draw
 
-# Of a kernel that only waits: some 10 ms, and about a second, on GPUs of 1 to 2 GHz.
+# Cycles of a spinning kernel: about 10 ms and about 1 s on GPUs of 1 to 2 GHz.
 SHORT, LONG = 20_000_000, 2_000_000_000
 
 
 def blank(tensor: Tensor) -> Tensor:
-    """Make a tensor of the same strides that holds nothing which gives the right results."""
+    """Return a tensor of zeros with the same strides."""
     storage = torch.empty(tensor.untyped_storage().nbytes(), dtype=torch.uint8, device="cuda")
     storage.zero_()
     same = torch.empty(0, dtype=tensor.dtype, device="cuda").set_(storage.untyped_storage())
@@ -32,7 +32,7 @@ def blank(tensor: Tensor) -> Tensor:
 def test_work_stays_in_the_order_of_its_stream(
     results_of: Callable[..., dict[str, Tensor]], kind: str, gpu: str, seed: int
 ) -> None:
-    """The inputs are written late, and the results overwritten early, on the same stream."""
+    """The inputs are written late and the results overwritten early, on the same stream."""
     call = KINDS[kind](Draw(seed, HALF_TYPES[seed % 2])).to(gpu)
     want = results_of(call, deterministic=True)
     late = call.mapped(blank)
@@ -52,7 +52,7 @@ def test_does_not_wait_for_the_default_stream(gpu: str, seed: int) -> None:
     calls = [KINDS[kind](Draw(seed, HALF_TYPES[seed % 2])).to(gpu) for kind in KINDS]
     wanted = [call.results(deterministic=True) for call in calls]
     side = torch.cuda.Stream()
-    with torch.cuda.stream(side):  # the memory of which is allocated once
+    with torch.cuda.stream(side):  # one-time allocations
         for call in calls:
             call.results(deterministic=True)
     torch.cuda.synchronize()
@@ -87,10 +87,10 @@ def test_two_threads_with_a_stream_each(gpu: str, seed: int) -> None:
 
 
 def test_a_new_thread_takes_the_same_kernels(gpu: str, seed: int) -> None:
-    """Its first call of CUDA is of the pack, since its memory comes from PyTorch's cache."""
+    """The pack makes the thread's first CUDA call, since memory comes from PyTorch's cache."""
     call = KINDS["no_mask"](Draw(seed, HALF_TYPES[seed % 2])).to(gpu)
     want = call.results(deterministic=True)
-    call.results(deterministic=True)  # what is freed here is for the thread
+    call.results(deterministic=True)  # frees memory that the thread's call reuses
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         got = pool.submit(call.results, deterministic=True).result()
     assert_same_bits(got, want)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Every tile of a batch is computed once, also where only some sequences or heads go together.
+"""Every tile of a batch is computed once, even if sequences or heads form groups.
 
-cpp/cuda/route/orders.h says which: keys and values of those that do have at most 21 MB.
+cpp/cuda/route/orders.h defines the groups: their keys and values have at most 21 MB.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def test_a_group_of_two_sequences_and_one_of_one(gpu: str) -> None:
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("window", [None, 9000])
 def test_groups_of_heads(packed: bool, window: int | None, gpu: str) -> None:
-    """Of six KV heads two go together, or three with the window; some rows are checked."""
+    """Groups of two of six KV heads, or three with the window; some rows are checked."""
     length, heads, kv_heads = 16421, 24, 6
     query = randn(length, heads, HEAD_DIM, seed=0).bfloat16().to(gpu)
     key, value = (randn(length, kv_heads, HEAD_DIM, seed=n).bfloat16().to(gpu) for n in (1, 2))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Wrong cu_seqlens on a GPU, where nobody can check them: only the results are written."""
+"""Wrong cu_seqlens on a GPU, which cannot be checked there: only the results are written."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ WRONG = (
     [-300, 10, 60],
     [0, 50, 20],
     [500, 600, 700],
-    [0, 0, 60],  # longer than the longest
+    [0, 0, 60],  # longer than the maximum
     [-(2**31), 2**31 - 1, 5],
 )
 
 
 def surrounded(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return a tensor in the middle of a buffer that is full of one number, and the buffer."""
+    """Return a tensor in the middle of a constant buffer, and the buffer."""
     size, margin = int(torch.tensor(shape).prod()), 1 << 16
     buffer = torch.full((2 * margin + size,), UNTOUCHED, device="cuda").to(dtype)
     return buffer[margin : margin + size].view(shape), buffer
