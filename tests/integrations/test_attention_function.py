@@ -46,7 +46,7 @@ BIASES = {
 
 
 class Module(torch.nn.Module):
-    """Stands for an attention module."""
+    """A stand-in for an attention module."""
 
     def __init__(self, *, is_causal: bool) -> None:
         super().__init__()
@@ -68,14 +68,14 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def with_places(score: Tensor, kept: Tensor, window: int, last: int, first: int) -> Tensor:
-    """Keep the last and the first of each row that are kept, and the best of the others."""
+    """Keep the last and the first kept keys of each row, and the best of the others."""
     number = kept.cumsum(-1)
     by_place = kept & ((number <= first) | (number > number[..., -1:] - last))
     return by_place | top(score, kept & ~by_place, window)
 
 
 def top(score: Tensor, kept: Tensor, window: int) -> Tensor:
-    """Keep the largest scores of each row, the first of equal ones."""
+    """Keep the largest scores of each row; ties go to the first."""
     score = score.masked_fill(~kept, -torch.inf)
     order = torch.sort(score, dim=-1, descending=True, stable=True).indices
     rank = torch.empty_like(order).scatter_(-1, order, torch.arange(K).expand_as(order))
@@ -143,13 +143,13 @@ def test_masks_with_biases(
 @pytest.mark.parametrize("bias_kind", BIASES)
 @pytest.mark.parametrize("mask_kind", MASKS)
 def test_masks_with_places(mask_kind: str, bias_kind: str, causal: bool) -> None:
-    """A mask with a row for each query says what is causal, others do not."""
+    """Only a mask with a row for each query determines causality by itself."""
     mask, bias = MASKS[mask_kind], BIASES[bias_kind]
     window = 0 if bias is None else 3
     places = {"window_size": window, "keep_last": 4, "keep_first": 2}
     has_rows = mask_kind in ("rows", "added")
     if mask_kind == "added-bias" or (bias is None and mask_kind == "added"):
-        return  # its numbers are a bias too
+        return  # its values also serve as a bias
     query, key, value = problem()
 
     def run() -> Tensor:
@@ -192,7 +192,7 @@ def test_packed_documents(packing: str, bias_kind: str, causal: bool, window: in
     if window is not None:
         if bias is None:
             return
-        # Few values, so that biases tie.
+        # Few distinct values make biases tie.
         bias = (bias * 2).round() / 2
         kept = top(full(bias), kept, window)
 
@@ -233,7 +233,7 @@ def test_packed_documents_with_places(packing: str, bias_kind: str) -> None:
 
 
 def test_a_sliding_window_with_places() -> None:
-    """The last keys are of those in the sliding window."""
+    """keep_last counts only keys in the sliding window."""
     bias, (query, key, value) = BIASES["keys"], problem()
     places = {"window_size": 2, "keep_last": 3, "keep_first": 1}
     out, _ = flash_dynamic_mask_attention_forward(
@@ -266,7 +266,7 @@ def test_lengths_with_rows() -> None:
 
 
 def test_equal_bounds_become_one_tensor() -> None:
-    """Trainers move the bounds of queries and of keys to a device one by one."""
+    """Trainers move the bounds of queries and of keys to a device separately."""
     whole = CU_SEQLENS.long()
     bounds_q, bounds_k = bounds_of_sequences(whole, whole, compare=False)
     assert bounds_q is bounds_k
@@ -389,7 +389,7 @@ def test_other_names_of_arguments() -> None:
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("kind", ["shared", "heads", "keys", "rows"])
 def test_biases_of_any_form_add_up(kind: str, own: bool) -> None:
-    """A bias of query heads with one of another rank, or of KV heads."""
+    """A bias of query heads is added to one of another rank, or of KV heads."""
     more, bias, module = randn(1, H, Q, K, seed=11), BIASES[kind], Module(is_causal=True)
     assert bias is not None
     biases = [bias, more]
@@ -489,7 +489,7 @@ def test_gradient_of_a_bias_has_its_shape() -> None:
 
 
 def test_no_tensor_is_made_of_the_size_of_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What goes into attention is what came: no mask for none, a bias at its own rank."""
+    """Attention gets the given tensors: no mask for none, and a bias at its own rank."""
     seen: list[Any] = []
     real = flash_dmattn.flash_dmattn_func
 

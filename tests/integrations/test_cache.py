@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A Doge generates with the window's keys alone, and says what it says with all of them."""
+"""A Doge generates the same output with only the window's keys as with all keys."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
     reason="this transformers takes drafts back without saying so first",
 )
 
-# Names of places where words may be repeated would be ties; see `tokens`.
+# Repeated tokens would cause ties; see `tokens`.
 GREEDY = {"max_new_tokens": 30, "do_sample": False, "no_repeat_ngram_size": 1}
 WAYS = {
     "greedy": GREEDY,
@@ -45,7 +45,7 @@ def test_ways_of_generating(name: str, padded: bool) -> None:
     mask = padding("left") if padded else torch.ones_like(padding("left"))
     inputs = {"inputs": tokens(), "attention_mask": mask}
     if name.startswith("drafts"):
-        inputs = {key: value[:1] for key, value in inputs.items()}  # of a single sequence only
+        inputs = {key: value[:1] for key, value in inputs.items()}  # for single sequences only
     got = generated("applied", WAYS[name], **inputs)
     want = generated("eager", WAYS[name], **inputs)
     assert torch.equal(got.sequences, want.sequences)
@@ -57,7 +57,7 @@ def test_ways_of_generating(name: str, padded: bool) -> None:
 def test_drafts_of_another_model() -> None:
     inputs = {"inputs": tokens()[:1], "attention_mask": padding("right")[1:]}
     assistant = tiny_model("doge", "applied", layers=1).eval()
-    # Drafts that are right, and drafts that are not.
+    # Accepted drafts and rejected ones.
     for draft in (assistant, tiny_model("doge", "applied").eval()):
         options = {**GREEDY, "assistant_model": copy.deepcopy(draft)}
         got = generated("applied", options, **inputs)
@@ -82,7 +82,7 @@ def test_logits_in_parts_and_again() -> None:
 
 
 def test_caches_that_keep_all() -> None:
-    """With gradients, with masks that do more than pad, and caches of other kinds."""
+    """Gradients, masks beyond padding, and caches of other classes require all keys."""
     model = tiny_model("doge", "applied").eval()
     rows = torch.ones(2, 1, 40, 40, dtype=torch.bool).tril()
     caches = [transformers.DynamicCache() for _ in range(3)]
@@ -108,7 +108,7 @@ def test_what_was_forgotten_is_not_shown_again() -> None:
 
 @torch.no_grad()
 def test_tokens_are_taken_back_by_a_tensor_too() -> None:
-    """The drafts of some versions of transformers are counted on the device."""
+    """Some versions of transformers count the accepted drafts on the device."""
     model, mask = tiny_model("doge", "applied").eval(), torch.ones(2, 40, dtype=torch.int64)
     cache = transformers.DynamicCache()
     cache.activate_past_recording()
@@ -137,7 +137,7 @@ def key_bias(value: Tensor) -> Tensor:
 
 
 def seen_by(layer: Any, key: Tensor, value: Tensor) -> Tensor:
-    """Take tokens in, and return a number that all that they see has a part in."""
+    """Append tokens and return a number that depends on all kept tokens."""
     layer.prepare(key_bias, None)
     layer.update(key, value)
     number: Tensor = layer.keys.sin().sum() + layer.values.sin().sum() + layer.bias.exp().sum()

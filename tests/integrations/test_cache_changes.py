@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Caches of a Doge that are resized, reset, trained on, or given to other calls than the first."""
+"""Caches of a Doge that are resized, reset, trained on, or passed to another call."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def assert_close(got: Any, want: Any) -> None:
     ids=lambda changes: "-".join(name.split("_")[1] for name, _ in changes),
 )
 def test_changed_several_times_between_two_calls(changes: list[Any], records: bool) -> None:
-    """Against a model without a cache, given the rows that are left."""
+    """The reference is a model without a cache on the remaining rows."""
     model, rows = tiny_model("doge", "applied").eval(), torch.arange(2)
     cache = transformers.DynamicCache(config=model.config)
     if records:
@@ -151,7 +151,7 @@ def test_training_behind_a_prompt_of_inference_mode() -> None:
 
 
 def step(model: Any, parts: list[int], inputs: dict[str, Tensor], **options: Any) -> dict[str, Any]:
-    """Give the first tokens without gradients, train on the others; return loss and gradients."""
+    """Process the first tokens without gradients, train on the rest; return loss and gradients."""
     cache, begin = transformers.DynamicCache(config=model.config), 0
     if options.get("records"):
         cache.activate_past_recording()
@@ -186,14 +186,14 @@ def test_training_behind_a_prompt_without_gradients(
 
 @pytest.mark.parametrize("trained", [1, 2])
 def test_training_with_frozen_biases_needs_what_is_kept(trained: int) -> None:
-    """Then earlier keys are constants, however many of them there were."""
+    """With frozen biases, all earlier keys are constants."""
     parts, given = [20, 12, 8], {"attention_mask": padding("left")}
     results = []
     for every in (False, True):
         model = tiny_model("doge", "applied")
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("q_proj" in name or "k_proj" in name)
-        if every:  # what a cache of all keys gives, which a mask of rows asks for
+        if every:  # the result of a cache of all keys, which a mask with rows requires
             rows = torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool).tril() & (
                 padding("left")[:, None, None].bool()
             )
@@ -229,14 +229,14 @@ def test_training_behind_forgotten_keys_is_refused() -> None:
     message = rf"past_key_values keeps {WINDOW} of {PROMPT} keys: in training .* torch.no_grad\(\)"
     with pytest.raises(ValueError, match=message):
         model(tokens()[:, PROMPT:], past_key_values=cache)
-    # The refused call has changed nothing.
+    # The refused call must not change the cache.
     with torch.no_grad():
         got = model(tokens()[:, PROMPT:], past_key_values=cache).logits
         assert_close(got, model(tokens(), use_cache=False).logits[:, PROMPT:])
 
 
 class EveryKey(transformers.DynamicCache):
-    """As the refusal advises."""
+    """A subclass, as the message of the refusal advises."""
 
 
 def test_a_cache_of_another_class_keeps_every_key() -> None:
@@ -253,7 +253,7 @@ def test_a_cache_of_another_class_keeps_every_key() -> None:
 
 
 def test_steps_without_gradients_do_not_write_into_a_graph() -> None:
-    """What a training step has read stays what it was until its backward pass."""
+    """A later step must not overwrite tensors that a training step saved for its backward pass."""
     outputs = []
     for disturbed in (False, True):
         model = tiny_model("doge", "applied")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A Doge's decoding steps in few kernels give what its modules give."""
+"""A Doge's fused decoding steps give the results of its modules."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether each call of a module with a cache was a step in few kernels."""
+    """Record for each module call with a cache whether it ran as a fused step."""
     seen: list[bool] = []
     whole = doge.doge_step
 
@@ -37,7 +37,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def decoded(model: Any, ids: Tensor, prompt: int, **inputs: Any) -> tuple[Tensor, Any]:
-    """The logits of each token after a prompt, one by one, and the cache."""
+    """Return the logits of each token after a prompt, one by one, and the cache."""
     cache = transformers.DynamicCache(config=model.config)
     logits = []
     with torch.no_grad():
@@ -63,7 +63,7 @@ def test_steps_are_what_the_modules_compute(
     for name, parameter in model.named_parameters():
         if "norm" in name or name.endswith(".A"):
             torch.nn.init.normal_(parameter)
-    ids = tokens(batch, 24).to(triton_device)  # more than the window keeps
+    ids = tokens(batch, 24).to(triton_device)  # exceeds the window
     got, cache = decoded(model, ids, 20)
     layers = len(cache.layers)
     assert fused == [False] * layers + [True] * layers * (ids.shape[1] - 20)
@@ -74,7 +74,7 @@ def test_steps_are_what_the_modules_compute(
     exact, _ = decoded(eager, ids.cpu(), 20)
     errors = [(t.double().cpu() - exact).square().mean().sqrt() for t in (got, want)]
     assert errors[0] <= 2 * errors[1] + 1e-6, errors
-    if dtype == torch.float32:  # in 16 bits biases tie, or do not, by how sums are rounded
+    if dtype == torch.float32:  # in 16 bits, rounding decides which biases tie
         first, second = (c.layers[0].kept.tensors for c in (cache, other))
         assert torch.equal(first["position"], second["position"])
         for name in ("key", "value", "bias"):
@@ -84,7 +84,7 @@ def test_steps_are_what_the_modules_compute(
 def test_calls_that_ask_for_more_go_to_the_module(
     triton_device: str, fused: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is hooked, replaced, converted or padded is not fused, and is right."""
+    """A hooked, replaced, converted or padded module is not fused, and gives right results."""
     dtype = torch.bfloat16 if triton_device == "cuda" else torch.float32
     model, ids = (
         tiny_model("doge", "applied").eval().to(triton_device, dtype),
@@ -121,7 +121,7 @@ def test_calls_that_ask_for_more_go_to_the_module(
 
 
 def test_copies_have_steps_of_their_own(triton_device: str, fused: list[bool]) -> None:
-    """A copied module computes by its own weights."""
+    """A copied module uses its own weights."""
     dtype = torch.bfloat16 if triton_device == "cuda" else torch.float32
     model, ids = (
         tiny_model("doge", "applied").eval().to(triton_device, dtype),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""parallel_forgetting_attn beside the formula and flash-linear-attention's own functions."""
+"""parallel_forgetting_attn against the formula and flash-linear-attention's own functions."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_equals_the_formula(
     for dtype in Target(device, device).dtypes:
         given = tensors(dtype, 1 if packed else 2, gate_heads)
         exact = {name: t.double() for name, t in given.items()}
-        bounds = torch.tensor(BOUNDS) if packed else None  # int64, as there
+        bounds = torch.tensor(BOUNDS) if packed else None  # int64, as in flash-linear-attention
         on_device = None if bounds is None else bounds.to(device)
         assert_accurate(
             results(parallel_forgetting_attn, given, device, cu_seqlens=on_device, **settings),
@@ -110,7 +110,7 @@ def test_equals_their_kernels() -> None:
         ({"g": torch.zeros(2, 4, 50)}, ValueError, r"g must have shape \(B, N, \{H\|Hk\}\) = \(2"),
         ({"q": torch.zeros(50, 4, 16)}, ValueError, r"q must have shape \(B, N, heads, D\)"),
         ({"cu_seqlens": torch.tensor([0, 50])}, ValueError, "q must have a batch of 1 with cu_se"),
-        # Before window_size was there, cu_seqlens had its place.
+        # Earlier versions have cu_seqlens in the place of window_size.
         ({"window_size": torch.tensor([0, 50])}, TypeError, "window_size must be an integer"),
         ({"window_size": 0}, ValueError, "window_size must be at least 1, got 0"),
     ],

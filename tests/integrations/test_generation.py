@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Generating with caches that grow, and caches of a fixed size."""
+"""Generation with growing caches and with caches of a fixed size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support import Target, assert_accurate
 
 from .tiny_models import WAYS, padding, tiny_model, tokens, transformers
 
-# Names of places where words may be repeated would be ties; see `tokens`.
+# Repeated tokens would cause ties; see `tokens`.
 OPTIONS = {"max_new_tokens": 10, "do_sample": False, "no_repeat_ngram_size": 1}
 
 
@@ -28,7 +28,7 @@ def test_tokens_are_those_of_eager(family: str, way: str, padded: bool, cache: s
 
 
 def cached_logits(model: Any, cache: Any, parts: list[int]) -> Tensor:
-    """Return the logits of all tokens, given to the model in parts."""
+    """Return the logits of all tokens, which the model gets in parts."""
     outputs, begin, device = [], 0, model.device
     mask = padding("left").to(device)
     with torch.no_grad():
@@ -52,7 +52,7 @@ def cached_logits(model: Any, cache: Any, parts: list[int]) -> Tensor:
      ("llama", "named")],
 )  # fmt: skip
 def test_logits_with_a_cache(family: str, way: str, kind: str, pack_target: Target) -> None:
-    """Prefill, further tokens together, then single ones."""
+    """Prefill, several further tokens together, then single tokens."""
     parts = [30, 7, 1, 1, 1]
 
     def logits(way: str, dtype: torch.dtype, device: str) -> dict[str, Tensor]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Biases of the size of the keys: Doge's own, and those given to other models."""
+"""Biases for each key: Doge's own, and biases added to other models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .tiny_models import LENGTH, inputs_of, tiny_model, tokens, transformers
 
 
 class LargeTensors(TorchDispatchMode):
-    """Records each operator whose result has a size of Q and another of K."""
+    """Records each operator whose result has one dimension of Q and one of K."""
 
     def __init__(self, length: int) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def test_such_tensors_would_be_seen() -> None:
 
 
 class Decay(torch.nn.Module):
-    """A bias from values, as some module has it."""
+    """A bias computed from values, like that of a user's module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def test_a_bias_for_another_model(window: int | None, last: int, first: int) -> 
     own = bias.weight.grad
     bias.weight.grad = None
 
-    # The same by eager attention: the values again, by a hook, and a mask that is added.
+    # The same bias by eager attention: a hook reads the values, and a mask adds the bias.
     eager = tiny_model("llama", layers=1)
     layer = eager.model.layers[0].self_attn
 
@@ -121,7 +121,7 @@ def test_saving_tells_of_places(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_generation_with_places(padded: bool) -> None:
-    """Token by token with a cache the same as the whole at once."""
+    """Decoding token by token with a cache equals one pass over the whole sequence."""
     llama = transformers.models.llama.modeling_llama.LlamaAttention
     places = {"window_size": 4, "keep_last": 5, "keep_first": 2}
     model = apply_flash_dmattn(tiny_model("llama"), Decay(), attention=llama, **places).eval()
@@ -137,7 +137,7 @@ def test_generation_with_places(padded: bool) -> None:
             cache = step.past_key_values
             steps.append(step.logits)
     got = torch.cat(steps, 1)
-    if padded:  # what padding itself computes is nothing
+    if padded:  # the outputs of padding are undefined
         out, got = (t * mask.unsqueeze(-1) for t in (out, got))
     torch.testing.assert_close(got, out, atol=1e-4, rtol=1e-4)
 

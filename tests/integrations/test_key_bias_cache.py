@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A model with a key_bias generates with what can be seen alone, as with all of its keys."""
+"""A model with a key_bias generates the same with only its visible keys as with all keys."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_steps_equal_one_call_in_constant_memory(case: str, padded: bool, functi
     want = model(tokens(), attention_mask=mask, use_cache=False).logits
     kept = torch.ones_like(tokens()).bool() if mask is None else mask.bool()
     torch.testing.assert_close(got[kept], want[kept], atol=2e-5, rtol=1e-4)
-    heads = 1 if function is not of_query_heads else 2  # that share a key
+    heads = 1 if function is not of_query_heads else 2  # heads that share a key
     rows = counts["window_size"] * heads + sum(counts.values()) - counts["window_size"]
     for layer in cache.layers:
         assert isinstance(layer, cache_layers.KeptLayer)

@@ -34,7 +34,7 @@ def dtypes_of(target: Target) -> list[torch.dtype]:
 def test_decoders(family: str, way: str, case: str, pack_target: Target) -> None:
     for dtype in dtypes_of(pack_target):
         if family == "doge" and dtype != torch.float32:
-            # In 16 bits biases tie, or change places: then every selection is a rounding error.
+            # In 16 bits biases tie or swap order, so rounding decides every selection.
             family = "doge-without-selection"
         model = tiny_model(family, way, device=pack_target.device, dtype=dtype)
         got = results(model, inputs_of(case))
@@ -61,7 +61,7 @@ def test_sinks_and_sliding_windows(case: str, pack_target: Target) -> None:
 
 @pytest.mark.parametrize("case", ["whole", "left", "right"])
 def test_biases_of_relative_positions(case: str, pack_target: Target) -> None:
-    """T5: encoder, decoder and cross attention, and the gradient of the table of biases."""
+    """T5: encoder, decoder and cross attention, and the gradient of the bias table."""
     for dtype in dtypes_of(pack_target):
         model = tiny_model("t5", "named", device=pack_target.device, dtype=dtype).eval()
         got = results(model, inputs_of(case))
@@ -70,7 +70,7 @@ def test_biases_of_relative_positions(case: str, pack_target: Target) -> None:
 
 
 def test_padded_images_are_pooled(pack_target: Target) -> None:
-    """The head of Siglip 2 repeats the mask of the keys for each of its own heads."""
+    """The head of Siglip 2 repeats the key mask for each of its own heads."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = transformers.Siglip2VisionConfig(**sizes, intermediate_size=37, num_patches=16)
     torch.manual_seed(0)
@@ -90,7 +90,7 @@ def test_padded_images_are_pooled(pack_target: Target) -> None:
 
 
 def pooled(model: Any, name: str, dtype: torch.dtype, given: dict[str, Tensor]) -> Tensor:
-    """Return what a vision model makes of images."""
+    """Return a vision model's output for images."""
     model.set_attn_implementation(name)
     images = given | {"pixel_values": given["pixel_values"].to(dtype)}
     with torch.no_grad():
@@ -100,7 +100,7 @@ def pooled(model: Any, name: str, dtype: torch.dtype, given: dict[str, Tensor]) 
 
 @pytest.mark.parametrize("case", ["whole", "left", "right"])
 def test_attention_that_crops_its_mask(case: str) -> None:
-    """Pix2Struct's text model indexes the four dimensions of a mask of rows."""
+    """Pix2Struct's text model slices all four dimensions of a mask with rows."""
     model_class = transformers.Pix2StructTextModel
     if not calls_functions(model_class):
         pytest.skip("Pix2Struct of this transformers computes attention itself")
@@ -119,7 +119,7 @@ def test_attention_that_crops_its_mask(case: str) -> None:
     torch.testing.assert_close(logits["flash_dmattn"][kept], logits["eager"][kept])
 
 
-# Sizes of models whose attention says nothing of what is causal, or the wrong thing.
+# Sizes of models whose attention has no is_causal, or a wrong one.
 SAY_NOTHING: dict[str, dict[str, Any]] = {
     "BigBirdPegasus": {"d_model": 32, "attention_type": "original_full"},
     "MarkupLM": {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4},
@@ -131,7 +131,7 @@ SAY_NOTHING: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", ["whole", "left", "right"])
 @pytest.mark.parametrize("family", SAY_NOTHING)
 def test_attention_that_does_not_say_what_is_causal(family: str, case: str) -> None:
-    """Decoders that are causal by their mask alone, and encoders that do not deny to be causal."""
+    """Decoders that are causal by their mask alone, and encoders without is_causal=False."""
     model_class = getattr(transformers, f"{family}Model")
     if not calls_functions(model_class):
         pytest.skip(f"{family} of this transformers computes attention itself")
@@ -156,7 +156,7 @@ def test_attention_that_does_not_say_what_is_causal(family: str, case: str) -> N
 
 
 def test_dropout_of_probabilities_may_be_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """T5 trains with the dropout of all its other parts."""
+    """T5 trains with all of its other dropout."""
     monkeypatch.setattr(implementations, "attention_dropout", "refuse")
     model = tiny_model("t5", "named").train()
     with pytest.raises(
@@ -186,7 +186,7 @@ def test_float32_is_tight(family: str, way: str) -> None:
 
 
 def test_selection_of_doge_matters_here() -> None:
-    """The tests above would see it if another number of keys were kept."""
+    """Another number of kept keys must change the results, so that the tests above detect it."""
     model = tiny_model("doge", "applied")
     for layer in model.model.layers:
         layer.self_attn.keep_window_size += 1

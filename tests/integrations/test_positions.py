@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Positions tell of packed documents where transformers says so: with no mask and no cache."""
+"""As in transformers, positions define packed documents only without mask and cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .tiny_models import LENGTH, tiny_model, tokens, transformers
 
-# Of the first, the window holds all keys.
+# The window of the first model holds all keys.
 WAYS = [
     ("doge-without-selection", "named"),
     ("doge-without-selection", "applied"),
@@ -22,7 +22,7 @@ JUMP = torch.cat([torch.arange(17), torch.arange(60, 60 + LENGTH - 17)]).expand(
 RESTART = torch.cat([torch.arange(17), torch.arange(LENGTH - 17)]).expand(2, LENGTH)
 ALL = torch.ones(2, LENGTH, dtype=torch.long)
 HOLE = ALL.clone()
-HOLE[0, 9:15] = 0  # a turn that is shorter than the other sequence's
+HOLE[0, 9:15] = 0  # a section that is shorter than the other sequence's
 CASES = {
     "all-ones": {"attention_mask": ALL, "position_ids": JUMP},
     "all-ones-restart": {"attention_mask": ALL, "position_ids": RESTART},
@@ -73,7 +73,7 @@ def test_no_documents_in_a_model_that_sees_both_ways() -> None:
 
 
 def test_compiled_prompt() -> None:
-    """Under the compiler the values of positions cannot be read, and all may be documents."""
+    """The compiler cannot read the values of positions, so any row may hold several documents."""
     torch._dynamo.reset()
     model = torch.compile(tiny_model("llama", "named", layers=1), backend="eager")
     got = logits(model, "prompt", CASES["no-mask"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Being known to transformers, and doing without it."""
+"""Registration with transformers, and use without transformers."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ BEGINNINGS: dict[str, Callable[[Any, Any], Any]] = {
 def test_continuous_batching_is_refused_before_it_begins(
     how: str, is_biased: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Versions differ in what switches a model's attention, and in whether anything does."""
+    """Versions differ in the method that switches a model's attention; some have none."""
     model: Any = tiny_model("llama", "named").eval()
     if not hasattr(model, how):
         pytest.skip(f"this transformers has no {how}")
@@ -151,7 +151,7 @@ def test_continuous_batching_is_refused_before_it_begins(
 
 
 def test_the_name_is_kept_where_transformers_knows_another_kernel() -> None:
-    """It would put a kernel of flash attention in place of a name with "flash" in it."""
+    """transformers would replace a name with "flash" in it by a flash attention kernel."""
     model = tiny_model("gpt_oss", "named")
     assert model.config._attn_implementation == ATTENTION_NAME
 
@@ -169,9 +169,9 @@ def test_attention_dropout_is_chosen_once(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("name", ["GPTJ", "XLNet"])
 def test_models_that_compute_attention_themselves_are_refused(name: str) -> None:
-    """One called what is not imported, the other its own attention without a word.
+    """GPTJ fails on a missing import; XLNet silently uses its own attention.
 
-    Since transformers 5.24 the first one calls attention functions, and computes with ours.
+    Since transformers 5.24, GPTJ calls attention functions and works with ours.
     """
     if name == "GPTJ":
         model_class = transformers.GPTJForCausalLM
@@ -195,7 +195,7 @@ def test_models_that_compute_attention_themselves_are_refused(name: str) -> None
         model_class._from_config(config, attn_implementation=ATTENTION_NAME)
 
 
-# What models hand to attention functions by name, beside what is refused.
+# Keyword arguments from models that are used, in addition to the refused ones.
 _COMPUTED_WITH = {
     "module", "query", "key", "value", "attention_mask", "scaling", "is_causal", "sliding_window",
     "softcap", "position_bias", "s_aux", "position_ids", "deterministic", "cu_seq_lens_q",
@@ -204,7 +204,7 @@ _COMPUTED_WITH = {
 
 
 def test_every_argument_that_models_hand_on_is_computed_with_or_refused() -> None:
-    """A new one of transformers would otherwise be ignored, and change what a model computes."""
+    """A new argument of transformers must not be ignored silently: it may change the result."""
     found: dict[str, str] = {}
     models = Path(transformers.__file__).parent / "models"
     for source in models.glob("*/modeling_*.py"):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Models compute what they do with eager attention: those whose indexer selects keys for each
-query, and those whose values are narrower than their keys.
+"""Models with an indexer that selects keys for each query, or with values narrower than keys, match
+eager attention.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SIZES = {
     "num_experts_per_tok": 1, "moe_intermediate_size": 16, "q_lora_rank": 16,
     "index_topk": 8, "index_head_dim": 16, "index_n_heads": 2,
 }  # fmt: skip
-# Of multi-head latent attention, whose values are narrower than its keys.
+# Multi-head latent attention: values are narrower than keys.
 _LATENT = {
     **_SIZES, "intermediate_size": 48, "num_key_value_heads": 4, "n_routed_experts": 2,
     "n_group": 1, "topk_group": 1, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
@@ -38,12 +38,12 @@ _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 
 def _indexed(earlier: str) -> dict[str, list[str]]:
-    """Two layers of the kind that earlier versions of transformers call so."""
+    """Return two layers of a kind whose name differs between versions of transformers."""
     known = "indexed_attention" in ALLOWED_LAYER_TYPES
     return {"layer_types": ["indexed_attention" if known else earlier] * 2}
 
 
-# The module of a family, its names of a config and a model, and sizes.
+# For each family: its config class, its model class, and sizes.
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "deepseek_v32": ("DeepseekV32Config", "DeepseekV32ForCausalLM", _LATENT),
     "glm_moe_dsa": ("GlmMoeDsaConfig", "GlmMoeDsaForCausalLM", _LATENT),
@@ -64,7 +64,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
          "shared_intermediate_size": 16, "index_block_size": 4, "index_topk_blocks": 3,
          "layer_types": ["minimax_m3_sparse"] * 2},
     ),
-    # These turn what they select into masks.
+    # These turn their selection into masks.
     "glm5_next": (
         "Glm5NextTextConfig", "Glm5NextTextModel",
         {**_LATENT, **_indexed("deepseek_sparse_attention"), "index_kpool": 4,
@@ -77,7 +77,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
          "indexer_budget": 8, "indexer_compress_ratio": 4, "indexer_n_heads": 2,
          "indexer_kv_heads": 1, "indexer_head_dim": 16},
     ),
-    # These have values that are narrower than keys, and select nothing.
+    # These have values narrower than keys, and no selection.
     "deepseek_v2": ("DeepseekV2Config", "DeepseekV2ForCausalLM", _LATENT),
     "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", _LATENT),
     "mistral4": ("Mistral4Config", "Mistral4ForCausalLM", _LATENT),
@@ -145,7 +145,7 @@ def tiny(family: str, attention: str) -> Any:
 
 
 def results(family: str, attention: str, case: str) -> dict[str, Tensor]:
-    """Return the logits, or states, of real tokens, a loss, and its gradients by all weights."""
+    """Return the logits or states of real tokens, a loss, and its gradients by all weights."""
     model, given = tiny(family, attention), inputs_of(case)
     if "position_ids" in given:
         given["position_ids"] = given["position_ids"].expand(2, -1)
@@ -158,8 +158,8 @@ def results(family: str, attention: str, case: str) -> dict[str, Tensor]:
     return {"out": out.detach(), "loss": loss.detach(), **gradients}
 
 
-# MiniMax's indexer scores the states of padding too, and takes the positions of packed documents
-# for places, so that some queries have no keys: eager attention gives these the mean of all values.
+# MiniMax's indexer also scores padding, and it takes the positions of packed documents for places.
+# Some queries then have no keys: eager attention gives them the mean of all values.
 _CASES = [
     (family, case)
     for family in MODELS
@@ -194,7 +194,7 @@ def test_models_compute_what_they_do_with_eager_attention(
 
 @pytest.mark.parametrize("family", LISTING)
 def test_what_is_selected_matters_here(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test above would see it if the keys that a model selects were not read."""
+    """Ignoring the selected keys must change the results, so that the test above detects it."""
     want = results(family, "eager", "whole")["out"]
     monkeypatch.setattr(
         transformers_attention,
@@ -223,7 +223,7 @@ H, HK, Q, K, D = 4, 2, 9, 12, 8
 
 
 class Module(torch.nn.Module):
-    """What calls attention."""
+    """A stand-in for the module that calls attention."""
 
     is_causal = True
 

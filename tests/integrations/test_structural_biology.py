@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""triangle_attention and evoformer_attention beside the formulas of the functions whose arguments
-they take.
+"""triangle_attention and evoformer_attention against the formulas of the functions with the same
+arguments.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ B, N, H, S, D = 2, 3, 4, 20, 16
 def triangle_formula(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """softmax(where(mask, scale q k + bias, -1e9)) v."""
+    """Compute softmax(where(mask, scale q k + bias, -1e9)) v."""
     scores = (q.shape[-1] ** -0.5 if scale is None else scale) * (q @ k.transpose(-1, -2)) + bias
     if mask is not None:
         scores = scores.masked_fill(mask == 0, max(-1e9, torch.finfo(scores.dtype).min))
@@ -39,7 +39,7 @@ def evoformer_formula(q: Tensor, k: Tensor, v: Tensor, biases: list[Tensor | Non
 
 
 def compare(target: Target, function: Any, formula: Any, tensors: dict[str, Tensor]) -> None:
-    """Assert the 2x rule for the result and all gradients, against the formula in float64."""
+    """Assert the 2x rule for the result and all gradients against the float64 formula."""
 
     def results(compute: Any, device: str, dtype: torch.dtype | None) -> dict[str, Tensor]:
         leaves = {
@@ -92,7 +92,7 @@ def test_triangle_attention(
         tensors["bias"] = tensors["bias"].to(dtype)
     mask = torch.rand(batch, inner, 1, 1, keys, generator=torch.Generator().manual_seed(4)) < 0.7
     mask[..., 0] = True
-    mask[:, 0] = False  # the mean of the values
+    mask[:, 0] = False  # gives the mean of the values
 
     def function(leaves: dict[str, Tensor]) -> Tensor:
         out = triangle_attention(**leaves, mask=mask.to(pack_target.device))
@@ -107,7 +107,7 @@ def test_triangle_attention(
 
 @pytest.mark.parametrize("mask_dtype", [torch.bool, torch.float32, torch.int64])
 def test_forms_of_triangle_attention(mask_dtype: torch.dtype) -> None:
-    """Without the batch, with another scale, and masks of numbers."""
+    """No batch, another scale, and numeric masks."""
     q, k, v = (randn(N, H, S, D, seed=n) for n in range(3))
     bias, mask = randn(1, H, S, S, seed=3), torch.ones(N, 1, 1, S)
     mask[1, ..., 4:] = 0
@@ -164,7 +164,7 @@ def test_evoformer_attention(
 
 
 def test_biases_may_be_float32_and_masked_everywhere() -> None:
-    """A mask as a bias of -1e9 that leaves no key gives the mean of the values."""
+    """A bias of -1e9 that drops all keys gives the mean of the values."""
     q, k, v = (randn(1, 2, S, H, D, seed=n).bfloat16() for n in range(3))
     of_keys = torch.full((1, 2, 1, 1, S), -1e9)
     of_keys[:, 1] = 0

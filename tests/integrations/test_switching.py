@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What becomes of a model's selection under another attention, and in files."""
+"""A model's selection under another attention, and in saved files."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def test_a_doge_computes_with_the_attention_it_is_given(name: str, case: str) ->
     eager.set_attn_implementation(name)
     want = eager(tokens(), use_cache=False, **inputs).logits
     before = model(tokens(), use_cache=False, **inputs).logits
-    # Some versions of transformers make no mask for the "sdpa" of a whole batch, and forget that it
-    # is causal.
+    # Some versions of transformers make no mask for the "sdpa" of a whole batch, and so lose
+    # causality.
     is_right = torch.allclose(want[seen], right[seen], atol=1e-4, rtol=1e-4)
     for chosen in (name, "flash_dmattn", name, "flash_dmattn_key_bias"):
         model.set_attn_implementation(chosen)
@@ -84,7 +84,7 @@ def test_a_doge_generates_with_the_attention_it_is_given(name: str) -> None:
 )
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_cache_is_read_by_other_attention_if_it_is_whole(name: str) -> None:
-    """The window's keys are all keys while there are no more than it keeps."""
+    """The cache holds all keys while they fit in the window."""
     mask = padding("left")
     for family, prompt in (("doge-without-selection", 30), ("doge", 30)):
         model, eager = tiny_model(family, "applied").eval(), tiny_model(family).eval()
@@ -146,7 +146,7 @@ def test_continuous_batching_is_refused_with_a_key_bias_under_any_name() -> None
 
 
 def saved(model: Any, folder: Path) -> list[str]:
-    """Save a model, and return what was said."""
+    """Save a model and return the warnings."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         model.save_pretrained(folder)
@@ -165,14 +165,14 @@ def test_saving_says_what_files_do_not_hold(tmp_path: Path) -> None:
     doge = apply_flash_dmattn(tiny_model("doge"), window_size=5)
     (said,) = saved(doge, tmp_path)
     assert "does not store the window_size=5 of apply_flash_dmattn" in said
-    # What the config says is in the file.
+    # The file holds the settings of the config.
     for whole in (tiny_model("doge", "applied"), apply_flash_dmattn(doge, window_size=WINDOW)):
         assert saved(whole, tmp_path) == []
     assert saved(tiny_model("llama", "named"), tmp_path) == []
 
 
 def loaded(folder: Path, **options: Any) -> tuple[Any, list[str]]:
-    """Load a model, and return what was said."""
+    """Load a model and return the warnings."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
@@ -191,7 +191,7 @@ def test_loading_says_what_files_do_not_hold(options: dict[str, Any], tmp_path: 
         warnings.simplefilter("error")
         apply_flash_dmattn(again, first_value, attention=llama_attention(), window_size=WINDOW)
     torch.testing.assert_close(again(tokens()).logits, model(tokens()).logits)
-    # Weights that are saved again, to which nothing was given, need it still.
+    # A model that is saved again without its bias still needs it.
     plain, _ = loaded(tmp_path, **options)
     assert saved(plain, tmp_path) == []
     assert len(loaded(tmp_path, **options)[1]) == 1
@@ -202,7 +202,7 @@ def test_loading_says_what_files_do_not_hold(options: dict[str, Any], tmp_path: 
 
 
 class Adapted(torch.nn.Module):
-    """Has the names that PEFT gives the parts of a model that it wraps."""
+    """A stand-in with PEFT's names for the parts of a wrapped model."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ class Adapted(torch.nn.Module):
 
 
 def test_adapters_say_what_their_files_do_not_hold() -> None:
-    """PEFT takes what it saves out of the state dict, and calls no method of the model."""
+    """PEFT saves a part of the state dict and calls no method of the model."""
     with pytest.warns(UserWarning, match=r"^PEFT does not store the key_bias and window_size=8 of"):
         Adapted(biased_llama()).state_dict()
     with pytest.warns(UserWarning, match=r"^PEFT does not store the window_size=5 of"):

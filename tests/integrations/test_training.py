@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Training as it is done: checkpoints of activations, the compiler, several processes, copies."""
+"""Training in practice: activation checkpointing, the compiler, several processes, copies."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def train_in_one_of_two(rank: int, folder: str) -> None:
 
 
 def gradients_of_one_of_two(rank: int) -> list[Tensor | None]:
-    """Train in parallel, and end with the parallel module.
+    """Train in parallel and delete the parallel module.
 
-    It must not outlive the call that destroys the process group: it would be the last to hold that,
-    and end it with the GIL, for which a thread of gloo may wait. Neither would go on.
+    It must not outlive the call that destroys the process group: as the group's last owner it would
+    destroy it while it holds the GIL. A thread of gloo may wait for the GIL: a deadlock.
     """
     model = tiny_model("doge", "applied")
     parallel = torch.nn.parallel.DistributedDataParallel(model)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Small models of transformers with random weights, and what they compute."""
+"""Small models of transformers with random weights, and their results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-# How the attention of a family may be led to flash_dmattn.
+# The ways to make a family use flash_dmattn.
 WAYS = [("doge", "named"), ("doge", "applied"), ("llama", "named"), ("mistral", "named")]
 
 
@@ -55,7 +55,7 @@ def _class_and_config(family: str, layers: int) -> tuple[Any, Any]:
             pytest.skip("this transformers has no gpt-oss")
         kinds = ["sliding_attention", "full_attention"]
         config = transformers.GptOssConfig(
-            # One expert: in 16 bits it would be a rounding error which of several is chosen.
+            # One expert: in 16 bits rounding would decide among several.
             **sizes, head_dim=8, sliding_window=WINDOW, num_local_experts=1, num_experts_per_tok=1,
             layer_types=[kinds[n % 2] for n in range(layers)],
         )  # fmt: skip
@@ -94,7 +94,7 @@ def tiny_model(
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Any:
-    """Return a model of a family, the weights always the same.
+    """Return a model of a family, always with the same weights.
 
     Its attention is "eager", "named" by attn_implementation, or "applied" by apply_flash_dmattn.
     """
@@ -103,16 +103,16 @@ def tiny_model(
     model = model_class._from_config(copy.deepcopy(config), attn_implementation=attention)
     model.load_state_dict(weights)
     if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # the only one that computes in float64
+        model.set_experts_implementation("eager")  # only this one computes in float64
     model.to(device, dtype)
     return apply_flash_dmattn(model) if way == "applied" else model
 
 
 def tokens(batch: int = 2, length: int = LENGTH, seed: int = 0) -> Tensor:
-    """Return token numbers, none of them twice in a row.
+    """Return token numbers without repetition in a row.
 
-    Equal tokens have equal biases in the first layer, and where these tie topk of eager attention
-    keeps any of them.
+    Equal tokens have equal biases in the first layer, and the topk of eager attention may keep any
+    of them.
     """
     generator = torch.Generator().manual_seed(seed)
     rows = [torch.randperm(VOCABULARY - 3, generator=generator)[:length] for _ in range(batch)]
@@ -120,7 +120,7 @@ def tokens(batch: int = 2, length: int = LENGTH, seed: int = 0) -> Tensor:
 
 
 def padding(side: str, length: int = LENGTH) -> Tensor:
-    """Return the mask of two rows, the first of which has 11 places without a token."""
+    """Return the mask of two rows; the first has 11 places without a token."""
     place = torch.arange(length)
     first = place >= 11 if side == "left" else place < length - 11
     return torch.stack([first, torch.ones(length, dtype=torch.bool)]).long()
@@ -131,12 +131,12 @@ def packed_positions(*lengths: int) -> Tensor:
 
 
 def inputs_of(case: str) -> dict[str, Tensor]:
-    """Return what a model is called with, beside tokens."""
+    """Return a model's inputs apart from tokens."""
     if case in ("left", "right"):
         return {"attention_mask": padding(case)}
     if case == "packed":
         return {"position_ids": packed_positions(3, 21, 16)}
-    if case == "rows":  # a mask of four dimensions, used as it is
+    if case == "rows":  # a 4-D mask, which is used unchanged
         kept = torch.rand(2, 1, LENGTH, LENGTH, generator=torch.Generator().manual_seed(5)) < 0.5
         kept = (kept | torch.eye(LENGTH, dtype=torch.bool)).tril()
         return {"attention_mask": kept}
@@ -151,7 +151,7 @@ def results(model: Any, given: dict[str, Tensor]) -> dict[str, Tensor]:
     counted = torch.ones(2, LENGTH, dtype=torch.bool)
     if are_tokens is not None and are_tokens.dim() == 2:
         counted = are_tokens.bool()
-    # What a place without a token predicts is no result.
+    # Predictions of places without a token do not count.
     predicted = counted & torch.nn.functional.pad(counted, (1, 0), value=True)[:, :-1]
     labels = tokens().masked_fill(~predicted, -100)
     if mask is not None and mask.dim() == 4 and model.config._attn_implementation == "eager":
@@ -175,17 +175,17 @@ def results(model: Any, given: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _without_empty_rows(model: Any, given: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Let places without a token see themselves, which changes nothing at tokens.
+    """Let places without a token see themselves, which does not change the other places.
 
-    Eager attention takes its softmax in float32, where float64's lowest number is -inf, and gives
-    NaN where a row is empty.
+    Eager attention computes its softmax in float32, where float64's lowest number is -inf, and
+    gives NaN for empty rows.
     """
     mask = given.get("attention_mask")
     if mask is None or mask.dim() == 4:
         return given
     kept = mask[:, None, None].bool() & torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
     if model.config.model_type in ("gpt_oss", "t5"):
-        return given  # rows are never empty: of a sink, and of an encoder and its decoder
+        return given  # no empty rows: a sink, or an encoder and a decoder
     if model.config.model_type == "mistral":
         kept = kept.triu(1 - WINDOW)
     return {"attention_mask": kept | torch.eye(LENGTH, dtype=torch.bool), "tokens_of": mask}
@@ -194,7 +194,7 @@ def _without_empty_rows(model: Any, given: dict[str, Tensor]) -> dict[str, Tenso
 def assert_as_accurate_as_eager(
     family: str, got: dict[str, Tensor], given: dict[str, Tensor], layers: int = 2
 ) -> None:
-    """Assert the 2x rule, against eager attention in float64."""
+    """Assert the 2x rule against eager attention in float64."""
     dtype = got["out"].dtype
     exact = tiny_model(family, layers=layers, dtype=torch.float64)
     truth = results(exact, given if family == "bert" else _without_empty_rows(exact, given))
