@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A machine that tests make up, and packs that need no compiler."""
+"""A fake machine, and packs that need no compiler."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def row(name: str) -> dict[str, object]:
 
 
 def table_of(entry: dict[str, object], version: str) -> dict[str, object]:
-    """Return what the library of a manifest's row says of itself."""
+    """Return the table of a manifest row's library."""
     major, minor = str(entry["cuda"] or "0.0").split(".")
     return {
         "name": entry["name"],
@@ -91,7 +91,7 @@ def write_packs(directory: Path, *names: str, version: str = VERSION, **manifest
 
 
 def open_pack(path: str):
-    """Open a library of `write_packs`; anything else fails as the core's load_pack does."""
+    """Open a library of `write_packs`; other files fail as in the core's load_pack."""
     try:
         return SimpleNamespace(path=path, **json.loads(Path(path).read_text()))
     except ValueError:
@@ -99,7 +99,7 @@ def open_pack(path: str):
 
 
 class Installation:
-    """A made-up installation: its packs, other distributions, environment, and the loader."""
+    """A fake installation: its packs, other distributions, environment and loader."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -117,18 +117,18 @@ class Installation:
         return self.root / "packs"
 
     def forget_runs(self, capability: str) -> None:
-        """Make the table say that no GPU ever ran the kernels for a compute capability."""
+        """Make the table record that no GPU ran the kernels for a compute capability."""
         path = self.root / "targets.json"
         table = json.loads(path.read_text())
         table["record"][capability] = "none"
         path.write_text(json.dumps(table))
 
     def write(self, *names: str, **options: object) -> None:
-        """Put packs into the installation."""
+        """Add packs to the installation."""
         write_packs(self.packs, *names, **options)
 
     def distribute(self, distribution: str, *names: str, version: str = VERSION) -> Path:
-        """Put packs into another distribution."""
+        """Add packs to another distribution."""
         directory = write_packs(self.root.parent / distribution, *names, version=version)
         self.add_entry_point(distribution, lambda: directory, version)
         return directory
@@ -138,7 +138,7 @@ class Installation:
         self.entry_points.append(SimpleNamespace(name=distribution, dist=dist, load=load))
 
     def gpus(self, *capabilities: str, driver: str = "580.65.06", runs: str = "13.0") -> None:
-        """Put GPUs into the machine."""
+        """Add GPUs to the machine."""
         self.facts.devices = tuple(
             Device("cuda", index, f"GPU {capability}", capability)
             for index, capability in enumerate(capabilities)
@@ -149,7 +149,7 @@ class Installation:
         self.facts.torch_ = Torch("2.11.0", cuda)
 
     def set_up(self, *packs: str, gpu: str, torch: str | None = "unknown", **driver: str) -> None:
-        """Put packs into the installation and a GPU into its machine, and use a torch, if named."""
+        """Add packs and a GPU, and a torch if it is named."""
         self.write(*packs)
         self.gpus(gpu, **driver)
         if torch != "unknown":
@@ -171,7 +171,7 @@ class Installation:
         )
 
     def self_test(self, pack, device: str) -> str:
-        """Note that a pack's self-test was asked for, and do what the test says."""
+        """Record the call of a pack's self-test and return the test's answer."""
         self.tried.append((pack.name, device))
         return self.on_trial(pack)
 

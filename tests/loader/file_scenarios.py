@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Damaged and foreign files about which the loader has something to say."""
+"""Damaged and foreign files that the loader reports."""
 
 import json
 import re
@@ -164,7 +164,7 @@ def manifest_of_files_elsewhere(installation):
     manifest = installation.packs / "manifest.json"
     content = json.loads(manifest.read_text())
     name = content["packs"][0]["file"]
-    good = installation.packs / name  # every name but those of Windows leads to it or to a folder
+    good = installation.packs / name  # all names but those of Windows resolve to it or to a folder
     texts = []
     for file in (str(good), f"../packs/{name}", f"./{name}", "..", "", f"C:{name}", f"a\\{name}"):
         content["packs"][0]["file"] = file

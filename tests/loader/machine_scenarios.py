@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Machines, installations and variables about which the loader has something to say."""
+"""Machines, installations and variables that the loader reports."""
 
 import json
 import subprocess
@@ -93,7 +93,7 @@ def gpu_whose_self_test_ended_the_process(installation):
     def end(pack):
         (started,) = (installation.root.parent / "cache").iterdir()
         left = json.loads(started.read_text()) | {"process": child_that_ended()}
-        # What such an end leaves: the note of the start.
+        # A run that ends this way leaves only the note of its start.
         installation.left = started, json.dumps(left)
         raise KeyboardInterrupt
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What ``python -m flash_dmattn`` shows."""
+"""The output of ``python -m flash_dmattn``."""
 
 import sys
 import warnings
@@ -50,7 +50,7 @@ def reports_of_what_a_variable_names(installation):
     installation.write("cpu")
     installation.facts.devices = (Device("xpu", 0),)
     texts = [report_of(installation, FLASH_DMATTN_BACKEND=name) for name in ("cpu", "reference")]
-    # What triton says depends on the machine; that it is asked does not.
+    # triton's answer depends on the machine, so it is replaced.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(portable, "why_unavailable", lambda name, kind: f"no {name} on {kind}")
         texts.append(report_of(installation, FLASH_DMATTN_BACKEND="triton"))
@@ -64,7 +64,7 @@ def report_with_a_warning(installation):
     installation.set_up("cpu", "cu12-sm90", "cu13-sm90", gpu="9.0")
     (installation.packs / "libflash_dmattn_cu13_sm90.so").write_text("garbage")
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # a report warns in its text alone
+        warnings.simplefilter("error")  # a report warns only in its text
         return report_of(installation)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the modules of scenarios share: all lead from an installation to a text that users see."""
+"""Shared code of the scenario modules, which map an installation to a text for users."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from flash_dmattn.loader import Loader, NoPackError, errors, open_pack
 
 
 class Scenarios(dict):
-    """Functions from an installation to a text, by their names."""
+    """Functions from an installation to a text, by name."""
 
     def add(self, function):
         """Register a function."""
@@ -26,12 +26,12 @@ def warning_of(loader, *device):
     with pytest.warns(errors.FallbackWarning) as caught:
         loader.pack_for(*device)
     (warning,) = caught
-    assert warning.filename == __file__  # it points at the caller, not into the package
+    assert warning.filename == __file__  # the warning points at the caller, not into the package
     return str(warning.message)
 
 
 def real_loader(installation, open_file=open_pack, entry_points=()):
-    """A loader that opens files as the package does."""
+    """Return a loader that opens files as the package does."""
     return Loader(
         installation.facts,
         open_file,

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Packs in a distribution of their own: a wheel with the real cpu pack, installed by pip, serves an
-installation of flash_dmattn that has none.
+"""Packs in their own distribution: pip installs a wheel with the real cpu pack, which serves an
+installation of flash_dmattn without packs.
 """
 
 import json
@@ -23,7 +23,7 @@ ENTRY_POINTS = "[flash_dmattn.packs]\n{name} = {module}\n"
 
 
 class Environment:
-    """A folder that Python imports from before all others, and what pip installed there."""
+    """A folder first on Python's path, and its pip-installed packages."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -31,7 +31,7 @@ class Environment:
         self.site.mkdir()
 
     def copy_flash_dmattn(self, *, packs: bool = False) -> None:
-        """Put the package under test there, with or without its packs."""
+        """Copy the package under test there, with or without its packs."""
         skipped = ["__pycache__", *([] if packs else ["packs"])]
         for directory in flash_dmattn.__path__:
             target = self.site / "flash_dmattn"
@@ -60,8 +60,8 @@ class Environment:
         return self.site / module / "libflash_dmattn_cpu.so"
 
     def run(self, *arguments: str, **variables: str) -> dict[str, object]:
-        """Return the report of ``python -m flash_dmattn`` there."""
-        # -S, so that no .pth file can put the package under test before the copy.
+        """Return the report of ``python -m flash_dmattn`` in this environment."""
+        # With -S, no .pth file can put the package under test before the copy.
         path = [str(self.site), *(entry for entry in sys.path if Path(entry).is_dir())]
         code = (
             f"import runpy, sys; sys.path[:0] = {path!r}; sys.argv[1:] = {list(arguments)!r}\n"
@@ -107,7 +107,7 @@ def test_a_distribution_of_packs_serves_and_computes(environment):
 
 
 def test_verification_leaves_the_name_of_the_installer_alone(environment):
-    """conda writes its own name after pip has recorded the hash of another."""
+    """conda replaces the INSTALLER file after pip has recorded its hash."""
     environment.copy_flash_dmattn()
     environment.install("flash-dmattn-site", real_pack())
     (installer,) = environment.site.glob("flash_dmattn_site-*.dist-info/INSTALLER")
@@ -121,7 +121,7 @@ def test_verification_finds_a_changed_byte(environment):
     environment.copy_flash_dmattn()
     path = environment.install("flash-dmattn-site", real_pack())
     content = bytearray(path.read_bytes())
-    content[-1] ^= 1  # in the section headers' padding or names: it still opens
+    content[-1] ^= 1  # in the padding or names of the section headers: the file still opens
     path.write_bytes(content)
     report = environment.run("--json", "--verify")
     assert report["devices"][0]["pack"]["path"] == str(path)
@@ -133,7 +133,7 @@ def test_verification_finds_a_changed_byte(environment):
 
 @pytest.mark.parametrize("change", ["a byte", "the size", "nothing is left"])
 def test_verification_finds_what_only_record_tells_of(environment, change):
-    """Of a file that is no pack there is no word in a manifest."""
+    """The manifest describes only packs; other files are in RECORD alone."""
     environment.copy_flash_dmattn()
     module = environment.install("flash-dmattn-site", real_pack()).with_name("manifest.json")
     content = module.read_bytes()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Files that the system's loader must not see, since some of them would kill the process."""
+"""Files that must not reach the system's loader: some would kill the process."""
 
 import subprocess
 

@@ -147,4 +147,4 @@ def test_documentation_has_the_table():
         )
         for variable in environment.ENVIRONMENT.values()
     ]
-    assert all(len(cells) == 4 and len(cells[3]) > 20 for cells in rows)  # and a meaning
+    assert all(len(cells) == 4 and len(cells[3]) > 20 for cells in rows)  # and a description

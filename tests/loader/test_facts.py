@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What is known of torch without importing it, and of GPUs that are not NVIDIA's."""
+"""Facts of torch without importing it, and of GPUs of other vendors."""
 
 import importlib.util
 import subprocess
@@ -21,7 +21,7 @@ def forgetful():
 
 
 def torch_at(monkeypatch, folder):
-    """Make a folder the torch that is installed and not imported; None is no folder."""
+    """Make a folder the installed, not imported torch; None removes it."""
     spec = None if folder is None else SimpleNamespace(submodule_search_locations=[str(folder)])
     monkeypatch.delitem(sys.modules, "torch")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What importing does not do: load what is slow, ask the driver, or stand in the way of a fork."""
+"""Importing the package loads no slow modules, does not query the driver and allows a fork."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import torch
 
 from pack_files import compile_library
 
-# Every question to this libcuda ends the process.
+# Every call of this libcuda ends the process.
 DEADLY_DRIVER = """
 #include <stdlib.h>
 int cuInit(unsigned flags) { abort(); }
@@ -28,7 +28,7 @@ def call(x):
     return flash_dmattn.flash_dmattn_func(x, x, x, is_causal=True)
 """
 
-# The second is what a distributor says from Python 3.15 on of the modules that it left out.
+# From Python 3.15 on, distributors list the modules that they omit in the second.
 STANDARD = {*sys.stdlib_module_names, "_missing_stdlib_info"}
 
 
@@ -55,7 +55,7 @@ def test_importing_imports_no_torch_and_opens_no_driver():
     assert json.loads(printed) == [False] * 5
 
 
-# Of names that no call needs, loaded where they are used.
+# Modules of names that no call needs; they are loaded on first use.
 APART = {
     f"flash_dmattn.{name}"
     for name in (
@@ -71,28 +71,28 @@ APART = {
 
 
 def test_beyond_torch_only_this_package_and_the_standard_library_are_imported():
-    """So that it costs milliseconds. torch._dynamo, for one, would take more than a second."""
+    """Importing takes milliseconds. torch._dynamo alone would take more than a second."""
     printed = in_a_new_process(
         "import json, sys, numpy, torch\n"
         "before = set(sys.modules)\n"
         "import flash_dmattn\n"
         "for name in flash_dmattn.__all__:\n"
-        # Those that are bound to a backend look whether it can run here, as constants do.
+        # Names that are bound to a backend check whether it can run here, and constants do so too.
         "    bound = name.startswith(('triton_', 'flex_')) or name.isupper()\n"
         "    if not bound: getattr(flash_dmattn, name)\n"
         "print(json.dumps(sorted(set(sys.modules) - before)))"
     )
     new = json.loads(printed)
     assert "flash_dmattn.interface" in new
-    new = [name for name in new if name != "torch.utils._device"]  # small, and of one class
+    new = [name for name in new if name != "torch.utils._device"]  # small, with one class
     foreign = {name.partition(".")[0] for name in new} - STANDARD
     assert foreign == {"flash_dmattn"}
-    # Which modules of the standard library torch has imported depends on its version.
+    # The standard library modules that torch imports depend on its version.
     assert len({name for name in new if name.startswith("flash_dmattn")} - APART) < 60
 
 
 def imported_by(code: str, *, beside: str = "", **variables: str) -> set[str]:
-    """Return the modules that code imports, beyond those that other code does."""
+    """Return the modules that code imports in addition to those of other code."""
     template = (
         "import json, sys\n{code}\nprint('\\n' + json.dumps(sorted(set(sys.modules))), flush=True)"
     )
@@ -104,7 +104,7 @@ def imported_by(code: str, *, beside: str = "", **variables: str) -> set[str]:
 
 
 def roots(modules: set[str]) -> set[str]:
-    """Return the foreign packages of modules, and what is slow of torch under its own name."""
+    """Return the foreign packages of modules, and the slow submodules of torch by name."""
     slow = {name for name in modules if name.startswith(("torch._dynamo", "torch._inductor"))}
     return {name.partition(".")[0] for name in modules} - STANDARD | slow
 
@@ -123,12 +123,12 @@ OWN = {"flash_dmattn", "nanobind_backend"}
     ],
 )
 def test_the_doctor_imports_no_torch_and_no_numpy(variables):
-    """Torch alone takes ten times as long as all of the report."""
+    """Importing torch alone takes ten times as long as the whole report."""
     assert roots(imported_by(DOCTOR.format(arguments=["--json"]), **variables)) <= OWN
 
 
 def test_beyond_torch_the_selftest_imports_only_this_package():
-    """No sympy, for one, which takes half a second, nor the compiler."""
+    """In particular not sympy, which takes half a second, or the compiler."""
     code = DOCTOR.format(arguments=["--selftest", "--json"])
     new = imported_by(code, beside="import numpy, torch")
     assert roots(new) <= {*OWN, "torch"}
@@ -172,7 +172,7 @@ for wrong in (
 
 
 def test_errors_import_nothing_that_is_slow():
-    """Whoever catches them, in a loop for one, waits for no compiler."""
+    """Code that catches errors, maybe in a loop, must not wait for the compiler."""
     assert roots(imported_by(ERRORS + WRONG, beside=ERRORS)) <= OWN
 
 
@@ -188,7 +188,7 @@ def test_the_cpu_is_served_without_torch_and_without_the_driver():
 
 @pytest.fixture
 def deadly_driver(tmp_path: Path) -> dict[str, str]:
-    """An environment whose libcuda.so.1 kills whoever asks it."""
+    """Return an environment whose libcuda.so.1 kills every process that calls it."""
     compile_library(DEADLY_DRIVER, tmp_path / "libcuda.so.1", "-Wl,-soname,libcuda.so.1")
     folders = [str(tmp_path), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
     return {"LD_LIBRARY_PATH": ":".join(folders)}
@@ -196,7 +196,7 @@ def deadly_driver(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def driver_to_leave_alone(deadly_driver: dict[str, str]) -> dict[str, str]:
-    """The deadly driver, unless torch itself links with the real one's library."""
+    """Return the environment of the deadly driver, or none if torch itself links with libcuda."""
     return deadly_driver if torch.version.cuda is None else {}
 
 
@@ -217,7 +217,8 @@ def test_importing_and_computing_on_the_cpu_ask_the_driver_nothing(driver_to_lea
 
 @pytest.mark.parametrize("before", ["", "import flash_dmattn.loader as l; l.pack_for('cpu')"])
 def test_fork_after_import_works(driver_to_leave_alone, before):
-    """As data loaders do: what was imported, or opened, before a fork works after it, GPUs too."""
+    """As in data loaders, imports and opened packs from before a fork work after it, on GPUs too.
+    """
     printed = in_a_new_process(
         CALL + f"flash_dmattn.flash_dmattn_func\n{before}\n"
         "sys.stdout.flush()\n"

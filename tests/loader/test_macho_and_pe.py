@@ -15,11 +15,11 @@ from flash_dmattn.loader.errors import LibraryFileError
 
 MACH_O_ARM64, MACH_O_X86_64 = 0x0100000C, 0x01000007
 PE_X86_64, PE_ARM64 = 0x8664, 0xAA64
-CONTENT = 4096  # bytes behind the headers
+CONTENT = 4096  # bytes after the headers
 
 
 def mach_o(machine: int = MACH_O_ARM64, magic: int = 0xFEEDFACF) -> bytes:
-    """A bundle of two load commands: an identifier and a segment that reaches to the end."""
+    """Return a bundle of two load commands: an identifier and a segment up to the end."""
     identifier = struct.pack("<II", 0x1B, 24) + bytes(16)
     size = 32 + 72 + len(identifier)
     segment = struct.pack("<II16sQQQQ", 0x19, 72, b"__LINKEDIT", 0, CONTENT, size, CONTENT)
@@ -29,7 +29,7 @@ def mach_o(machine: int = MACH_O_ARM64, magic: int = 0xFEEDFACF) -> bytes:
 
 
 def portable(machine: int = PE_X86_64, magic: int = 0x20B, traits: int = 0x2022) -> bytes:
-    """A library of one section, which reaches to the end."""
+    """Return a library of one section that extends to the end."""
     optional = struct.pack("<H", magic) + bytes(110)
     start = 128
     size = start + 24 + len(optional) + 40
@@ -99,9 +99,9 @@ def test_another_machine_is_named(
     "check, content",
     [
         (macho.check, mach_o(magic=0xFEEDFACE)),  # 32 bits
-        (macho.check, b"\xca\xfe\xba\xbe" + bytes(200)),  # several machines
+        (macho.check, b"\xca\xfe\xba\xbe" + bytes(200)),  # several architectures
         (pe.check, portable(magic=0x10B)),  # 32 bits
-        (pe.check, portable(traits=0x22)),  # a program
+        (pe.check, portable(traits=0x22)),  # an executable
         (pe.check, portable().replace(b"PE\0\0", b"NE\0\0", 1)),
     ],
 )
@@ -113,7 +113,7 @@ def test_related_files_are_refused(library: Path, check: Check, content: bytes) 
 
 @forms
 def test_headers_of_nonsense_end(library: Path, check: Check, machine: str, content: bytes) -> None:
-    """Commands of size 0, and counts beyond the file, are answered and not followed for ever."""
+    """Commands of size 0 and counts beyond the file end with an answer instead of a loop."""
     for byte in range(12, min(len(content), 300)):
         changed = bytearray(content)
         changed[byte] ^= 0xFF

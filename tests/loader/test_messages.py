@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Every text by which the loader explains itself, compared with its stored form in messages/.
+"""Every explanation of the loader, compared with its stored text in messages/.
 
-With FDM_WRITE_MESSAGES=1 the stored forms are written anew, for a reader to compare.
+FDM_WRITE_MESSAGES=1 rewrites the stored texts for review.
 """
 
 import ast
@@ -98,7 +98,7 @@ def test_every_command_that_is_offered_is_one_of_pip(command):
 
 
 def test_nobody_is_told_to_take_the_name_from_the_public_index():
-    """There another project has had it: a command names the project's index, or a file."""
+    """Another project owns the name there: commands must name the project's index or a file."""
     sources = [path for folder in flash_dmattn.__path__ for path in Path(folder).rglob("*.py")]
     assert Path(remedies.__file__) in sources
     command = re.compile(r"pip install [^\n]*flash[-_]dmattn")
@@ -113,7 +113,7 @@ def test_nobody_is_told_to_take_the_name_from_the_public_index():
     "module", [candidates, elf, errors, macho, pe, resolver, rules, targets, verify]
 )
 def test_no_text_stands_outside_of_the_catalogue(module):
-    """A sentence is a literal with two spaces; docstrings and log formats are for no user."""
+    """A sentence is a literal with two spaces; docstrings and log formats do not reach users."""
     tree = ast.parse(inspect.getsource(module))
     exempt = set()
     for node in ast.walk(tree):

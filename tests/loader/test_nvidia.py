@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The questions to the driver, answered by a made-up libcuda and NVML."""
+"""The driver queries, answered by a fake libcuda and NVML."""
 
 import os
 import shutil
@@ -33,7 +33,7 @@ int nvmlSystemGetDriverVersion(char *text, unsigned bytes) {
 
 @pytest.fixture
 def libraries(tmp_path, monkeypatch):
-    """Return a function that compiles the libraries, whose cuInit gives this status."""
+    """Return a function that compiles the libraries with a given status of cuInit."""
     compiler = next(filter(shutil.which, (os.environ.get("CC") or "cc", "gcc", "clang")), None)
     if compiler is None:
         pytest.skip("no C compiler")

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Real packs: those of this installation, opened on whatever machine this is, and files that are
-none.
-"""
+"""Real packs of this installation, opened on any machine, and files that are not packs."""
 
 import json
 import os
@@ -80,7 +78,7 @@ def test_without_a_driver_the_loader_takes_no_gpu_pack(candidate):
     assert line in str(caught.value)
 
 
-# A driver that shows one GPU and can do no more.
+# A driver that reports one GPU and nothing else.
 DRIVER = """
 #include <stdio.h>
 int cuDriverGetVersion(int *version) { *version = CUDA; return 0; }

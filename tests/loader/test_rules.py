@@ -132,7 +132,7 @@ def test_the_cpu_is_served_by_the_cpu_pack_alone():
         (("1000.1", None), ["13", "12"]),
         (("470.256.02", "11.4"), []),
         (("535.54.03", "12.2"), ["12"]),
-        # NVIDIA's forward-compatibility package: an old kernel driver that runs a newer CUDA.
+        # NVIDIA's forward-compatibility package: an old kernel driver with a newer CUDA.
         (("535.54.03", "13.0"), ["13", "12"]),
         ((None, "13.1"), ["13", "12"]),
         ((None, None), []),
@@ -157,7 +157,7 @@ def test_driver_floor(driver, majors):
     ],
 )
 def test_driver_floor_of_an_arch(driver, archs):
-    """A driver that runs CUDA 12 need not know a GPU that came later."""
+    """A driver for CUDA 12 may lack support for a later GPU."""
     targets = TARGETS._replace(arch_driver={"sm120": ("575.51.03", "12.9")})
     served = {"sm80": "8.0", "sm120": "12.0"}
     found = [

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Entry points that ask the loader, threads that race, and forks at the worst moment.
 
-What would hang is run in a thread or a child that is given up after some seconds.
+Code that may hang runs in a thread or a child with a time limit of seconds.
 """
 
 import logging
@@ -24,7 +24,7 @@ forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot f
 
 
 def in_time(function):
-    """Return what a function returns, or fail if it hangs."""
+    """Return a function's result, or fail if it hangs."""
     found = []
 
     def run():
@@ -44,10 +44,10 @@ def in_time(function):
 
 
 def in_a_child(function):
-    """Return the exit code of a forked process, 0 if a function returns true there."""
+    """Run a function in a forked process; return its exit code, 0 if it returns true."""
     pid = os.fork()
     if pid == 0:
-        signal.alarm(PATIENCE)  # ends what hangs
+        signal.alarm(PATIENCE)  # ends a hanging child
         code = 1
         try:
             code = 0 if function() else 2
@@ -78,12 +78,12 @@ def test_an_entry_point_may_ask_the_loader(installation, ask):
     assert len(answers) == 1
     if ask == "pack_for":
         assert answers == [pack]
-    # All the same, what the entry point gave is found, and nothing is decided without it.
+    # The entry point's packs are found all the same, and no decision is made without it.
     assert "cpu from foreign" in str(loader.trace_for("cpu"))
 
 
 def test_what_an_entry_point_asks_is_not_remembered(installation):
-    """While it is loaded, its own packs are not known; afterwards they serve."""
+    """An entry point's packs are unknown while it loads, and serve afterwards."""
     directory = installation.distribute("foreign", "cu13-sm90")
     installation.entry_points.clear()
     installation.gpus("9.0")
@@ -116,7 +116,7 @@ def test_an_entry_point_that_fails_after_asking_leaves_no_trace_of_it(installati
 
 
 def test_a_module_that_computes_while_it_is_imported(tmp_path):
-    """A real distribution, whose module asks the real loader."""
+    """A real distribution, whose module calls the real loader."""
     (tmp_path / "foreign_packs.py").write_text(
         "from flash_dmattn import loader\nPACK = loader.pack_for('cpu')\n"
     )
@@ -165,7 +165,7 @@ def test_a_log_handler_may_ask_the_loader(installation):
 
 @pytest.mark.usefixtures("with_fallbacks")
 def test_what_computes_while_an_entry_point_is_loaded_is_not_remembered(make_loader, installation):
-    """It calls flash_dmattn, and brings the one pack that serves the device."""
+    """The entry point calls flash_dmattn and provides the only pack for the device."""
     import torch
 
     folder, early = real_pack().parent, []
@@ -189,7 +189,7 @@ def test_what_computes_while_an_entry_point_is_loaded_is_not_remembered(make_loa
 
 
 def test_an_entry_point_that_waits_for_another_thread_which_asks(installation):
-    """As an import does, that waits for the module's lock, which the other thread holds."""
+    """Like an import that waits for the module's lock, which the other thread holds."""
     installation.write("cpu")
     other_asks, other_done, found = threading.Event(), threading.Event(), []
 
@@ -220,7 +220,7 @@ def test_threads_that_race_get_one_result(installation):
     installation.gpus("9.0")
 
     def load():
-        """Give another answer to each thread."""
+        """Return another folder to each thread."""
         directory = directories.pop()
         time.sleep(0.01)
         return directory
@@ -247,7 +247,7 @@ def test_threads_that_race_get_one_result(installation):
 
 
 def forked_while(held_in, asking, loader):
-    """Fork while a thread is held within the loader, and ask in the child."""
+    """Fork while a thread is held inside of the loader, and ask in the child."""
     held, go_on = held_in
     thread = threading.Thread(target=asking, daemon=True)
     thread.start()
@@ -283,7 +283,7 @@ def test_a_fork_while_another_thread_is_in_the_loader(installation, place):
 
 @forks
 def test_the_loader_of_the_process_is_reset_in_a_child():
-    """Also where no one calls after_fork: the lock is held by a thread that the child lacks."""
+    """Also without a call of after_fork: a thread that the child lacks holds the lock."""
     held, go_on = threading.Event(), threading.Event()
 
     def hold():
@@ -308,7 +308,7 @@ def test_a_child_forgets_the_gpus_and_keeps_the_cpu(installation):
     cpu, gpu = loader.pack_for("cpu"), loader.pack_for("cuda", 0)
 
     def child():
-        installation.facts.devices = ()  # as where the parent used CUDA
+        installation.facts.devices = ()  # as if the parent had used CUDA
         loader.after_fork()
         with pytest.raises(NoPackError, match="shows no device cuda:0"):
             loader.pack_for("cuda", 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Self-tests of packs on GPUs that nobody ran them on: when, how often, and what is remembered."""
+"""Self-tests of packs on GPUs without a recorded run: when, how often, and the stored result."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from flash_dmattn.selftest import with_torch
 
 @pytest.fixture
 def blackwell(installation):
-    """A machine with such a GPU and its packs."""
+    """Return a machine with such a GPU and its packs."""
     installation.set_up("cpu", "cu12-sm120", "cu13-sm120", gpu="12.0", torch="13.0")
     return installation
 
@@ -84,7 +84,7 @@ def test_what_failed_is_remembered(blackwell):
     for _ in range(2):
         with pytest.raises(NoPackError, match="did not pass on this GPU: wrong"):
             blackwell.loader().pack_for("cuda", 0)
-    assert len(blackwell.tried) == 2  # of two packs, in the first process alone
+    assert len(blackwell.tried) == 2  # two packs, in the first process only
     assert blackwell.loader().trace_for("cuda", 0).pack is None
 
 
@@ -118,7 +118,7 @@ def test_what_a_machine_lacks_at_the_moment_is_not_remembered(blackwell):
 
 
 def test_a_test_that_goes_on_elsewhere_is_no_failure(blackwell):
-    """Ranks of a job begin at once: each runs its own."""
+    """Ranks of a job start together: each runs its own test."""
 
     def begin_twice(pack):
         if len(blackwell.tried) == 1:
@@ -225,11 +225,11 @@ def test_a_note_is_of_this_process(blackwell):
     assert json.loads(note.read_text()) == {"failure": ""}
 
 
-# --- the test itself, by the pack that is here
+# --- the test itself, by the installed pack
 
 
 def test_it_compares_what_the_pack_computes():
-    """Results and all gradients, the same as by public calls; nothing asks the loader."""
+    """Results and all gradients equal those of public calls; the loader is not asked."""
     backend = PackBackend(loader.pack_for("cpu"))
     found = list(with_torch.compare("cpu", with_torch.by_backend(backend)))
     assert found == list(with_torch.compare("cpu"))

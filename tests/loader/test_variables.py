@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Every environment variable, valid, invalid and empty: what calls do with it, and that the doctor
-says the same.
+"""Every environment variable, valid, invalid and empty: the effect on calls, and the same verdict
+of the doctor.
 """
 
 import functools
@@ -23,7 +23,7 @@ INVALID = [(variable.name, value) for variable in CHECKED for value in ("cup", "
 
 @pytest.fixture
 def fresh_loader(monkeypatch, make_loader):
-    """A loader that has decided nothing, in a process without variables."""
+    """Return an undecided loader in a process without variables."""
     for name in environment.variables_set():
         monkeypatch.delenv(name)
     return make_loader()
@@ -59,7 +59,7 @@ def report_of(*arguments, **variables):
 @pytest.mark.parametrize(("name", "value"), INVALID)
 def test_a_call_raises(fresh_loader, monkeypatch, name, value, backend):
     monkeypatch.setenv(name, value)
-    for _ in range(2):  # also when it was asked before
+    for _ in range(2):  # repeated calls too
         with pytest.raises(InvalidVariableError, match=f"^{name} must be one of .*got '{value}'"):
             call(backend=backend)
 
@@ -140,7 +140,7 @@ def test_the_selftest_is_of_the_backend_that_is_named(backend):
 
 @functools.cache
 def levels():
-    """Return the levels that this CPU has, as the pack itself chooses among them."""
+    """Return this CPU's SIMD levels, determined as in the pack."""
     found = []
     for value in ENVIRONMENT["FLASH_DMATTN_CPU_SIMD"].values[1:]:
         done = run(
@@ -168,7 +168,7 @@ def test_a_program_runs_at_the_level_that_it_asks_for(level, spaces):
 
 
 def test_a_level_that_the_cpu_lacks_is_told_by_the_loader(fresh_loader, make_loader, monkeypatch):
-    """On any CPU: a pack that says that it runs at a lower level than was asked for."""
+    """On any CPU: the pack reports a lower level than the requested one."""
     from types import SimpleNamespace
 
     pack = fresh_loader.pack_for("cpu")
