@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Runs other attention libraries' tests and transformers' on this one, for scripts/test_peers."""
+"""Runs the tests of other attention libraries and of transformers on flash_dmattn."""

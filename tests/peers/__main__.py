@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Run other people's tests on flash_dmattn; scripts/test_peers runs this."""
+"""Run other projects' tests on flash_dmattn; scripts/test_peers runs this."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from .suites import (
     suites_of,
 )
 
-# Seconds of a run that are kept for what is under way at its end.
+# Seconds at the end of a run for cases that are still running.
 RESERVE = 25.0
-# Seconds that a case may take; a model's tests may take four times as many.
+# Time limit of a case in seconds; a model's tests may take four times as long.
 LIMIT = {"cuda": 45.0, "cpu": 120.0}
 WORKERS = {"cuda": 8, "cpu": 2}
 KINDS = ("passed", "failed", "skipped", "accepted")
@@ -75,7 +75,7 @@ def take_tests(arguments: argparse.Namespace, folder: Path) -> list[str]:
 def run_all(
     arguments: argparse.Namespace, folder: Path, names: list[str], until: float
 ) -> list[Outcome]:
-    """Run the tests of all suites, those of models in processes of their own.
+    """Run the tests of all suites; model tests run in separate processes.
 
     Args:
         arguments: of the command line.
@@ -153,7 +153,7 @@ def collect(
     limit: float,
     until: float,
 ) -> list[Outcome]:
-    """Run a job on numbers in several processes; `drawn.workers.run` tells the arguments."""
+    """Run a job on numbers in several processes; `drawn.workers.run` explains the arguments."""
     if not workers:
         return []
     found = run(numbers, job, workers=workers, limit=limit, until=until)
@@ -177,7 +177,7 @@ def report(outcomes: list[Outcome], names: list[str]) -> int:
 
     Args:
         outcomes: of all cases.
-        names: suites of which something must have passed.
+        names: suites that need at least one passed test.
     """
     counts: dict[str, collections.Counter[str]] = {name: collections.Counter() for name in names}
     accepted: collections.Counter[str] = collections.Counter()

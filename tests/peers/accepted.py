@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Failures of other people's tests that are known, with reasons; any other is a fault."""
+"""Known failures of other projects' tests, with reasons; any other failure is a defect."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Accepted(NamedTuple):
-    """Patterns of a failure: of "suite::test", and of the error's type and text."""
+    """Patterns of a failure: one of "suite::test", one of the error's type and text."""
 
     test: str
     error: str
@@ -22,9 +22,9 @@ ACCEPTED = (
         "that a paged cache is too short is not checked on a GPU, and appending is the caller's",
     ),
     Accepted(
-        # Where one key has all weight, a gradient of its value is a sum of gradients of outputs,
-        # of which plain PyTorch's and the reference's are the same sum in float32. Sums in another
-        # order are now and then on the other side of a tie, one unit in the last place away.
+        # With all weight on one key, the gradient of its value is a sum of output gradients. Plain
+        # PyTorch and the reference compute the same float32 sum. Another order sometimes lands on
+        # the other side of a tie, one unit in the last place away.
         r"fa2::test_flash_attn_splitkv\[seqlen_q=1, .*swap_sq_sk=True.* dtype=float16\]",
         r"assert \(dv - dv_ref\).* dV max diff: 0\.0[0-3]\d*;.* dV Pytorch max diff: 0\.0(;|$)",
         "a float16 sum over queries rounded to the neighbour of what another order rounds to",
@@ -57,7 +57,7 @@ ACCEPTED = (
         "gpt-oss makes masks without position_ids, so that eager attention joins packed sequences",
     ),
     Accepted(
-        # Python refuses the call itself: cu_seq_lens_q stands in it and in its **kwargs.
+        # Python refuses the call itself: cu_seq_lens_q is both an argument and in its **kwargs.
         "transformers::qwen2_5_omni/.*test_flash_attention_2_padding_matches_padding_free.*fa_kwargs",
         "TypeError: .*got multiple values for keyword argument 'cu_seq_lens_q'",
         "Qwen 2.5 Omni passes cu_seq_lens_q twice to any flash attention",
@@ -73,7 +73,7 @@ def reason_for(test: str, error: str) -> str | None:
     """Return why a failure is accepted, or None if it is not.
 
     Args:
-        test: "suite::test", and what follows.
+        test: "suite::test" with its parameters.
         error: the type of the exception and its text.
     """
     for entry in ACCEPTED:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Parametrized tests of suites as numbered calls: a seed and a number name a case."""
+"""Parametrized tests of suites as numbered calls: a seed and a number identify a case."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ from .sdpa import SDPA, samples
 from .shims import provide_file
 from .suites import FOR_A_GPU, SUITES, Suite
 
-# Tests with at most so many cases are run in each of them, others are drawn from.
+# Tests with at most this many cases run all of them; other tests run a random sample.
 MOST_ENUMERATED = 12
 # Queries x keys x head dimension of a drawn case.
 MOST_WORK = {"cuda": 2.6e8, "cpu": 4e6}
-# Values that flash_dmattn has no counterpart of, and that are seldom worth a draw.
+# Values without a counterpart in flash_dmattn, which are rarely worth a draw.
 NOT_DRAWN: dict[str, Callable[[Any], bool]] = {
     "dropout_p": lambda value: value > 0,
     "has_qv": bool,
     "dtype": lambda value: value == torch.float8_e4m3fn,
 }
-# Marks of pytest's own exceptions, which derive from BaseException.
+# The exceptions of pytest's skip and xfail, which derive from BaseException.
 SKIPPED = (pytest.skip.Exception, pytest.xfail.Exception)
 
 
 class Test(NamedTuple):
-    """A test function, and the values that each group of its parameters takes."""
+    """A test function, and the values of each group of its parameters."""
 
-    __test__ = False  # to pytest
+    __test__ = False  # for pytest
     name: str
     function: Callable[..., object]
     axes: list[tuple[list[str], list[Any]]]
@@ -79,7 +79,7 @@ class Pool(NamedTuple):
     drawn: list[Test]
 
     def case(self, seed: int, number: int, *, most_work: float) -> tuple[Test, dict[str, Any]]:
-        """Return a case; every second one is enumerated, until there are no more."""
+        """Return a case; every second one is enumerated while there are any."""
         half, odd = divmod(number, 2)
         if not odd and half < len(self.enumerated):
             return self.enumerated[half]
@@ -88,7 +88,7 @@ class Pool(NamedTuple):
         rng = random.Random(f"{seed}:{number}")
         suites = list(dict.fromkeys(test.suite for test in self.drawn))
         tests = self.drawn
-        if half < len(suites):  # a short run sees something of every suite
+        if half < len(suites):  # a short run covers part of every suite
             tests = [test for test in tests if test.suite == suites[half]]
         weights = [min(MOST_ENUMERATED, test.size**0.25) for test in tests]
         while True:
@@ -107,14 +107,14 @@ def has_no_counterpart(arguments: dict[str, Any]) -> bool:
 
 
 def work(arguments: dict[str, Any]) -> float:
-    """Return about how much a case computes."""
+    """Return an estimate of a case's computation."""
     queries = arguments.get("seqlen_q", arguments.get("seqlen", arguments.get("max_seq_len", 128)))
     keys = arguments.get("seqlen_k", queries)
     return float(queries * keys * arguments.get("d", arguments.get("D", 64)))
 
 
 def axes_of(function: Any) -> list[tuple[list[str], list[Any]]] | None:
-    """Return the parameters of a test with their values, or None if it is marked to be skipped."""
+    """Return a test's parameters with their values, or None if it is marked to be skipped."""
     axes = []
     for mark in getattr(function, "pytestmark", []):
         if mark.name == "skipif" and mark.args and mark.args[0]:
@@ -128,7 +128,7 @@ def axes_of(function: Any) -> list[tuple[list[str], list[Any]]] | None:
 
 
 def tests_of(suite: Suite, module: types.ModuleType) -> list[Test]:
-    """Return the tests of a module that need no fixture."""
+    """Return a module's tests that need no fixture."""
     found = []
     for name, function in vars(module).items():
         if not (name.startswith("test_") and callable(function)) or name in suite.left_out:
@@ -146,7 +146,7 @@ def tests_of(suite: Suite, module: types.ModuleType) -> list[Test]:
 
 @functools.cache
 def pool_of(folder: Path, names: tuple[str, ...]) -> Pool:
-    """Import suites that were copied to a folder; done once in a process."""
+    """Import the copied suites from a folder, once for each process."""
     if not torch.cuda.is_available():
         pretend_gpu()
     tests = []
@@ -177,7 +177,7 @@ def _raise(error: Exception) -> None:
 
 
 def pretend_gpu() -> None:
-    """Answer what the suites ask of a GPU as they are imported, as a Hopper GPU would."""
+    """Answer the GPU queries of the suites' imports as a Hopper GPU would."""
     properties = SimpleNamespace(total_memory=80 * 2**30, multi_processor_count=132)
     torch.cuda.get_device_capability = lambda *_: (9, 0)
     torch.cuda.get_device_properties = lambda *_: properties
@@ -193,7 +193,7 @@ def run_case(
     until: float,
     memory: float = 1.0,
 ) -> Outcome:
-    """Run one case: it is "right", "skipped" or "failed", or "left" for want of time.
+    """Run one case: "right", "skipped", "failed", or "left" for lack of time.
 
     Args:
         number: of the case.
@@ -218,7 +218,7 @@ def run_case(
     if kind == "failed" and "out of memory" in message:
         gc.collect()
         torch.cuda.empty_cache()
-        time.sleep(3 * random.random())  # for other processes to end what they do
+        time.sleep(3 * random.random())  # lets other processes finish
         kind, message = _call(test.function, arguments, number)
     if device == "cuda" and number % 8 == 0:
         torch.cuda.empty_cache()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""transformers' tests of models: pytest runs those of one model after the other in a process."""
+"""transformers' tests of models: in each process, pytest runs one model at a time."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from drawn.workers import Outcome
 
 from .suites import MODELS_FILES, MODELS_FOLDER
 
-# Seconds for the tests of one model: a run sees some tests of many models, not all tests of few.
+# Seconds for the tests of one model: a run covers some tests of many models, not all of few.
 BUDGET = {"cuda": 30.0, "cpu": 60.0}
-# Which tests ask for SDPA or FlashAttention; a CPU has time for few of their parameters.
+# The tests that ask for SDPA or FlashAttention; a CPU has time for few of their parameters.
 CHOSEN = {
     "cuda": "(eager_matches_sdpa_inference and (fp16 or bf16)) or flash_attn_2_inference"
     " or flash_attn_2_from_config or eager_matches_fa2_generate or flash_attention_2_padding"
@@ -38,14 +38,14 @@ CHOSEN = {
 
 
 def files_of(folder: Path, seed: int) -> list[Path]:
-    """Return the test files of models, in an order that the seed decides."""
+    """Return the test files of models in an order given by the seed."""
     files = sorted(folder.glob(MODELS_FILES))
     random.Random(seed).shuffle(files)
     return files
 
 
 class Recorder:
-    """A plugin of pytest that keeps what became of each test.
+    """A pytest plugin that records the outcome of each test.
 
     Args:
         until: of time.monotonic; tests that would start later are not run and not kept.
@@ -92,8 +92,8 @@ class Recorder:
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed:
             message = " ".join(report.longreprtext.splitlines()[-1:])
-            # A package that the tests of few models import, a model of another version, or a file
-            # that is not copied.
+            # A package that few models' tests import, a model of another version, or a file that is
+            # not copied.
             absent = re.search(
                 r"No module named '(?!tests)|cannot import name .* from .transformers"
                 r"|FileNotFoundError",
@@ -105,12 +105,12 @@ class Recorder:
 
 @functools.cache
 def prepare(folder: Path) -> None:
-    """Change transformers in this process, and go to where its tests are."""
+    """Patch transformers in this process, and change to its tests' folder."""
     os.environ["RUN_SLOW"] = "1"
     from .shims import model_tests
 
     model_tests.install(folder)
-    torch.backends.cudnn.allow_tf32 = False  # as transformers' own runs of its tests
+    torch.backends.cudnn.allow_tf32 = False  # as in transformers' own test runs
     os.chdir(folder)
     sys.path.insert(0, str(folder))
 
@@ -147,7 +147,7 @@ def run_model(
 
 
 def run_tests(names: list[str], chosen: str, recorder: Recorder) -> None:
-    """Let pytest run tests in this process, without a word."""
+    """Run the tests by pytest in this process without output."""
     options = ["-q", "--noconftest", "--capture=sys", "-p", "no:cacheprovider", "-W", "ignore"]
     options += ["-c", os.devnull, "--rootdir", str(Path.cwd()), "-k", chosen]
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
@@ -155,12 +155,11 @@ def run_tests(names: list[str], chosen: str, recorder: Recorder) -> None:
 
 
 def excused(outcomes: list[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
-    """Accept failures that eager attention in the place of flash_dmattn has, too.
+    """Accept failures that also occur with eager attention in place of flash_dmattn.
 
-    Such are those of tests of another version of transformers, of files that are on a hub, and of
-    code that torch.compile refuses. The test then compares eager attention with itself. But since
-    that cannot do all that FlashAttention does, an AssertionError in a test of FlashAttention is
-    never accepted.
+    Examples are tests of another version of transformers, of files on a hub, and of code that
+    torch.compile refuses. The rerun compares eager attention with itself. Eager attention lacks
+    features of FlashAttention, so an AssertionError in its tests is never accepted.
 
     Args:
         outcomes: kind, message and test of each.
@@ -196,5 +195,5 @@ def excused(outcomes: list[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
 
 
 def beginning(message: str) -> str:
-    """Return what is alike in messages of the same failure, without the numbers in it."""
+    """Return the common part of messages of the same failure, without its numbers."""
     return re.sub(r"\d+", "", message)[:100]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""PyTorch's sample inputs of scaled_dot_product_attention, judged by its math in float64."""
+"""PyTorch's samples of scaled_dot_product_attention, judged by its math backend in float64."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def samples(device: str) -> Iterator[tuple[str, Callable[[], None]]]:
 
 
 def check(sample: Any, dtype: torch.dtype) -> None:
-    """Compare one sample's result and gradients, each element by the bound of its terms."""
+    """Compare a sample's result and gradients; each element has the bound of its terms."""
     inputs = [sample.input, *sample.args]
     options = dict(sample.kwargs)
     if len(inputs) > 3:
@@ -73,7 +73,7 @@ def check(sample: Any, dtype: torch.dtype) -> None:
         of=("out",),
     )
     bounds = expected(call).bounds
-    empty = exact.isnan()  # of queries that keep no key
+    empty = exact.isnan()  # queries that keep no key
     compare("out", out[~empty], exact[~empty], layout.of_rows(bounds["out"])[~empty])
     if empty.any():
         return
@@ -83,7 +83,7 @@ def check(sample: Any, dtype: torch.dtype) -> None:
         names,
         torch.autograd.grad(out, leaves, gradient),
         torch.autograd.grad(exact, doubles, gradient.double()),
-        # What is expanded has the sum of the gradients of its copies, and of their errors.
+        # An expanded tensor gets the sum of its copies' gradients, and of their errors.
         torch.autograd.grad(
             [arranged[name] for name in names], doubles, [bounds[f"d{name}"] for name in names]
         ),
@@ -94,7 +94,7 @@ def check(sample: Any, dtype: torch.dtype) -> None:
 
 def compare(name: str, actual: Tensor, exact: Tensor, allowed: Tensor) -> None:
     error = (actual.double() - exact).abs()
-    wrong = ~(error <= allowed)  # not ">": that of a NaN is false
+    wrong = ~(error <= allowed)  # not ">": a NaN error must count as wrong
     if wrong.any():
         excess = torch.where(wrong, error / allowed, 0)
         worst = tuple(int(i) for i in torch.unravel_index(excess.argmax(), excess.shape))
@@ -105,7 +105,7 @@ def compare(name: str, actual: Tensor, exact: Tensor, allowed: Tensor) -> None:
 
 
 class Layout:
-    """How flash_dmattn takes the inputs of scaled_dot_product_attention.
+    """The layout of scaled_dot_product_attention's inputs in flash_dmattn.
 
     Args:
         query: (..., heads, queries, head_dim).
@@ -125,7 +125,7 @@ class Layout:
         return pad(x.transpose(1, 2), (0, self.head_dim - x.shape[-1]))
 
     def of_rows(self, out: Tensor) -> Tensor:
-        """Return an out in the layout of the inputs."""
+        """Return out in the layout of the inputs."""
         out = out[..., : self.value_dim].transpose(1, 2)
         return out.reshape(*self.lead, *out.shape[1:])
 
@@ -139,7 +139,7 @@ class Layout:
         is_causal: bool,
         scale: float | None,
     ) -> dict[str, Any]:
-        """Return the arguments of a call; the causal mask of PyTorch starts at the top left."""
+        """Return the arguments of a call; PyTorch's causal mask is aligned to the top left."""
         mask = bias = None
         if attn_mask is not None:
             given = attn_mask[(None,) * max(0, 3 - attn_mask.dim())]
@@ -171,7 +171,7 @@ def attention_of_flash_dmattn(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute what scaled_dot_product_attention does."""
+    """Compute scaled_dot_product_attention by flash_dmattn."""
     if dropout_p:
         pytest.skip("dropout")
     layout = Layout(query, key, value)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which tests of which repository are run, and how they are taken out of a checkout."""
+"""The tests that run from each repository, and how they are copied from a checkout."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import shutil
 from pathlib import Path
 
-# Of a GPU: where there is none, the tests of a suite make their tensors on the CPU.
+# Replacements that make a suite's tensors on the CPU where there is no GPU.
 ON_A_CPU = {
     'device = "cuda"': 'device = "cpu"',
     'device="cuda"': 'device="cpu"',
@@ -15,7 +15,7 @@ ON_A_CPU = {
     'torch.device("cuda")': 'torch.device("cpu")',
     "if torch.cuda.is_available():": "if True:",
 }
-# Tests that a CPU takes minutes for, or that ask what only a GPU can do wrong.
+# Tests that take a CPU minutes, or that test for defects of GPUs only.
 FOR_A_GPU = ("race", "deterministic", "cumsum_metadata")
 
 
@@ -25,7 +25,7 @@ class Suite:
 
     Args:
         name: in reports.
-        test: the file, relative to a checkout, which is known by it.
+        test: the file relative to a checkout; it also identifies the checkout.
         shims: modules of `peers.shims`, whose `install` makes what the file imports.
         helpers: other files of the checkout that it imports.
         left_out: tests that are not drawn, and why.
@@ -42,7 +42,7 @@ class Suite:
     packages: tuple[str, ...] = ("einops",)
 
     def copy(self, checkout: Path, folder: Path, *, on_gpu: bool) -> None:
-        """Take the files out of a checkout into a folder of the suite's name."""
+        """Copy the files from a checkout into a folder with the suite's name."""
         target = folder / self.name
         target.mkdir()
         for helper in self.helpers:
@@ -75,9 +75,9 @@ SUITES = (
             "test_flash_attn_combine": _NO_FUNCTION_OF_C,
         },
         {
-            # Values of 512 are refused, and then the test would end before its usual ones.
+            # Values of 512 are refused, which would end the test before its usual ones.
             "[256, 512, d] if d <= 64 else": "[256, d] if d < 64 else",
-            # The test of races fills the memory, which processes share; as many calls as in fa2.
+            # The race test fills the memory, which processes share; now as many calls as in fa2.
             "torch.empty(70 * 1024 ** 3": "torch.empty(1024 ** 2",
             "for i in range(1000):": "for i in range(250):",
         },
@@ -116,7 +116,7 @@ SUITES = (
         packages=(),
     ),
 )
-# transformers' models are tested by classes of unittest, so pytest runs them: `peers.models`.
+# transformers' models are tested by unittest classes, which pytest runs: `peers.models`.
 MODELS = "transformers"
 MODELS_PACKAGES = ("parameterized",)
 MODELS_KNOWN_BY = "tests/test_modeling_common.py"
@@ -125,17 +125,17 @@ MODELS_FILES = f"{MODELS_FOLDER}/*/test_modeling_*.py"
 
 
 def suites_of(checkout: Path) -> list[Suite]:
-    """Return the suites whose files a checkout has."""
+    """Return the suites whose files are in a checkout."""
     return [suite for suite in SUITES if (checkout / suite.test).is_file()]
 
 
 def has_models(checkout: Path) -> bool:
-    """Say whether a checkout is of transformers."""
+    """Return whether a checkout is of transformers."""
     return (checkout / MODELS_KNOWN_BY).is_file()
 
 
 def copy_models(checkout: Path, folder: Path) -> None:
-    """Take the tests of models, and the file with their defaults, into a folder."""
+    """Copy the model tests and the file with their defaults into a folder."""
     target = folder / MODELS
     for part in ("tests", "utils/test_module"):
         shutil.copytree(checkout / part, target / part, ignore=shutil.ignore_patterns("fixtures"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Other libraries' interfaces on top of flash_dmattn, a module for each: what their tests call."""
+"""The interfaces of other libraries on top of flash_dmattn, a module each, for their tests."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 
 
 class NoCounterpartError(Exception):
-    """The test asks for what flash_dmattn does not have; `peers.accepted` says for what it may."""
+    """A test asks for a feature without a counterpart; `peers.accepted` lists the accepted ones."""
 
 
 def provide(name: str, **contents: object) -> types.ModuleType:
-    """Make a module that `import` finds, also within packages that are not installed.
+    """Make a module importable, also within packages that are not installed.
 
     Args:
         name: with dots; the packages above must be provided before.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Attention with FlashAttention's options, which the interfaces of its versions 2, 3 and 4 share.
+"""Attention with the options that FlashAttention's versions 2, 3 and 4 share.
 
 Where the two libraries differ, this module translates: FlashAttention's lse counts the attention
 sink and flash_dmattn's does not, so the sink is added to it; its windows, chunks, left padding and
@@ -24,7 +24,7 @@ MOST_HEAD_DIM = 256
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What the calls have in common. A window's None, and a chunk of 0, are no limit."""
+    """The common options of the calls. A window's None and a chunk of 0 mean no limit."""
 
     scale: float | None = None
     causal: bool = False
@@ -48,7 +48,7 @@ class Options:
 
         Args:
             q: the queries.
-            aligned: all queries and keys of the tensors count, so that is_causal is right.
+            aligned: all queries and keys of the tensors count, so is_causal is valid.
         """
         sink = self.sink
         if sink is not None and sink.dtype not in (q.dtype, torch.float32):
@@ -64,7 +64,7 @@ class Options:
 
 
 def refuse(q: Tensor, *, dropout: float = 0.0, qv: Tensor | None = None, **others: object) -> None:
-    """Raise for what has no counterpart.
+    """Raise for options without a counterpart.
 
     Args:
         q: the queries, which may have 8 bits.
@@ -209,7 +209,7 @@ def intervals(
     options: Options,
     left_pad: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the first query that sees each key, and the one behind the last.
+    """Return the first query that sees each key, and one past the last.
 
     Args:
         j: where the keys are in their sequences; the others must broadcast with it.
@@ -218,7 +218,7 @@ def intervals(
         options: whose window, chunk and causality count.
         left_pad: how many keys are skipped.
     """
-    shift = lengths_k - lengths_q  # of the key that a query stands at
+    shift = lengths_k - lengths_q  # from a query's place to its key's
     left, right = options.window
     if options.causal:
         right = 0
@@ -243,7 +243,7 @@ def intervals(
 
 
 def refuse_wide_heads(q: Tensor, v: Tensor) -> None:
-    """Raise for heads that no kernel is wide enough for."""
+    """Raise for heads that are wider than all kernels."""
     most = max(q.shape[-1], v.shape[-1])
     if most > MOST_HEAD_DIM:
         raise NoCounterpartError(f"head dimension {most}")

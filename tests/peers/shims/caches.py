@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""FlashAttention's call with a cache of keys; new ones are rotated and written first."""
+"""FlashAttention's call with a key cache; new keys are rotated and written first."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Rotary:
     interleaved: bool = False
 
     def __call__(self, x: Tensor, first: Tensor | int = 0) -> Tensor:
-        """Rotate (batch, tokens, heads, head_dim), whose first tokens have the position `first`."""
+        """Rotate (batch, tokens, heads, head_dim); the first tokens are at the position `first`."""
         batch, tokens = x.shape[:2]
         first = torch.as_tensor(first, device=x.device).long().reshape(-1).expand(batch)
         positions = first[:, None] + torch.arange(tokens, device=x.device)
@@ -39,7 +39,7 @@ class Rotary:
         return torch.cat((turned.to(x.dtype), rest), -1)
 
     def at_one_place(self, x: Tensor, first: Tensor) -> Tensor:
-        """Rotate all tokens of a sequence as its first one."""
+        """Rotate all tokens of a sequence like its first one."""
         batch, tokens, heads, head_dim = x.shape
         return self(x.reshape(batch, 1, tokens * heads, head_dim), first).reshape(x.shape)
 
@@ -54,7 +54,7 @@ def apply_rotary_emb(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> Tensor:
-    """What flash_attn.layers.rotary has."""
+    """Replace flash_attn.layers.rotary."""
     return Rotary(cos, sin, interleaved)(x, seqlen_offsets)
 
 
@@ -88,7 +88,7 @@ class Cache:
         block_table: Tensor | None,
         batch: int,
     ) -> Cache:
-        """Fill in what a caller may leave out."""
+        """Fill in omitted arguments."""
         device = k.device
         if batch_index is None:
             rows = torch.arange(batch, device=device)
@@ -130,7 +130,7 @@ def attend_cache(
     most_q: int | None = None,
     as_pages: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Append keys to a cache, if there are any, and return out and lse of all.
+    """Append new keys, if any, to a cache, and return out and lse over all keys.
 
     Args:
         q: (batch, queries, heads, head_dim), or packed.
@@ -194,7 +194,7 @@ def _append(
     rotary: Rotary | None,
     first: Tensor,
 ) -> Tensor:
-    """Write the new keys, and return how many there are of each sequence."""
+    """Write the new keys, and return their number for each sequence."""
     if starts is None:
         batch, tokens = k.shape[:2]
         starts = torch.arange(batch + 1, device=k.device) * tokens

@@ -15,13 +15,13 @@ from . import provide
 
 
 class EvoformerAttnBuilder:
-    """Tests ask whether its operator can be built here."""
+    """Tests ask it whether the operator can be built."""
 
     NAME = "evoformer_attn"
 
 
 def skip_on_arch(least: int) -> None:
-    """Skip a test that asks for a newer GPU than there is."""
+    """Skip a test that needs a newer GPU."""
     if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < least:
         pytest.skip(f"needs compute capability {least}")
 

@@ -30,13 +30,13 @@ def install(files: Path) -> None:
 
 
 def window_of(window: tuple[Any, Any]) -> Window:
-    """Read a window, of which negative sizes are no limit."""
+    """Read a window; negative sizes mean no limit."""
     left, right = (None if int(size) < 0 else int(size) for size in window)
     return left, right
 
 
 def _get_block_size_n(*arguments: object, **named: object) -> int:
-    """What tests of dropout ask for."""
+    """Return the block size for tests of dropout."""
     return 64
 
 
@@ -164,6 +164,6 @@ def flash_attn_with_kvcache(
             left_pad=cache_leftpad,
             as_pages=num_splits != 1,
         )
-    except ValueError as error:  # FlashAttention's is a RuntimeError
+    except ValueError as error:  # FlashAttention raises RuntimeError
         raise RuntimeError(str(error)) from error
     return (out, lse) if return_softmax_lse else out

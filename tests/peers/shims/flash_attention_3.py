@@ -167,4 +167,4 @@ def flash_attn_combine(*arguments: object, **named: object) -> Any:
 
 
 def get_scheduler_metadata(*arguments: object, **named: object) -> None:
-    """Every call may go without."""
+    """Return no metadata: no call needs any."""

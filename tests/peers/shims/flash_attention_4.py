@@ -15,7 +15,7 @@ from .caches import Cache, attend_cache
 
 
 class JITCache:
-    """What tests empty when memory is short."""
+    """The cache that tests empty when memory is short."""
 
     def __init__(self) -> None:
         self.cache: dict[object, object] = {}
@@ -34,7 +34,7 @@ def install(files: Path) -> None:
 
 
 def window_of(window: tuple[Any, Any]) -> Window:
-    """Read a window, of which None is no limit and negative sizes count."""
+    """Read a window; None means no limit, and negative sizes count."""
     left, right = (None if size is None else int(size) for size in window)
     return left, right
 
@@ -138,13 +138,13 @@ def flash_attn_varlen_func(
 
 
 def _starts(x: Tensor) -> Tensor:
-    """Return where the rows of a dense tensor start, once they are packed."""
+    """Return the row bounds of a dense tensor in packed form."""
     batch, tokens = x.shape[:2]
     return torch.arange(batch + 1, dtype=torch.int32, device=x.device) * tokens
 
 
 def get_scheduler_metadata(*arguments: object, **named: object) -> None:
-    """Calls may go without; a test that reads it is one that `peers.accepted` names."""
+    """Return no metadata; `peers.accepted` lists the tests that read it."""
 
 
 def _flash_attn_fwd(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Puts flash_dmattn where transformers' own tests of models ask for SDPA or FlashAttention."""
+"""Puts flash_dmattn where transformers' model tests ask for SDPA or FlashAttention."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from flash_dmattn.integrations.transformers_attention import (
 OURS = "flash_dmattn"
 REPLACED = {"sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4"}
 DEFAULTS = "_TEXT_MODEL_TESTER_DEFAULTS"
-# Models that do not list SDPA and FlashAttention both, although flash_dmattn serves them.
+# Models that do not list both SDPA and FlashAttention, although flash_dmattn serves them.
 UNLISTED = (
     "align.Align",
     "bigbird_pegasus.BigBirdPegasus",
@@ -47,12 +47,12 @@ UNLISTED = (
     "videoprism.VideoPrism",
 )
 calls = 0
-# What takes the place of the others; eager attention, to see whether a test passes by itself.
+# The replacement of SDPA and FlashAttention; eager attention shows whether a test passes by itself.
 in_place = OURS
 
 
 def install(files: Path) -> None:
-    """Change transformers in this process.
+    """Patch transformers in this process.
 
     Args:
         files: the folder with testing_utils.py of the checkout.
@@ -68,7 +68,7 @@ def install(files: Path) -> None:
             setattr(testing_utils, name, lambda test: test)
     pipelines = types.ModuleType(
         "tests.test_pipeline_mixin"
-    )  # imports much, and tests no attention
+    )  # has many imports and no test of attention
     pipelines.PipelineTesterMixin = type("PipelineTesterMixin", (), {})
     sys.modules[pipelines.__name__] = pipelines
     PreTrainedModel._check_and_adjust_attn_implementation = replacing(
@@ -80,7 +80,7 @@ def install(files: Path) -> None:
         folder, name = model.split(".")
         try:
             module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
-        except ModuleNotFoundError:  # of another version
+        except ModuleNotFoundError:  # another version
             continue
         base: Any = getattr(module, f"{name}PreTrainedModel")
         derived: Any
@@ -93,7 +93,7 @@ def install(files: Path) -> None:
 
 @functools.wraps(flash_dynamic_mask_attention_forward)
 def counted(*arguments: Any, **named: Any) -> Any:
-    """Count the calls: a test that passes without one says nothing about flash_dmattn."""
+    """Count the calls: a test without a call does not test flash_dmattn."""
     global calls
     if not torch.compiler.is_compiling():
         calls += 1
@@ -101,7 +101,7 @@ def counted(*arguments: Any, **named: Any) -> Any:
 
 
 def replacing(choose: Any) -> Any:
-    """Return transformers' choice of an implementation, with ours for those that are replaced."""
+    """Return transformers' choice of an implementation, with ours for the replaced ones."""
 
     @functools.wraps(choose)
     def chosen(
@@ -112,7 +112,7 @@ def replacing(choose: Any) -> Any:
 
         if asked in REPLACED:
             if asked == "sdpa":
-                choice("sdpa")  # raises where the model has none
+                choice("sdpa")  # raises for models without it
             return choice(in_place)
         found = choice(asked)
         if asked is None and found == "sdpa":
@@ -126,7 +126,7 @@ def replacing(choose: Any) -> Any:
 
 
 def load_on_one_device() -> None:
-    """Make from_pretrained do without accelerate what device_map asks for."""
+    """Let from_pretrained handle device_map without accelerate."""
     load = PreTrainedModel.from_pretrained.__func__
 
     def from_pretrained(cls: Any, *arguments: Any, device_map: Any = None, **named: Any) -> Any:
@@ -138,10 +138,10 @@ def load_on_one_device() -> None:
 
 
 def import_tests(name: str) -> None:
-    """Import a file of tests, of a version of transformers that is near the installed one.
+    """Import a test file of a version of transformers near the installed one.
 
-    It asks for packages and for transformers' internals that tests of other things need; what is
-    absent of these gets a placeholder. An import that fails for another reason is left to pytest.
+    It may need packages and internals of transformers for unrelated tests; absent ones get
+    placeholders. pytest reports an import that fails for another reason.
     """
     while True:
         try:
@@ -164,7 +164,7 @@ def import_tests(name: str) -> None:
 
 
 class Placeholder(Exception):  # noqa: N818
-    """What an absent package is taken to have: it can be caught, and be a decorator."""
+    """A placeholder from an absent package: it can be caught, and used as a decorator."""
 
     def __call__(self, test: Any) -> Any:
         return test
@@ -184,7 +184,7 @@ class AbsentModule(types.ModuleType):
 
 
 def value_in(path: Path, name: str) -> Any:
-    """Return what a file assigns to a name, without importing it."""
+    """Return the value that a file assigns to a name, without importing the file."""
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", None) == name:
             return ast.literal_eval(node.value)

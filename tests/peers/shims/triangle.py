@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""cuequivariance_torch, of which only the triangle attention has a counterpart."""
+"""cuequivariance_torch: only its triangle attention has a counterpart."""
 
 from __future__ import annotations
 
