@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a job finds of the artifacts that other jobs left, however many there are."""
+"""The artifacts of other jobs, in any number, as a job finds them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ DOWNLOAD = re.compile(r"uses: actions/download-artifact@.*\n +with:\n((?: {10}.*
 
 
 def download(artifacts: dict[str, Path], path: Path, *, merge_multiple: bool) -> None:
-    """Do what actions/download-artifact does with the artifacts that match a pattern.
+    """Act as actions/download-artifact for the artifacts that match a pattern.
 
-    Each gets a folder of its name, unless all are to be merged, or there is one only.
+    Each artifact gets a folder of its name, unless they are merged or there is only one.
     """
     for name, content in artifacts.items():
         target = path if merge_multiple or len(artifacts) == 1 else path / name
@@ -30,7 +30,7 @@ def download(artifacts: dict[str, Path], path: Path, *, merge_multiple: bool) ->
 
 
 def uploaded(folder: Path, name: str) -> Path:
-    """Return the artifact of a job that built packs, as its own command line lays it out."""
+    """Return the artifact of a job that built packs, in the layout of its own command line."""
     (output,) = re.findall(r'--output "(packs/\S*)"', TEXT)
     place = folder / name / output.replace("$ARTIFACT", name)
     place.mkdir(parents=True)
@@ -65,7 +65,7 @@ def test_a_wheel_finds_the_packs_of_any_number_of_jobs(
     merged = "merge-multiple: true" in lines
     download(artifacts, tmp_path / "packs", merge_multiple=merged)
     (packs,) = re.findall(r"release wheel\n.*--packs (\S+)", TEXT)
-    # The folders are accepted before anything is built.
+    # The folders are accepted before any build.
     built = []
     monkeypatch.setattr(wheel, "call", lambda command, **options: built.append(command))
     monkeypatch.chdir(tmp_path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a release says of how it was built, and the pull request that pins its images."""
+"""A release's record of its build, and the pull request that pins its images."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ print(json.dumps(answers.get(next((key for key in answers if key in sys.argv[-1]
 
 
 class Repository:
-    """A gh program in the place of GitHub, which remembers what it was asked."""
+    """A fake gh program in place of GitHub, which records its calls."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls_file = folder / "calls"
@@ -112,7 +112,7 @@ class Repository:
         self.lock.write_text(matrix.lock_text(digests))
 
     def answer(self, branch: dict[str, str] | None, *, is_open: bool) -> None:
-        """Say what the branch holds, if it is there, and whether its request is open."""
+        """Set the branch's content, if it exists, and whether its pull request is open."""
         content = base64.b64encode(matrix.lock_text(branch or {}).encode()).decode()
         answers = {
             "matching-refs": [{"ref": f"refs/heads/{pin.BRANCH}"}] if branch is not None else [],
@@ -123,7 +123,7 @@ class Repository:
         self.monkeypatch.setenv("ANSWERS", json.dumps(answers))
 
     def changes(self) -> list[list[str]]:
-        """Return what was asked that changes something."""
+        """Return the calls that change something."""
         if not self.calls_file.exists():
             return []
         asked: list[list[str]] = [json.loads(line) for line in self.calls_file.open()]

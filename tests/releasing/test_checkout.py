@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which commit is written into what is built, also where git will not read the sources."""
+"""The commit recorded in builds, also where git refuses to read the sources."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from release.project import ROOT, ReleaseError, commit, commit_time
 
 pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="no git")
-ANOTHER = 54321  # a user that is not the test's
+ANOTHER = 54321  # a user other than the test's
 
 
 def git(folder: Path, *arguments: str) -> None:
@@ -24,7 +24,7 @@ def git(folder: Path, *arguments: str) -> None:
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository with one commit; no configuration of the user's is read."""
+    """Return a repository with one commit; the user's git configuration is not read."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
     folder = tmp_path / "checkout"
@@ -38,7 +38,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def of_another(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The repository as root sees it in a container: it belongs to another user."""
+    """Return the repository as root in a container sees it: it belongs to another user."""
     if os.geteuid() == 0:
         for path in [checkout, *checkout.rglob("*")]:
             os.chown(path, ANOTHER, ANOTHER)
@@ -78,7 +78,7 @@ def test_a_checkout_without_git_is_no_sdist(
 
 
 def test_the_container_lets_git_read_it(of_another: Path) -> None:
-    """The very command of scripts/in_image, where nothing else was configured."""
+    """This is the command of scripts/in_image, in an environment without other configuration."""
     text = (ROOT / "scripts" / "in_image").read_text()
     (command,) = re.findall(r"^  (git config .*)$", text, re.MULTILINE)
     assert text.index(command) < text.index('"$@"\n\'')

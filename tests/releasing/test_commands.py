@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The shell commands of the workflows, with other programs in the place of docker and gh."""
+"""The workflows' shell commands, with fake programs in place of docker and gh."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ esac"""
     ],
 )
 def test_what_was_asked_for_is_what_is_tested(brought: str, status: int, programs: Path) -> None:
-    """pip replaces what was there when another package needs a newer one."""
+    """pip replaces a requested version if another package needs a newer one."""
     make_program(programs, "python", PIP)
     done = call(
         programs,
@@ -206,7 +206,7 @@ def test_what_was_asked_for_is_what_is_tested(brought: str, status: int, program
 
 @pytest.mark.parametrize("way", ["namespace", "root", "sudo"])
 def test_the_sdist_is_built_without_a_network(way: str, programs: Path, tmp_path: Path) -> None:
-    """By whatever lets it cut the network off; a fake Python stands for pip and ends the script."""
+    """unshare cuts off the network in each permitted way; a fake Python ends the script."""
     allowed = {"namespace": '"$1" = --map-root-user', "root": '"$1" = --net', "sudo": "-n $SUDO"}
     make_program(
         programs,
@@ -246,7 +246,7 @@ def test_an_sdist_that_could_fetch_is_not_checked(programs: Path, tmp_path: Path
 def test_a_machine_that_refuses_mounts_is_told_what_it_lacks(
     unshare: str, status: int, programs: Path
 ) -> None:
-    """Before anything is downloaded, and so that .ci/run can go on without the rehearsal."""
+    """The message comes before any download, and .ci/run can continue without the rehearsal."""
     make_program(programs, "unshare", unshare)
     done = call(programs, "scripts/rehearse_workflows", "--check")
     assert done.returncode == status, done.stderr
@@ -258,7 +258,7 @@ def test_a_machine_that_refuses_mounts_is_told_what_it_lacks(
 
 
 def git(folder: Path, *arguments: str, days: int = 0) -> None:
-    """Call git, whose commits are so many days after the first of January 2020."""
+    """Call git; commits are dated this many days after 1 January 2020."""
     date = f"{1577836800 + days * 86400} +0000"
     names = {
         f"GIT_{who}_{what}": "x" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")
@@ -275,7 +275,7 @@ def commit(folder: Path, name: str, *, days: int) -> None:
 
 @pytest.fixture
 def history(tmp_path: Path) -> Path:
-    """A repository with scripts/changed and one commit, of a file "old"."""
+    """Return a repository with scripts/changed and one commit of a file "old"."""
     (tmp_path / "scripts").mkdir()
     shutil.copy(ROOT / "scripts" / "changed", tmp_path / "scripts")
     git(tmp_path, "init", "--quiet", "--initial-branch", "main")
@@ -314,7 +314,7 @@ def test_what_a_branch_changed_has_changed(history: Path, tmp_path: Path) -> Non
 
 
 def test_what_git_cannot_tell_has_changed(history: Path) -> None:
-    assert changed(history, "old")  # all commits are of the last days
+    assert changed(history, "old")  # all commits are recent
     commit(history, "later", days=10)
     assert not changed(history, "old")
     assert changed(history, "old", base="0" * 40)
@@ -350,7 +350,7 @@ def test_steps_are_timed_and_summed_without_downloads(tmp_path: Path, programs: 
 
 
 def test_the_wheel_is_tried_in_an_image_of_its_policy(programs: Path, tmp_path: Path) -> None:
-    """Elsewhere it would be tried on another glibc than the one that its tag promises."""
+    """Another image would have another glibc than the wheel's tag promises."""
     wheel = tmp_path / "x.whl"
     wheel.touch()
     make_program(programs, "python", f'exec {sys.executable} "$@"')

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The recipe for conda: what it makes of the variants of the project and of conda-forge."""
+"""The conda recipe with the variants of the project and of conda-forge."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_recipe_renders(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def rendered_for(name: str) -> tuple[Any, list[dict[str, Any]]]:
-    """Return the variants of a file, and what the recipe makes of them."""
+    """Return the variants of a file, and the recipe's packages for them."""
     from release import conda
 
     variants = conda.read_variants(ROOT / "conda" / name, "linux-64")
@@ -80,7 +80,7 @@ def test_a_recipe_that_needs_torch_is_refused() -> None:
 
 @pytest.mark.parametrize("file", ["pinning.yaml", "variants.yaml"])
 def test_beside_a_gpu_a_cuda_pack_comes_along(file: str) -> None:
-    """Of builds that an environment admits, conda takes the one with the highest number."""
+    """Among the builds that an environment permits, conda takes the one with the highest number."""
     pytest.importorskip("rattler_build")
     _, rendered = rendered_for(file)
     choices = [row for row in rendered if row["package"]["name"] == "flash-dmattn"]
@@ -122,7 +122,7 @@ def test_a_choice_that_brings_too_much_is_refused() -> None:
 
 
 def test_packs_of_no_cuda_are_refused() -> None:
-    """conda-forge's list begins with None, of which the first two characters are no major."""
+    """conda-forge's list begins with None, which has no CUDA major in its first two characters."""
     pytest.importorskip("rattler_build")
     from release import conda
 
@@ -153,7 +153,7 @@ def test_cudart_is_linked_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_libraries_are_not_changed_when_they_are_packed() -> None:
-    """A run path that is added changes the hash, and `--verify` fails."""
+    """An added run path would change the hash, and `--verify` would fail."""
     pytest.importorskip("rattler_build")
     rendered = rendered_for("pinning.yaml")[1]
     with_libraries = [row for row in rendered if row["package"]["name"] != "flash-dmattn"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What is signed and uploaded is what was built."""
+"""The signed and uploaded files are the built ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from release.distributions import sha256
 
 
 def outputs(*folders: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """Return what build jobs said, as the workflow joins it; a machine without a job is empty."""
+    """Return the build jobs' outputs, joined as in the workflow; an absent job's is empty."""
     said = []
     for folder in folders:
         assert main(["digests", str(folder), "--name", "x"]) == 0
@@ -24,7 +24,7 @@ def outputs(*folders: Path, capsys: pytest.CaptureFixture[str]) -> str:
 
 @pytest.fixture
 def dist(tmp_path: Path) -> Path:
-    """What the draft downloads: an sdist and two wheels."""
+    """Return the files that the draft job downloads: an sdist and two wheels."""
     folder = tmp_path / "dist"
     make_sdist(folder)
     make_wheel(folder)
@@ -50,7 +50,7 @@ def test_what_was_built_passes(dist: Path, built: str, capsys: pytest.CaptureFix
 def test_a_replaced_artifact_is_found(
     dist: Path, built: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As the GPU job could replace it, which is on a machine of one's own."""
+    """The GPU job on a self-hosted machine could replace it."""
     (wheel, *_) = sorted(dist.glob("*.whl"))
     wheel.write_bytes(wheel.read_bytes() + b"\0")
     assert main(["digests", str(dist), "--expected", built]) == 1

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A repository of Hugging Face's kernels hub: made from a wheel of the installation under test, and
-loaded from its folder by the hub's own loader, where flash-dmattn is installed as well.
+"""A repository for Hugging Face's kernels hub: built from a wheel of the package under test, and
+loaded by the hub's own loader where flash-dmattn is installed too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ VERSION = metadata.version("flash-dmattn")
 LINKED_CORE = "flash_dmattn/_core.cpython-"
 TAG = f"cp{sys.version_info[0]}{sys.version_info[1]}"
 
-# What the loaded package computes, in the presence of the installed one.
+# Results of the loaded package while another one is installed.
 CALLS = """
 import sys
 from pathlib import Path
@@ -68,7 +68,7 @@ layer = import_module(hub.__name__ + ".modules").DynamicMaskAttention
 assert layer.__module__.startswith(hub.__name__)
 """
 
-# The hashes of every variant are those that the loader compares.
+# The loader compares the recorded hashes of every variant.
 HASHES = """
 import sys
 from pathlib import Path
@@ -80,7 +80,7 @@ for folder in (Path(sys.argv[1]) / "build").iterdir():
     recorded.validate(Digest.hash_variant(DigestAlgorithm.SHA256, folder))
 """
 
-# Without an installed one nothing may ask for it: every module of the build is imported.
+# No module of the build may import an installed package: every one is imported without it.
 ALONE = """
 import importlib
 import importlib.util
@@ -122,7 +122,7 @@ print(module.flash_dmattn_func.__module__)
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel that this Python built for itself, with packs for GPUs that are no libraries."""
+    """Return a wheel for this Python; its GPU packs are not libraries."""
     files = package_files()
     files.pop("flash_dmattn/_core.abi3.so", None)
     if "FDM_LINKED_WHEEL" in os.environ:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which image a workflow's job gets, and how a digest comes into the tree."""
+"""The image of a workflow's job, and the way of a digest into the tree."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DIGEST, NEWER = (f"sha256:{digit * 64}" for digit in "01")
 
 @pytest.fixture
 def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The digests, of which one is absent."""
+    """Write the digests; one is missing."""
     path = tmp_path / "images.json"
     path.write_text(json.dumps({"quay.io/a": DIGEST}))
     monkeypatch.setattr(matrix, "LOCK", path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the rehearsal decides and refuses; .ci/run runs all of it."""
+"""The rehearsal's decisions and refusals; .ci/run runs all of it."""
 
 from __future__ import annotations
 

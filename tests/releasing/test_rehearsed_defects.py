@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Rehearsals of workflows other than the usual: with a defect put back, and without a GPU."""
+"""Rehearsals with a reintroduced defect, and without a GPU."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def test_the_text_of_a_release_tells_whether_it_was_tested(tmp_path: Path) -> No
         check_notes(machine, "v1", gpus=True)
 
 
-# --- defects that are put back
+# --- reintroduced defects
 
 
 @pytest.mark.parametrize("name", DEFECTS)
 def test_a_defect_can_be_put_back(name: str, tmp_path: Path) -> None:
-    """In the files as they are now, so that a rehearsal with it shows what it once was."""
+    """Each defect applies to the current files, so that a rehearsal reproduces it."""
     defect = DEFECTS[name]
     for path in {path for path, _, _ in defect.changes}:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)

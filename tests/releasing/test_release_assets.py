@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a release holds beside its distributions, and what keeps it from being made."""
+"""The release's assets beside its distributions, and the conditions that block it."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ def test_an_owner_who_is_not_named_is_found(tree: Path) -> None:
     assert check_tag("v2.0.0", tree) == "2.0.0"
 
 
-# What is undone, in which file by which change, and whether a pre-release waits for it.
+# Open items: the file, the change, and whether a pre-release waits for it.
 OPEN = [
     ("owner", "pyproject.toml", "[project]", "# OWNER\n[project]", True),
     ("digests", ".github/images.json", "cuda13_1", "cuda13_0", False),
@@ -295,7 +295,7 @@ def test_a_release_waits_for_what_a_person_decides(
 def test_everything_that_a_person_decides_is_one_list(
     tree: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It names each file with a placeholder, and is printed beside the outputs of a workflow."""
+    """The list names each file with a placeholder and is printed beside a workflow's outputs."""
     decided = set(json.loads((ROOT / checklist.DECISIONS).read_text()))
     listed = [item.name for item in checklist.items(ROOT, runners="")]
     assert sorted(listed) == sorted({"gpu-runners", *(row[0] for row in OPEN)})
@@ -357,6 +357,6 @@ def test_machines_with_gpus_test_every_release() -> None:
     ],
 )
 def test_a_variable_that_would_fail_later_fails_first(runners: str, message: str) -> None:
-    """A matrix of it would fail after all packs are built, or wait for a runner for a day."""
+    """A bad matrix would fail after all packs are built, or wait a day for a runner."""
     with pytest.raises(ReleaseError, match=message):
         has_gpu_tests(runners, "2.0.0rc1")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Packs that are built again are compared with a release's record."""
+"""Rebuilt packs are compared with a release's record."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def record_of(content: bytes, **changes: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def reproduced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """Return a function that runs the verb on a record; builds give the file ``built``."""
+    """Return a function that runs the verb on a record; builds produce the file ``built``."""
     monkeypatch.setattr(reproduce, "commit", lambda: COMMIT)
 
     def build(command: list[str | Path], cwd: Path, variables: dict[str, str]) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The package index: what it refuses, what it says, and that pip takes from it."""
+"""The package index: its refusals, its content, and installation by pip."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_yanked_versions_say_why(tmp_path: Path) -> None:
 
 def test_an_index_is_never_added_to(tmp_path: Path) -> None:
     (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "index.html").touch()  # the documentation, below which it lies
+    (tmp_path / "site" / "index.html").touch()  # the documentation, which contains the index
     write_index([], tmp_path / "site")
     with pytest.raises(ReleaseError, match="has an index; it is made anew"):
         write_index([], tmp_path / "site")
@@ -204,7 +204,7 @@ def pip_environment() -> dict[str, str]:
 def test_pip_installs_from_it(tmp_path: Path) -> None:
     wheel = make_wheel(tmp_path / "served/files", machine="")
     add_metadata(wheel)
-    make_wheel(tmp_path / "served/files", "2.1.0a1", machine="")  # not without --pre
+    make_wheel(tmp_path / "served/files", "2.1.0a1", machine="")  # ignored without --pre
     with serving(tmp_path / "served") as server:
         release = local_release(tmp_path / "served/files", "v2.0.0", f"{server.url}/files")
         (tmp_path / "releases.json").write_text(json.dumps([release]))
@@ -218,7 +218,7 @@ def test_pip_installs_from_it(tmp_path: Path) -> None:
         )
     assert "2.0.0" in (tmp_path / "t/flash_dmattn/__init__.py").read_text()
     pip_version = tuple(int(part) for part in importlib.metadata.version("pip").split(".")[:2])
-    if pip_version >= (23, 2):  # the first that knows the name of PEP 714
+    if pip_version >= (23, 2):  # the first version with the name of PEP 714
         assert f"/files/{wheel.name}.metadata" in server.requests
 
 
@@ -227,20 +227,20 @@ PAGE = (ROOT / "docs" / "install.md").read_text()
 
 
 def command_of_the_page(tool: str) -> str:
-    """Return the line by which the page tells a tool to install the project."""
+    """Return the page's line that installs the project by a tool."""
     (line,) = re.findall(rf"^({tool} .*https://.* {PROJECT})$", PAGE, re.MULTILINE)
     return str(line)
 
 
 def block_of_the_page(language: str, content: str) -> str:
-    """Return the block of the page in which something is written."""
+    """Return the page's block in a language that contains a text."""
     found = re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     (block,) = [text for text in found if content in text]
     return str(block)
 
 
 def assert_installs(words: list[str], folder: Path, pyproject: str = "") -> None:
-    """Run a tool where the index has a pre-release only, and see that it takes that."""
+    """Run a tool on an index with only a pre-release, and check that it installs that."""
     wheel = make_wheel(folder / "served/files", "2.0.0a1", machine="")
     with serving(folder / "served") as server:
         release = local_release(folder / "served/files", "v2.0.0a1", f"{server.url}/files")
@@ -265,7 +265,7 @@ def assert_installs(words: list[str], folder: Path, pyproject: str = "") -> None
 
 @pytest.mark.parametrize("tool", ["pip", "uv"])
 def test_the_lines_of_the_page_install_from_it(tool: str, tmp_path: Path) -> None:
-    """Also where there are pre-releases only, and never from another index."""
+    """The index may hold only pre-releases, and no other index is used."""
     assert_installs(command_of_the_page(tool).split(), tmp_path)
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A base wheel and wheels of one CUDA major's packs: installed in each combination by pip, and read
-by the package's own report.
+"""A base wheel and wheels of one CUDA major's packs: pip installs each combination, and the
+package's own report checks it.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def manifest(rows: list[dict[str, Any]]) -> bytes:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel of the package under test, whose packs for GPUs are no libraries."""
+    """Return a wheel of the package under test; its GPU packs are not libraries."""
     files = package_files()
-    files.setdefault("flash_dmattn/_core.abi3.so", b"the core")  # linked, it has another name
+    files.setdefault("flash_dmattn/_core.abi3.so", b"the core")  # a linked core has another name
     libraries = {"cpu": real_pack().read_bytes()}
     libraries |= {name: f"pack {name}".encode() for name in GPU_PACKS}
     rows = [listed_pack(name, content) for name, content in libraries.items()]
@@ -61,7 +61,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def variants(whole: Path) -> dict[str, Path]:
-    """What is made of it, by the distribution's name; the base as ``base``."""
+    """Return the variant wheels by distribution name; the base is ``base``."""
     output = whole.parent / "variants"
     assert main(["variants", str(whole), "--output", str(output)]) == 0
     names = {path: path.name.partition("-")[0].replace("_", "-") for path in output.iterdir()}
@@ -183,11 +183,11 @@ def test_the_report_lists_what_is_installed(
 
 
 def report_of(site: Path) -> dict[str, Any]:
-    """Return the report of what is installed in a folder, and of nothing else of this project."""
+    """Return the report of a folder's packages without any other copy of this project."""
     backend = importlib.util.find_spec("nanobind_backend")
     if backend is not None and backend.origin is not None:  # a linked module needs none
         shutil.copytree(Path(backend.origin).parent, site / "nanobind_backend", dirs_exist_ok=True)
-    # -S, so that no .pth file can put the package under test before what was installed.
+    # With -S, no .pth file can put the package under test before the installed one.
     code = (
         f"import runpy, sys; sys.path.insert(0, {str(site)!r})\n"
         "sys.argv[1:] = ['--json', '--verify']\n"

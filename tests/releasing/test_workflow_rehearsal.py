@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What stands in for GitHub when workflows are rehearsed; .ci/run rehearses them."""
+"""The stand-ins for GitHub in rehearsed workflows; .ci/run rehearses them."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ def test_a_stand_in_takes_every_input_that_a_workflow_gives() -> None:
 
 
 def test_jobs_can_check_out_at_once(tmp_path: Path) -> None:
-    """They have one home, and git does not wait for another git that writes its configuration."""
+    """Jobs share a home folder, and git does not wait for another git's configuration lock."""
     text = (ROOT / "rehearsal" / "actions" / "checkout" / "action.yml").read_text()
     (command,) = re.findall(r"^ +(.*git config --global .*)$", text, re.MULTILINE)
-    # Each time is the first, so that the lock is met.
+    # Each directory is new, so every run writes the configuration and needs the lock.
     script = f"for n in {{1..20}}; do PWD=/$1/$n; {command} || exit; done"
     jobs = [
         subprocess.Popen(
@@ -101,7 +101,7 @@ def test_this_machine_can_keep_what_the_wheel_promises(tmp_path: Path) -> None:
     assert re.fullmatch(r"manylinux_\d+_\d+", after.wheel.policy)
     assert after.wheel.policy == f"manylinux_{after.wheel.glibc.replace('.', '_')}"
     assert targets.version_numbers(after.wheel.glibcxx) >= (3, 4, 24)
-    # The images are still the ones whose digests are committed.
+    # The images are those with committed digests.
     assert after.wheel.image.format(machine="x86_64") == before.wheel.image.format(
         policy=before.wheel.policy, machine="x86_64"
     )
@@ -318,7 +318,7 @@ def test_a_draft_becomes_a_release_of_the_index(tmp_path: Path) -> None:
 
 
 def test_digests_are_proposed_once_and_renewed(tmp_path: Path) -> None:
-    """By `release pin`, as the job of the night does it, with the program that stands in for gh."""
+    """`release pin` runs as in the nightly job, with the stand-in for gh."""
     repository, lock = tmp_path / "repository", matrix.LOCK.relative_to(ROOT)
     (repository / lock).parent.mkdir(parents=True)
     (repository / lock).write_text("{}")
@@ -376,7 +376,7 @@ def test_packs_are_as_the_options_ask(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("packs, passed", [("", 2), ("packs", 3)])
 def test_a_sample_opens_no_stand_ins_of_packs(packs: str, passed: int, tmp_path: Path) -> None:
-    """Of 300 tests each hundredth runs; the first hundred open CUDA packs."""
+    """Every hundredth of 300 tests runs; the first hundred open CUDA packs."""
     (tmp_path / "test_packs.py").write_text(
         "from types import SimpleNamespace\n"
         "import pytest\n"

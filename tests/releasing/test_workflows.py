@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Rules of the workflows that no linter knows; scripts/lint runs the linters."""
+"""Rules for the workflows that no linter has; scripts/lint runs the linters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 TARGETS = json.loads((ROOT / "cmake" / "targets.json").read_text())
 USES = re.compile(r"^\s*(?:- )?uses: (\S+)(.*)$", re.MULTILINE)
-# The value of `run:`, whatever lines it has.
+# The value of `run:`, on one line or several.
 RUN = re.compile(r"^( *)(?:- )?run: *(.*(?:\n(?:\1 {2,}.*|$))*)", re.MULTILINE)
 
 workflows = pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
@@ -62,7 +62,7 @@ def test_an_action_has_one_version() -> None:
 
 @workflows
 def test_commands_are_scripts(workflow: Path) -> None:
-    """A shell command in a workflow is tested by nobody: it may call a script, and little else."""
+    """No test runs a shell command in a workflow, so it should only call a script."""
     for command in runs(workflow.read_text()):
         assert "${{" not in command
         assert command.count("\n") <= 3, command
@@ -88,7 +88,7 @@ def test_publishing_stands_in_the_top_level_workflow_alone() -> None:
 
 
 def test_every_machine_tells_what_it_built() -> None:
-    """One output for each: of one that several jobs of a matrix set, the last would remain."""
+    """Each machine has its own output: matrix jobs would overwrite a shared one."""
     wheels = (ROOT / ".github/workflows/wheels.yml").read_text()
     jobs = {"wheels": TARGETS["platforms"], "cpu-wheels": TARGETS["cpu_platforms"]}
     told = [f"jobs.{job}.outputs.{name}" for job, names in jobs.items() for name in names]
@@ -99,7 +99,7 @@ def test_every_machine_tells_what_it_built() -> None:
 
 
 def test_nothing_is_signed_or_published_before_it_is_compared() -> None:
-    """All that a job with an identity downloads, but for the records of GPUs."""
+    """A job with an identity compares all of its downloads, except the records of GPUs."""
     release = (ROOT / ".github/workflows/release.yml").read_text()
     jobs = re.split(r"^  (?=[\w-]+:$)", release.partition("\njobs:\n")[2], flags=re.MULTILINE)
     signing = [job for job in jobs if "id-token: write" in job]
@@ -108,13 +108,13 @@ def test_nothing_is_signed_or_published_before_it_is_compared() -> None:
         steps = job.partition("    steps:\n")[2]
         compared = steps.index('release digests dist --expected "$DIGESTS"')
         assert steps.index("path: dist") < compared
-        assert "skip-existing:" not in job  # would take another file of the same name for the same
+        assert "skip-existing:" not in job  # would accept another file of the same name
         for later in ("actions/attest@", "actions/upload-artifact@", "gh-action-pypi-publish@"):
             assert later not in steps[:compared]
 
 
 def test_the_index_is_made_on_the_default_branch() -> None:
-    """From a tag, the environment of the pages refuses, and a tag's list of yanks is old."""
+    """The pages environment refuses a tag, and a tag's list of yanks is outdated."""
     index = (ROOT / ".github/workflows/index.yml").read_text()
     assert re.search(r"^on:\n  workflow_dispatch:\n\n", index, re.MULTILINE)
     release = (ROOT / ".github/workflows/release.yml").read_text()
@@ -123,7 +123,7 @@ def test_the_index_is_made_on_the_default_branch() -> None:
 
 
 def test_the_index_lies_below_the_documentation() -> None:
-    """So that the address in the metadata resolves, and the loader finds the index below it."""
+    """The address in the metadata must resolve, and the loader must find the index below it."""
     index = (ROOT / ".github/workflows/index.yml").read_text()
     site, packages = index.index("scripts/docs --site-dir site"), index.index("--output site")
     assert site < packages < index.index("path: site\n")
@@ -137,7 +137,7 @@ def test_the_index_lies_below_the_documentation() -> None:
 
 
 def test_what_owns_the_release_has_owners() -> None:
-    """Every folder that a release is made by, and each exists."""
+    """Every folder that makes a release has an owner, and each listed path exists."""
     lines = (ROOT / ".github" / "CODEOWNERS").read_text().splitlines()
     owned = [line.split()[0] for line in lines if line and not line.startswith("#")]
     assert [path for path in owned if not (ROOT / path.strip("/")).exists()] == []
@@ -151,7 +151,7 @@ def test_what_npm_installs_is_locked() -> None:
     assert lock["packages"][""]["dependencies"] == wanted
     installed = {name: row for name, row in lock["packages"].items() if name}
     assert [name for name, row in installed.items() if "integrity" not in row] == []
-    assert [name for name, row in installed.items() if "resolved" in row] == []  # names a host
+    assert [name for name, row in installed.items() if "resolved" in row] == []  # it names a host
     files = [path for path in (ROOT / "scripts").iterdir() if path.is_file()]
     scripts = [path for path in files if "npx " in path.read_text()]
     assert scripts == []
@@ -177,14 +177,14 @@ def test_no_pull_request_reaches_a_gpu() -> None:
 
 
 def test_a_gpu_serves_protected_refs_only() -> None:
-    """Any workflow of a pull request may call test-gpu.yml as it is on main; its ref is its own."""
+    """A pull request's workflow may call test-gpu.yml of main, but its ref is its own."""
     text = (ROOT / ".github/workflows/test-gpu.yml").read_text()
     (condition,) = re.findall(r"^    if: \$\{\{ (.*) \}\}$", text, re.MULTILINE)
     assert condition == ("github.ref == 'refs/heads/main' || startsWith(github.ref, 'refs/tags/v')")
 
 
 def test_a_release_without_gpus_is_one_that_its_tag_allows() -> None:
-    """The first job decides, and what needs a GPU follows that, so that nothing is skipped else."""
+    """The first job decides; GPU jobs follow it, so nothing else is skipped."""
     release = (ROOT / ".github/workflows/release.yml").read_text()
     jobs = dict(re.findall(r"^  ([\w-]+):\n((?:    .*\n|\n)+)", release, re.MULTILINE))
     assert "GPU_RUNNERS: ${{ vars.GPU_RUNNERS }}" in jobs["tag"]
@@ -200,14 +200,14 @@ def test_a_release_without_gpus_is_one_that_its_tag_allows() -> None:
     ]
     assert "REQUIRE_GPU: ${{ needs.tag.outputs.gpu != 'false' && 'yes' || '' }}" in jobs["draft"]
     assert "${REQUIRE_GPU:+--require-gpu}" in jobs["draft"]
-    # What follows a job that was skipped must say that it runs all the same; pypi is of final
-    # releases alone, which skip nothing.
+    # Jobs after a skipped job must opt in to run; pypi is only for final releases, which skip
+    # nothing.
     for name in ("draft", "publish", "index"):
         assert "!cancelled()" in jobs[name]
 
 
 def test_no_matrix_is_made_of_a_variable_that_is_not_set() -> None:
-    """Where there is none, whatever calls test-gpu.yml is skipped before its matrix is read."""
+    """Without runners, callers of test-gpu.yml are skipped before its matrix is read."""
     nightly = (ROOT / ".github/workflows/nightly.yml").read_text()
     unset = "if: ${{ vars.GPU_RUNNERS != '' && vars.GPU_RUNNERS != '[]' }}\n"
     callers = re.findall(rf"^    {re.escape(unset)}    uses: (\S+)$", nightly, re.MULTILINE)
@@ -215,7 +215,7 @@ def test_no_matrix_is_made_of_a_variable_that_is_not_set() -> None:
 
 
 def test_tests_of_fallbacks_pass_where_a_release_forbids_them() -> None:
-    """The job with a GPU runs all tests under its own variables."""
+    """The GPU job runs all tests with its own variables."""
     text = (ROOT / ".github/workflows/test-gpu.yml").read_text()
     variables = dict(re.findall(r"^      (FLASH_DMATTN_\w+): (\w+)$", text, re.MULTILINE))
     assert variables == {"FLASH_DMATTN_FALLBACK": "error"}
@@ -263,7 +263,7 @@ def test_the_declared_floors_are_tested_together() -> None:
     (torch,), (transformers,) = floors
     nightly = (ROOT / ".github/workflows/nightly.yml").read_text()
     assert f" torch: torch=={torch}.* transformers=={transformers}.* --extra-index-url" in nightly
-    # Benchmarks compare with what newer versions have.
+    # Benchmarks need features of newer versions.
     (tests,) = re.findall(r"^      tests: >-\n((?: {8}.*\n)+)", nightly, re.MULTILINE)
     (row,) = json.loads(tests)
     assert row["tests"] == "--ignore=tests/benchmarks"
