@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Writes the table of known routes anew; library.py tells how to call it."""
+"""Rewrites the table of known routes; library.py explains how to call it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from .library import ARCHS, HEAD_DIMS, PASSES, Routes, Spec, known_routes, table_path
 
-# What problems are drawn for constants whose names begin so, as Focus of routes.cpp numbers it.
+# The problems to draw for constants with these prefixes, numbered as Focus of routes.cpp.
 FOCUS = {
     1: ("direct", "cluster", "decode", "keep"),
     2: ("segment", "consecutive", "list", "plan", "select", "clear", "few_columns"),
@@ -29,7 +29,7 @@ FOCUS = {
     ),
 }
 DRAWS = 40_000
-# A lower value of these changes no route: one split is none.
+# A lower value of these changes no route: one split means no split.
 ONE_SIDED = ("least_splits",)
 
 
@@ -118,21 +118,21 @@ EVERYDAY = {
 
 
 def focus_of(constant: str) -> int:
-    """Return what problems are drawn for a constant."""
+    """Return the kind of problems to draw for a constant."""
     return next((n for n, names in FOCUS.items() if constant.startswith(names)), 0)
 
 
 def other_values(constant: str, value: int, sign: int) -> list[int]:
-    """Return values on one side of a constant, the nearest first."""
+    """Return values on one side of a constant, nearest first."""
     if sign > 0 and constant.endswith("head_dim"):
         return [min((dim for dim in HEAD_DIMS if dim > value), default=512)]
     return [value + sign * step for step in (1, max(1, value // 8), value // 2)]
 
 
 def both_sides(routes: Routes, arch: int) -> list[dict[str, Any]]:
-    """Return problems whose routes change if a constant is less, and if it is more.
+    """Return problems whose routes change if a constant is lower, and if it is higher.
 
-    Those of the table are kept where they still do.
+    Problems of the current table are kept if they still qualify.
     """
     lines = []
     known = {
@@ -166,7 +166,7 @@ def both_sides(routes: Routes, arch: int) -> list[dict[str, Any]]:
 
 
 def changes(routes: Routes, arch: int, of: str, spec: Spec, constant: str, other: int) -> bool:
-    """Return whether the route of a pass is another with another value of a constant."""
+    """Return whether another value of a constant changes the route of a pass."""
     changed = routes.route(arch, spec, of, **{constant: other})
     return changed != routes.route(arch, spec, of)
 
@@ -187,7 +187,7 @@ def main() -> None:
             lines = [
                 line(routes, arch, of, spec, name=name)
                 for name, spec in EVERYDAY.items()
-                if arch == 90 or not spec.value_dim  # no other has kernels for narrow values
+                if arch == 90 or not spec.value_dim  # only sm_90 has kernels for narrow values
                 for of in PASSES
                 if routes.route(arch, spec, of)
             ]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The routes of cpp/cuda/route, compiled for the CPU, and a table of problems with their routes.
 
-After a change of routes, this writes the table anew, for review:
+After a change of routes, this rewrites the table for review:
     PYTHONPATH=tests python -m routes
 """
 
@@ -31,7 +31,7 @@ def _names(source: str, pattern: str) -> list[str]:
     return [name for line in lines for name in re.findall(r"(\w+)(?= = |,|;)", line) if name]
 
 
-# The fields of a problem, and the constants of a table, as their sources have them.
+# The fields of a problem and the constants of a table, read from their sources.
 FIELDS = _names((FOLDER / "routes.cpp").read_text(), r"struct Spec \{(.*?)\n\};")
 CONSTANTS = [
     name
@@ -44,12 +44,12 @@ CONSTANTS = [
 
 
 class Spec(ctypes.Structure):
-    """A problem, all of whose tensors are contiguous, but for what `odd` says."""
+    """A problem; all tensors are contiguous except as `odd` says."""
 
     _fields_ = [(name, ctypes.c_int64) for name in FIELDS]
 
     def values(self) -> dict[str, int]:
-        """Return what is not 0."""
+        """Return the nonzero fields."""
         return {name: getattr(self, name) for name in FIELDS if getattr(self, name)}
 
 
@@ -61,13 +61,13 @@ def compiler() -> str | None:
 
 @dataclass
 class Routes:
-    """What tests call of the compiled routes."""
+    """The functions of the compiled routes."""
 
     library: ctypes.CDLL
 
     @classmethod
     def compiled(cls, folder: Path) -> Routes:
-        """Compile the routes into a folder, unless they are there."""
+        """Compile the routes into a folder, unless it has them."""
         path = folder / "libroutes.so"
         if path.exists():
             return cls.loaded(path)
@@ -101,7 +101,7 @@ class Routes:
         return found
 
     def way(self, arch: int, spec: Spec, of: str) -> str:
-        """Return the short name of the way that a pass takes."""
+        """Return the short name of a pass's way."""
         text = ctypes.create_string_buffer(1 << 10)
         self.library.way_of(arch, ctypes.byref(spec), PASSES.index(of), text, len(text))
         return text.value.decode()
@@ -121,7 +121,7 @@ class Routes:
             arch, sms: of the tiles and the device.
             way: its name.
             seed, draws: from which problems are drawn, and how many at most.
-            most: limits of its size, as find_way of routes.cpp tells.
+            most: limits of its size, as in find_way of routes.cpp.
         """
         spec = Spec()
         limits = map(ctypes.c_double, most)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Routes of problems for tests without a GPU: tests/routes/library.py compiles this with the sources of cpp/cuda/route
-// for the CPU, for the tables of all architectures at once.
+// Routes of problems for tests without a GPU: tests/routes/library.py compiles this with the sources of
+// cpp/cuda/route for the CPU, with the tables of all architectures.
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
@@ -17,28 +17,28 @@ namespace {
 using namespace fdm;
 using namespace fdm::cuda;
 
-// A problem, all of whose tensors are contiguous, but for what `odd` says. tests/routes/library.py has the same fields.
+// A problem; all tensors are contiguous except as `odd` says. tests/routes/library.py has the same fields.
 struct Spec {
   int64_t sms, batch, heads, kv_heads, head_dim, queries, keys;
   int64_t causal, deterministic, forward_only, softcap, sink, splits;
   int64_t mask, mask_batch, mask_heads, max_kept; // mask: fdm_mask_kind
   int64_t keeps_runs;
   int64_t bias, bias_batch, bias_heads, float32; // bias: 0 none, 1 of keys, 2 of rows
-  int64_t float64;                               // the bias of keys is
-  int64_t rows, total_keys, page;                // packed: in all, with `batch` sequences; page: keys of a page
-  int64_t odd;                                   // bits of Odd: tensors that lie otherwise
-  int64_t unwanted;                              // bits: dq, dk, dv, dbias, dsink
-  int64_t missing;                               // bits: head dimensions that the pack has no kernels for
-  int64_t value_dim;                             // 0: head_dim
+  int64_t float64;                               // whether the bias of keys is float64
+  int64_t rows, total_keys, page;                // packed: totals over `batch` sequences; page: keys of a page
+  int64_t odd;                                   // bits of Odd: tensors with another layout
+  int64_t unwanted;                              // bits of gradients not needed: dq, dk, dv, dbias, dsink
+  int64_t missing;                               // bits: head dimensions without kernels in the pack
+  int64_t value_dim;                             // 0: same as head_dim
 };
 enum Odd { kInputs = 1, kOut = 2, kDout = 4, kGradients = 8, kMaps = 16, kChunks = 32, kFarRows = 64, kGaps = 128 };
 
-// What a pack of all head dimensions was built for, but for those whose bits are set in `missing`: as
-// cmake/generate_kernels.py has it.
+// The kernels of a pack with all head dimensions except those in the bits of `missing`, as in
+// cmake/generate_kernels.py.
 BuiltFor built_for(int arch, int64_t missing) {
   BuiltFor built{arch, {}, {}, {}, {}, {}};
   const auto add = [](HeadDimList &list, int dim) { list.dims[list.count++] = dim; };
-  // The largest serves the others, too.
+  // The largest also serves all smaller ones.
   const auto add_largest = [&](HeadDimList &list, int largest) {
     for (int n = built.all.count - 1; n >= 0; --n) {
       if (built.all.dims[n] > largest) continue;
@@ -135,7 +135,7 @@ struct Call {
     selection.queries = s.queries, selection.keys = s.keys;
     selection.start = p.start, selection.end = p.end;
     selection.cu_seqlens_q = p.cu_seqlens_q, selection.cu_seqlens_k = p.cu_seqlens_k;
-    // Without intervals, a bias selects booleans.
+    // Without intervals, the selection by a bias gives booleans.
     if (!has_intervals(p)) selection.bias = p.bias, selection.mask = p.mask;
     selection.window = s.max_kept > 0 ? s.max_kept : std::max<int64_t>(1, s.keys / 64);
     selection.keep_last = s.sink ? s.keys / 128 : 0;
@@ -149,7 +149,7 @@ struct Call {
   Wanted wanted() const { return wanted_of(backward); }
 };
 
-// Routes of a problem by the name of the pass.
+// The routes of a problem, by pass.
 struct Routes {
   const Call call;
   const BuiltFor built;
@@ -195,10 +195,10 @@ struct Routes {
   }
 };
 
-// What drawn problems are about.
+// The topic of drawn problems.
 enum Focus { kAnything, kOneQuery, kIntervals, kRowBias, kNoMask };
 
-// Draws problems whose sizes are near the constants of a table, or their multiples and parts.
+// Draws problems with sizes near the constants of a table, or near multiples and fractions of them.
 class Draws {
 public:
   Draws(int64_t seed, const RouteTable &table) : random_(uint64_t(seed)) {
@@ -294,13 +294,13 @@ private:
 
 extern "C" {
 
-// The table of an architecture: as many numbers as it has fields.
+// The table of an architecture; `values` has one number for each field.
 int route_table_of(int arch, int64_t *values) {
   std::memcpy(values, &route_table(arch), sizeof(RouteTable));
   return int(sizeof(RouteTable) / sizeof(int64_t));
 }
 
-// Writes the route of a pass, with the constants in `values`, and returns its length.
+// Writes the route of a pass for the constants in `values`, and returns its length.
 int route_of(int arch, const int64_t *values, const Spec *spec, int pass, char *text, int room) {
   RouteTable table;
   std::memcpy(static_cast<void *>(&table), values, sizeof table);
@@ -309,7 +309,7 @@ int route_of(int arch, const int64_t *values, const Spec *spec, int pass, char *
   return int(route.size());
 }
 
-// Writes what way a call takes.
+// Writes the way of a call.
 void way_of(int arch, const Spec *spec, int pass, char *text, int room) {
   const Routes routes(*spec, arch, route_table(arch));
   const Call &call = routes.call;
@@ -323,7 +323,7 @@ void way_of(int arch, const Spec *spec, int pass, char *text, int room) {
   std::snprintf(text, size_t(room), "%s", name.c_str());
 }
 
-// The bytes that a call has a workspace for, on any device of so many SMs at most, and those that its route takes.
+// The workspace bytes of a call for any device with at most that many SMs, and the bytes that its route uses.
 int64_t workspace_room(int arch, const Spec *spec, int pass) {
   return Routes(*spec, arch, route_table(arch)).room(pass);
 }
@@ -333,7 +333,7 @@ int64_t workspace_used(int arch, const Spec *spec, int pass) {
 
 void draw_spec(int arch, int64_t seed, Spec *spec) { *spec = Draws(seed, route_table(arch)).draw(int(seed % 5)); }
 
-// Draws problems from seeds until the route of any pass changes with the value of a field. Returns the pass, or -1.
+// Draws problems from seeds until a field's new value changes the route of any pass. Returns the pass, or -1.
 int find_change(int arch, int field, int64_t value, int focus, int64_t first_seed, int64_t seeds, Spec *spec) {
   const RouteTable &own = route_table(arch);
   RouteTable changed = own;
@@ -348,8 +348,8 @@ int find_change(int arch, int field, int64_t value, int focus, int64_t first_see
   return -1;
 }
 
-// Draws problems of contiguous tensors, for a device of so many SMs, until a pass takes the way of a name.
-// `small_pairs` limits the rows x keys of two sequences with two KV heads, `elements` and `work` all of it. Returns
+// Draws problems of contiguous tensors for a device with `sms` SMs until a pass takes the named way. `small_pairs`
+// limits the rows x keys of two sequences with two KV heads; `elements` and `work` limit the whole problem. Returns
 // whether one was found.
 int find_way(int arch, int64_t sms, int pass, const char *name, int64_t seed, int64_t draws, double small_pairs,
              double elements, double work, Spec *spec) {
@@ -373,7 +373,7 @@ int find_way(int arch, int64_t sms, int pass, const char *name, int64_t seed, in
   return 0;
 }
 
-// Nanoseconds to choose the forward and the backward route.
+// Nanoseconds for the choice of the forward and the backward route.
 double route_time(int arch, const Spec *spec, int pass, int repeats) {
   const Routes routes(*spec, arch, route_table(arch));
   const Call &call = routes.call;
