@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The self-test of the cpu pack in many threads at once: each must find what one alone finds.
+"""The self-test of the cpu pack in many threads at once: each thread must get the results of one.
 
-Needs NumPy and nothing else, so that it runs on every Python that there is, also on one without a
-GIL: ``python tests/concurrent_calls.py``.
+It needs only NumPy, so it runs on every Python, including one without a GIL: ``python
+tests/concurrent_calls.py``.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ THREADS = 8
 
 
 def comparisons() -> tuple[Comparison, ...]:
-    """Choose the pack, which the first call does, and compute the self-test's problems with it."""
+    """Run the self-test's problems; the first call also chooses the pack."""
     return tuple(compare(pack_for("cpu")))
 
 
 def in_threads(count: int = THREADS) -> list[tuple[Comparison, ...]]:
-    """Return what each of the threads found, which begin together."""
+    """Start all threads together and return their results."""
     barrier = threading.Barrier(count)
 
     def one() -> tuple[Comparison, ...]:
@@ -36,7 +36,7 @@ def in_threads(count: int = THREADS) -> list[tuple[Comparison, ...]]:
 
 
 def main() -> int:
-    """Compare; the threads come first, so that they also race for the first use."""
+    """Compare the results; the threads run first, so that they also race for the first use."""
     found = in_threads()
     alone = comparisons()
     wrong = [comparison for comparison in alone if not comparison.passed]

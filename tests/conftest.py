@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What every test module shares: where calls run, and how hypothesis runs."""
+"""Fixtures and settings of all test modules: targets, backends and the hypothesis profiles."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import hypothesis
 import pytest
 import torch
 
-# So that test modules import their helpers whatever pytest's import mode.
+# Test modules import their helpers in every import mode of pytest.
 sys.path.insert(0, str(Path(__file__).parent))
 
 from flash_dmattn.backends import portable, shapes
@@ -27,7 +27,7 @@ hypothesis.settings.register_profile(
     "suite",
     deadline=None,  # the first call on a device takes far longer than later ones
     max_examples=150,
-    derandomize=True,  # --hypothesis-profile=search looks further
+    derandomize=True,  # --hypothesis-profile=search explores further
     suppress_health_check=[
         hypothesis.HealthCheck.too_slow,
         hypothesis.HealthCheck.function_scoped_fixture,
@@ -43,7 +43,7 @@ hypothesis.settings.load_profile("suite")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add what chooses backends, and what the random tests of tests/gpu read."""
+    """Add the options that choose backends, and those of the random tests of tests/gpu."""
     parser.addoption(
         "--all-backends",
         action="store_true",
@@ -59,8 +59,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def make_loader(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Loader]:
-    """Return a function that gives this process a loader that has decided nothing, until the test
-    ends; it is the real one but for the arguments that are given, and knows no entry points.
+    """Return a function that installs an undecided loader for the duration of the test. It differs
+    from the real loader in the given arguments and in having no entry points.
     """
 
     def make(**others: Any) -> Loader:
@@ -73,12 +73,12 @@ def make_loader(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Loader]:
 
 @pytest.fixture
 def with_fallbacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a slower path replace a pack, also in a run that forbids it, as that of a release."""
+    """Allow a slower path to replace a pack, also in a release run, which forbids it."""
     monkeypatch.delenv("FLASH_DMATTN_FALLBACK", raising=False)
 
 
-# Test processes side by side, and what they start, must not fight for the cores; tests of threads
-# ask for their own.
+# Parallel test processes and their children must not compete for the cores. Tests of threads ask
+# for their own.
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 torch.set_num_threads(max(1, torch.get_num_threads() // WORKERS))
 if WORKERS > 1:
@@ -88,13 +88,13 @@ if WORKERS > 1:
 MOST_KEPT = 2**31  # bytes
 
 
-# Tests of calls that torch.compile or torch.export traces, by their names; what else compiles or
-# exports, such as a toolkit or a library, is tested by modules without torch.
+# Matches the names of tests that trace calls by torch.compile or torch.export. Other tests that
+# compile or export are in modules without torch.
 TRACED = re.compile("compil|export|inductor")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what a slow backend runs only when asked, and what an old torch does not trace."""
+    """Deselect tests that a slow backend runs only on request, or that an old torch can't trace."""
     config.stash[COLLECTED] = names_of(items)
     if reason := why_not_traced():
         for item in items:
@@ -110,7 +110,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(trylast=True)  # a test may have patched torch
 def pytest_runtest_teardown() -> None:
-    """Give back what torch keeps after a large test: test processes share the GPU's memory."""
+    """Free torch's cached memory after a large test: test processes share the GPU's memory."""
     if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > MOST_KEPT:
         torch.cuda.empty_cache()
 
@@ -123,34 +123,34 @@ def _why_absent(wanted: Target) -> str | None:
     return None
 
 
-# No test is made of a target that is not here; the summary names the target and the reason.
+# An absent target gets no tests; the summary names it and the reason.
 ABSENT = {target: reason for target in TARGETS if (reason := _why_absent(target)) is not None}
 PRESENT = tuple(target for target in TARGETS if target not in ABSENT)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say for which targets no test was made, also with --quiet."""
+    """Name the targets without tests, also with --quiet."""
     for target, reason in ABSENT.items():
         terminalreporter.write_line(f"left out: {target}: {reason}")
 
 
 @pytest.fixture(params=PRESENT, ids=str)
 def target(request: pytest.FixtureRequest) -> Target:
-    """A device and a backend that are here."""
+    """Return a target that is present: a device and a backend."""
     wanted: Target = request.param
     return wanted
 
 
 @pytest.fixture(params=[t for t in PRESENT if t.is_pack], ids=str)
 def pack_target(request: pytest.FixtureRequest) -> Target:
-    """As target, for tests of what only kernel packs do."""
+    """Return a target with a kernel pack."""
     wanted: Target = request.param
     return wanted
 
 
 @pytest.fixture(params=[t for t in PRESENT if t.backend != "reference"], ids=str)
 def kernel_target(request: pytest.FixtureRequest) -> Target:
-    """As target, for tests of what the plain formula has no need of."""
+    """Return a target other than the reference backend."""
     wanted: Target = request.param
     return wanted
 
@@ -159,8 +159,8 @@ def kernel_target(request: pytest.FixtureRequest) -> Target:
     params=[t for t in PRESENT if t.backend == "triton" or t == ("cuda", "cuda")], ids=str
 )
 def unread_target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Target:
-    """A target that believes the cu_seqlens, as reading them would wait for its device: also
-    Triton's interpreter, which is made to.
+    """Return a target that does not read cu_seqlens, since reading them would wait for the device.
+    On the CPU, Triton's interpreter is made to skip the check too.
     """
     wanted: Target = request.param
     if wanted.device == "cpu":
@@ -173,6 +173,6 @@ def unread_target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture(params=[t for t in PRESENT if t.backend == "triton"], ids=str)
 def triton_device(request: pytest.FixtureRequest) -> str:
-    """The name of a kind of device that Triton's kernels run on."""
+    """Return a device type that runs Triton's kernels."""
     wanted: Target = request.param
     return wanted.device

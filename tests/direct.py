@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What tests of calls need that leave torch's dispatcher out."""
+"""Helpers for tests of calls that bypass torch's dispatcher."""
 
 from __future__ import annotations
 

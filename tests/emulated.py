@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Programs of tests/emulator, which run kernels on the CPU by cpp/emulator."""
+"""The programs of tests/emulator, which run kernels on the CPU by cpp/emulator."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FLAGS = ["-std=c++20", "-O1", "-w", "-fno-extern-tls-init", "-U_FORTIFY_SOURCE",
 
 
 def output(command: list[str], **environment: str) -> str:
-    """Run a command, and return what it prints."""
+    """Run a command and return its output."""
     return subprocess.run(
         command, check=True, capture_output=True, text=True, env={**os.environ, **environment}
     ).stdout

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Every public function and method, with good arguments and the kind of each of them."""
+"""Every public function and method, with valid arguments and the kind of each argument."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from support import randn
 
 
 class Entry(NamedTuple):
-    """How to call something, and what its arguments are."""
+    """How to call an entry point, and its arguments."""
 
     call: Callable[..., Any]
     good: dict[str, Any]
-    kinds: dict[str, str]  # of good, and of optional arguments that good leaves out
-    # Of an argument that has another name where it is checked.
+    kinds: dict[str, str]  # of valid arguments, and of optional ones without a value here
+    # An argument's name in the check, where it differs.
     also_named: dict[str, str] = {}  # noqa: RUF012, never changed
-    # What is right here, though elsewhere it is not: (argument, kind of value).
+    # Values that are valid here but nowhere else: (argument, kind of value).
     right: frozenset[tuple[str, str]] = frozenset()
 
 

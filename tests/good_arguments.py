@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Arguments that every backend takes, for tests that make one of them wrong."""
+"""Arguments that every backend accepts, for tests that make one of them wrong."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BOUNDS = torch.tensor([0, 4, 10], dtype=torch.int32)
 
 
 def dense(target: Target, **changes: Any) -> dict[str, Any]:
-    """Return good arguments: B 2, Q 5, K 7, H 4, Hk 2, D 8."""
+    """Return valid arguments: B 2, Q 5, K 7, H 4, Hk 2, D 8."""
     arguments: dict[str, Any] = {
         "query": randn(2, 5, 4, 8),
         "key": randn(2, 7, 2, 8),
@@ -25,7 +25,7 @@ def dense(target: Target, **changes: Any) -> dict[str, Any]:
 
 
 def varlen(target: Target, **changes: Any) -> dict[str, Any]:
-    """Return good arguments: two sequences of 4 and 6 rows."""
+    """Return valid arguments: two sequences of 4 and 6 rows."""
     arguments: dict[str, Any] = {
         "query": randn(10, 4, 8),
         "key": randn(10, 2, 8),

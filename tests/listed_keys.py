@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Calls that list the keys of each query, and what they should give."""
+"""Calls with key lists, and their expected results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def expected(
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse of a dense call by dense attention.
 
-    That a key is listed adds exp(index_bias) to what its exponentials are multiplied by.
+    Each listing of a key adds exp(index_bias) to the factor of its exponential.
     """
     query, key, value = (leaves[name].transpose(1, 2) for name in LEAVES[:3])
     heads, kv_heads, keys = query.shape[1], key.shape[1], key.shape[2]
@@ -41,7 +41,7 @@ def expected(
     if "index_bias" in leaves:
         own = per_query_head(leaves["index_bias"], heads, kv_heads).expand(indices.shape)
         factor = torch.exp(own.to(query.dtype).masked_fill(~valid, 0))
-    # One more column takes what is no key.
+    # An extra column collects invalid indices.
     place = indices.where(valid, keys)
     shape = (*indices.shape[:3], keys + 1)
     factors = torch.zeros(shape, dtype=query.dtype).scatter_add(-1, place, factor)[..., :keys]
@@ -72,7 +72,7 @@ def expected_packed(
     bounds: tuple[list[int], list[int]],
     **settings: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Return out and lse of a packed call, each sequence by itself."""
+    """Return out and lse of a packed call; sequences are computed separately."""
     outs, lses = [], []
     for n in range(len(bounds[0]) - 1):
         rows, keys = (slice(b[n], b[n + 1]) for b in bounds)
@@ -152,7 +152,7 @@ class ListedCall:
             self.tensors["sink"] = randn(heads)
         most = max([1, *(s[1] for s in sizes)])
         shape = (*lead, choose("list_heads", 1, kv_heads), rows, length)
-        # From below the first key to beyond the last, with repetitions.
+        # Indices range from below the first key to beyond the last, with repetitions.
         self.indices = torch.randint(-2, most + 2, shape, dtype=torch.int32, generator=generator)
         far = torch.rand(shape, generator=generator)
         self.indices[far < 0.02] = 2**31 - 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the oldest torch and transformers lack, of the versions that are supported."""
+"""Features that the oldest supported torch and transformers lack."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WHY_NOT_TRACED = f"torch.compile and torch.export trace every call from torch {C
 
 
 def is_older(torch_version: str, floor: str) -> bool:
-    """Say whether a torch is older than a version."""
+    """Return whether a torch is older than a version."""
     release, *_ = torch_version.split("+")
     return targets.version_numbers(".".join(release.split(".")[:2])) < targets.version_numbers(
         floor
@@ -20,12 +20,12 @@ def is_older(torch_version: str, floor: str) -> bool:
 
 
 def why_not_traced() -> str:
-    """Return why calls need not be traced, or ""."""
+    """Return the reason to skip tests of traced calls, or ""."""
     return WHY_NOT_TRACED if is_older(torch.__version__, COMPILES) else ""
 
 
 def why_nothing_forgotten() -> str:
-    """Return why caches of transformers keep every key, or ""."""
+    """Return the reason why caches of transformers keep every key, or ""."""
     from transformers import DynamicCache
 
     has = hasattr(DynamicCache, "activate_past_recording")

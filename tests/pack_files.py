@@ -31,7 +31,7 @@ def real_pack() -> Path:
 
 
 def package_files() -> dict[str, bytes]:
-    """Return the files of the package under test, without packs, by their names in a wheel."""
+    """Return the package's files without packs, by their names in a wheel."""
     files: dict[str, bytes] = {}
     for directory in map(Path, flash_dmattn.__path__):
         for path in directory.rglob("*"):
@@ -71,7 +71,7 @@ def compile_library(source: str, path: Path, *flags: str) -> Path:
 
 
 def compile_table(fields: str, path: Path) -> Path:
-    """Compile a library whose table has these fields besides those of a pack of this interface."""
+    """Compile a library whose table has these fields in addition to the required ones."""
     return compile_library(
         f"""
         #include "pack.h"
@@ -85,7 +85,7 @@ def compile_table(fields: str, path: Path) -> Path:
 
 
 def write_foreign(path: Path, machine: int) -> Path:
-    """Write the cpu pack as if it were for another machine."""
+    """Write the cpu pack with the header of another machine."""
     content = bytearray(real_pack().read_bytes())
     content[MACHINE_OFFSET : MACHINE_OFFSET + 2] = machine.to_bytes(2, "little")
     path.write_bytes(content)
@@ -123,7 +123,7 @@ def manifest_row(path: Path, machine: str, **changes: object) -> dict[str, objec
 
 
 def build_wheel(folder: Path, name: str, version: str, package: Path, entry_points: str) -> Path:
-    """Write a wheel that holds one package folder and these entry points."""
+    """Write a wheel with one package folder and these entry points."""
     dist_info = f"{name.replace('-', '_')}-{version}.dist-info"
     files = {
         f"{package.name}/{path.relative_to(package)}": path.read_bytes()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What DynamicMaskAttention computes, written again: with loops, sorts and Q x K tensors."""
+"""DynamicMaskAttention in plain form: with loops, sorts and Q x K tensors."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ EMBED = 24
 
 
 def make_module(target: Target, dtype: torch.dtype | None = None, **settings: object):  # type: ignore[no-untyped-def]
-    """Return a module of float32 with random weights, or of 16 bits with exact biases.
+    """Return a float32 module with random weights, or a 16-bit one with exact biases.
 
-    In 16 bits rounding would decide what is kept, and differently wherever sums are made in another
-    order. There each head's bias follows from one element of the input, which `make_input` makes
-    different for all tokens.
+    In 16 bits, rounding would decide which keys are kept, and it depends on the order of sums.
+    There each head's bias comes from one input element, which `make_input` makes distinct for all
+    tokens.
     """
     torch.manual_seed(0)
     sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 6}
@@ -58,7 +58,7 @@ def plain_forward(
     x: Tensor,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Compute the module at the dtype of ``parameters``; mask is bool (B|1, 1, N|1, N)."""
+    """Compute the module in the dtype of ``parameters``; mask is bool (B|1, 1, N|1, N)."""
     batch, rows, _ = x.shape
     heads, kv_heads, dim = module.num_heads, module.num_kv_heads, module.head_dim
 
@@ -116,7 +116,7 @@ def turned(states: Tensor, base: float) -> Tensor:
 
 
 def chosen(bias: Tensor, visible: Tensor, window: int) -> Tensor:
-    """Keep of each row of bool (B, N, N) the keys of the largest (B, N) bias, the first of ties."""
+    """Keep each row's keys of the largest biases (B, N) in bool (B, N, N); ties go to the first."""
     kept = torch.zeros_like(visible)
     for sequence, biases in enumerate(bias.tolist()):
         for row, seen in enumerate(visible[sequence].tolist()):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Layers, tokens and caches for tests of what is kept between calls."""
+"""Layers, tokens and caches for tests of kept keys between calls."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a target that is slow runs of the suite; ``pytest --all-backends`` runs all of it."""
+"""The tests that a slow target runs by default; ``pytest --all-backends`` runs all of them."""
 
 from __future__ import annotations
 
 import pytest
 
-# What each kind of mask, bias and call does, on fixed problems.
+# Each kind of mask, bias and call on fixed problems.
 _ESSENTIAL = frozenset(
     {
         "test_grouped_heads[query-2-3]",
@@ -79,7 +79,7 @@ _ESSENTIAL = frozenset(
         "test_block_masks[heads]",
     }
 )
-# Of these, what the plain formula does not run.
+# The part of these that the plain formula does not run.
 _OF_KERNELS = frozenset(
     {
         "test_double_backward_is_refused",
@@ -90,7 +90,7 @@ _OF_KERNELS = frozenset(
 _DRAWN = frozenset(
     {"test_drawn_calls_are_right_by_any_backend", "test_drawn_lists_are_right_by_any_backend"}
 )
-# Small cases of every kind of mask, bias and call for Triton's interpreter, which runs with
+# Small cases of every kind of mask, bias and call for Triton's interpreter. It runs with
 # TRITON_INTERPRET=1 and takes about a minute for them.
 _INTERPRETED = frozenset(
     {
@@ -154,8 +154,8 @@ _INTERPRETED = frozenset(
         "test_blocks[(1, 4)-2]",
     }
 )
-# By the names of test functions, which stand for all their cases, or of single cases without the
-# target: "test_head_dims", "test_head_dims[16]". Targets that are not here run everything.
+# Keys are targets. A test function's name stands for all of its cases; a single case omits the
+# target: "test_head_dims", "test_head_dims[16]". Targets without an entry run everything.
 SUBSETS: dict[str, frozenset[str]] = {
     "cpu-reference": (_ESSENTIAL - _OF_KERNELS) | _DRAWN,
     "cpu-flex": _ESSENTIAL,
@@ -164,17 +164,17 @@ SUBSETS: dict[str, frozenset[str]] = {
     "cpu-triton": _INTERPRETED,
 }
 _FIXTURES = ("target", "kernel_target")
-COLLECTED = pytest.StashKey[dict[str, set[str]]]()  # `names_of` the tests of this run
+COLLECTED = pytest.StashKey[dict[str, set[str]]]()  # `names_of` this run's tests
 
 
 def is_chosen(item: pytest.Item) -> bool:
-    """Say whether a test runs without --all-backends."""
+    """Return whether a test runs without --all-backends."""
     target, names = _target_and_names(item)
     return target not in SUBSETS or bool(names & SUBSETS[target])
 
 
 def names_of(items: list[pytest.Item]) -> dict[str, set[str]]:
-    """Return for each target how subsets may call its tests."""
+    """Return for each target the names that subsets may use for its tests."""
     names: dict[str, set[str]] = {}
     for item in items:
         target, own = _target_and_names(item)
@@ -183,7 +183,7 @@ def names_of(items: list[pytest.Item]) -> dict[str, set[str]]:
 
 
 def _target_and_names(item: pytest.Item) -> tuple[str, set[str]]:
-    """Return the target of a test, or "", and what a subset may call the test."""
+    """Return the target of a test, or "", and the names that a subset may use for it."""
     if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
         return "", set()
     parameters = item.callspec.params

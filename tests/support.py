@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Attention problems, and the rule by which results are judged."""
+"""Attention problems, and the rule that judges results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HALF_TYPES = (torch.float16, torch.bfloat16)
 
 
 class Target(NamedTuple):
-    """Where a call runs."""
+    """The device and backend of a call."""
 
     device: str
     backend: str
@@ -32,19 +32,19 @@ class Target(NamedTuple):
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """What query, key and value may have."""
+        """The dtypes of query, key and value."""
         if self.has_kernels_of_gpu and self.backend != "reference":
             return HALF_TYPES
         return (torch.float32, *HALF_TYPES)
 
     @property
     def most_head_dim(self) -> int:
-        """The largest head dimension that its pack was built for, or any."""
+        """The largest head dimension of its pack, or of any call."""
         return loader.pack_for(self.device).max_head_dim if self.is_pack else sys.maxsize
 
     @property
     def has_kernels_of_gpu(self) -> bool:
-        """Whether it is a GPU, or a CPU that runs its kernels by scripts/test_emulated."""
+        """Whether it is a GPU, or a CPU that emulates GPU kernels by scripts/test_emulated."""
         if self.device == "cpu" and self.is_pack:
             return "float32" not in loader.pack_for(self.device).dtypes
         return self.device == "cuda"
@@ -104,7 +104,7 @@ class Problem:
         return gathered(out, lse, leaves, dout, dlse)
 
     def truth(self, *, dout: Tensor, dlse: Tensor | None = None) -> dict[str, Tensor]:
-        """Return what `results` should be, computed in float64."""
+        """Return the expected `results`, computed in float64."""
         leaves = self.leaves("cpu", torch.float64)
         out, lse = flash_dmattn.attention_reference(
             leaves["query"],
@@ -119,13 +119,13 @@ class Problem:
         return gathered(out, lse, leaves, dout, dlse)
 
     def eager(self, *, dout: Tensor, dlse: Tensor | None = None) -> dict[str, Tensor]:
-        """Return the same formula by PyTorch operations at the dtype of the inputs."""
+        """Return the same formula by PyTorch operations in the inputs' dtype."""
         leaves = self.leaves("cpu", None)
         out, lse = eager_attention(self, leaves)
         return gathered(out, lse, leaves, dout, dlse)
 
     def leaves(self, device: str, dtype: torch.dtype | None) -> dict[str, Tensor]:
-        """Return the tensors that require gradients, their strides kept unless they are cast."""
+        """Return the tensors that require gradients; strides are kept unless they are cast."""
         named = {"query": self.query, "key": self.key, "value": self.value, "bias": self.bias}
         return {
             name: moved(tensor.detach(), device, dtype).requires_grad_()
@@ -139,7 +139,7 @@ def moved(tensor: Tensor, device: str, dtype: torch.dtype | None) -> Tensor:
         return tensor.to(device, dtype)
     if tensor.device.type == device:
         return tensor.detach()
-    # Copies of strided views are dense: move the whole storage, then view it alike.
+    # A copy of a strided view is dense: move the whole storage and create the same view on it.
     base = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
     return base.to(device).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
@@ -151,7 +151,7 @@ def gathered(
     outputs, cotangents = [out], [moved(dout, out.device.type, out.dtype)]
     if dlse is not None:
         outputs.append(lse)
-        # Of an empty row lse is -inf, and a gradient of it has no meaning but must do no harm.
+        # The lse of an empty row is -inf; a gradient of it is meaningless and must do no harm.
         cotangents.append(dlse.to(lse.device, lse.dtype))
     gradients = torch.autograd.grad(outputs, list(leaves.values()), cotangents, allow_unused=True)
     named = {
@@ -162,7 +162,7 @@ def gathered(
 
 
 def eager_attention(problem: Problem, leaves: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Compute out and lse with every operation at the dtype of the inputs."""
+    """Compute out and lse with every operation in the dtype of the inputs."""
     query, key, value = (leaves[n].transpose(1, 2) for n in ("query", "key", "value"))
     heads, kv_heads = query.shape[1], key.shape[1]
     key, value = (t.repeat_interleave(heads // kv_heads, 1) for t in (key, value))
@@ -196,7 +196,7 @@ def four_dimensional(tensor: Tensor) -> Tensor:
 
 
 def assert_forward_is_accurate(problem: Problem, target: Target) -> None:
-    """Assert the rule of `assert_accurate` of out and lse."""
+    """Assert the rule of `assert_accurate` for out and lse."""
     dout = problem.query.new_zeros(problem.out_shape)
     parts = problem.results(target, dout=dout), problem.truth(dout=dout), problem.eager(dout=dout)
     assert_accurate(*({name: part[name] for name in ("out", "lse")} for part in parts))
@@ -205,7 +205,7 @@ def assert_forward_is_accurate(problem: Problem, target: Target) -> None:
 def assert_accurate(
     got: dict[str, Tensor], truth: dict[str, Tensor], eager: dict[str, Tensor]
 ) -> None:
-    """Assert the rule: no error above twice that of the same formula at the inputs' dtype.
+    """Assert the rule: no error above twice that of the same formula in the inputs' dtype.
 
     The floor, relative to the largest value (or to 1), is for small problems in which the eager
     formula happens to round luckily: 4 units in the last place of the dtype (for gradients that of
@@ -244,16 +244,16 @@ def check(problem: Problem, target: Target, seed: int = 0, **options: object) ->
 
 
 def cotangent(gradient: Tensor) -> Tensor:
-    """Scale a gradient of out so that its products with value, which mostly cancel, are about 1.
+    """Scale a gradient of out so that its mostly cancelling products with value are about 1.
 
-    Otherwise what is left of them would be as small as their rounding.
+    Otherwise the remaining sum would be as small as their rounding.
     """
     return gradient * gradient.shape[-1] ** -0.5
 
 
 @contextlib.contextmanager
 def core_without_allocator() -> Iterator[mock.Mock]:
-    """Let the core do nothing by itself, as where it finds no allocator or that refuses."""
+    """Let the core decline all calls, as without an allocator."""
     refuse = mock.Mock(return_value=None)
     methods = ("attend", "keep", "differentiate")
     with (

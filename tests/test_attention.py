@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Results and gradients against float64, over everything that a call may be given."""
+"""Results and gradients against float64, over all arguments of a call."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_causal_is_aligned_to_the_bottom_right(
 def test_groups_over_many_tiles_without_a_mask(
     head_dim: int, causal: bool, queries: int, keys: int, pack_target: Target
 ) -> None:
-    """Kernels that go through the rows of all heads of a group together begin in the midst."""
+    """Kernels that walk the rows of all heads of a group start in the middle of them."""
     problem = simple_problem(
         pack_target.dtypes[0],
         batch=1,
@@ -96,7 +96,7 @@ def test_documents_of_a_packed_row(queries: int, target: Target) -> None:
 
 
 def test_block_diagonal_boolean_mask(target: Target) -> None:
-    """Tiles that keep nothing between tiles that keep something."""
+    """Empty tiles between tiles with kept pairs."""
     block = torch.arange(256).div(64, rounding_mode="floor")
     for dtype in target.dtypes:
         problem = simple_problem(dtype, batch=1, queries=256, keys=256)
@@ -107,9 +107,9 @@ def test_block_diagonal_boolean_mask(target: Target) -> None:
 
 @pytest.mark.parametrize("head_dim", [192, 256], ids=["cpu-cpu-192", "cpu-cpu-256"])
 def test_scores_of_long_head_dimensions(head_dim: int) -> None:
-    """The cpu pack adds up parts of a score, which rounds less than one running sum does."""
+    """The cpu pack sums a score in parts, which rounds less than one running sum."""
     query, key = randn(1, 2000, 1, head_dim), randn(1, 1, 1, head_dim, seed=1)
-    # The log-sum-exp of one key is its score.
+    # The log-sum-exp of a single key is its score.
     _, lse = flash_dmattn.flash_dmattn_func(
         query, key, key, softmax_scale=1.0, return_lse=True, backend="cpu"
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Choosing a portable backend, by argument, variable or function, and what is said without it."""
+"""Choosing a portable backend by argument, variable or function, and the messages without it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REASON = "its library is too old: pip install --upgrade it"
 
 @pytest.fixture(params=portable.NAMES)
 def name(request: pytest.FixtureRequest) -> str:
-    """Each portable backend."""
+    """Return each portable backend's name."""
     chosen: str = request.param
     return chosen
 
@@ -56,7 +56,7 @@ def test_functions_and_flags_where_it_cannot_run(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for attribute in (f"{name}_dmattn_func", f"{name.upper()}_AVAILABLE"):
-        # They are looked up once, perhaps before this test.
+        # They are looked up only once, maybe before this test.
         monkeypatch.delitem(vars(flash_dmattn), attribute, raising=False)
     try:
         assert getattr(flash_dmattn, f"{name}_dmattn_func") is None

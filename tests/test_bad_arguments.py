@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Each wrong argument has its own message: the argument, its value, what is allowed."""
+"""Each wrong argument has its own message: argument, value, allowed values."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Texts of wrong arguments of masks, selection, the cache and the layer."""
+"""Messages for wrong arguments of masks, selection, the cache and the layer."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def test_varlen(case: str, target: Target) -> None:
     changes, error, message = VARLEN_CASES[case]
     arguments = on_device(target, varlen(target, **changes))
     if case == "strided bounds":
-        # Moving to another device would make it contiguous.
+        # A copy to another device would be contiguous.
         arguments["cu_seqlens_q"] = BOUNDS.to(target.device).repeat_interleave(2)[::2]
     with pytest.raises(error, match=message):
         flash_dmattn_varlen_func(**arguments)
@@ -139,7 +139,7 @@ def test_varlen(case: str, target: Target) -> None:
 
 @pytest.mark.parametrize("name", ["query", "key", "value", "attn_bias", "sink"])
 def test_paged_keys_have_no_gradient(name: str, target: Target) -> None:
-    """Whichever tensor it is that requires one; without gradients the call is fine."""
+    """Any of the tensors may require a gradient; without gradients the call is valid."""
     dtype = target.dtypes[0]
     table = torch.arange(4, dtype=torch.int32).view(2, 2)
     pages = {"key": randn(4, 4, 2, 8), "value": randn(4, 4, 2, 8), "block_table": table}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Biases for each key in any order and of any size: rows whose largest bias comes early or late.
+"""Biases for each key in any order and of any size: the largest of a row comes early or late.
 
-Kernels take the maximum of a row from the first key block that they look at, and take scores
-relative to a bias that the rows of a tile have in common. Rows here have several blocks.
+Kernels take a row's maximum from its first key block, and scores relative to a bias that the rows
+of a tile share. Rows here have several blocks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SIZES = [3e3, 30.0, 1e5, 0.1]
 
 
 def steps(keys: int) -> Tensor:
-    """Return numbers from 0 to 1, and slower ones for the second head."""
+    """Return numbers from 0 to 1, with a smaller slope for the second head."""
     return torch.arange(keys) / keys * torch.tensor([1.0, 0.4])[:, None, None]
 
 
@@ -69,7 +69,7 @@ def check(call: Call, target: Target) -> None:
     expected(call).check(call.to(target.device).results(backend=target.backend))
 
 
-# Calls that kernels of their own compute, by their keys and what is dropped.
+# Calls with kernels of their own, by their keys and dropped keys.
 KINDS: dict[str, tuple[int, Callable[[int], dict[str, Any]]]] = {
     "short": (300, lambda keys: {}),
     "causal": (600, lambda keys: {}),
@@ -95,7 +95,7 @@ CASES = [
 
 @pytest.mark.parametrize(("order", "kind"), CASES)
 def test_any_order(order: str, kind: str, pack_target: Target) -> None:
-    """The common orders with each kind of call; neighbours have other sizes and dtypes."""
+    """The common orders with each kind of call; other tests vary sizes and dtypes."""
     keys, settings = KINDS[kind]
     number = list(ORDERS).index(order) + list(KINDS).index(kind)
     bias = SIZES[number % len(SIZES)] * ORDERS[order](keys)
@@ -124,7 +124,7 @@ def test_dropped_by_their_bias(dropped: str, order: str, size: float, pack_targe
 def test_what_a_row_does_not_see_reaches_it_not(
     hidden: str, large: int, size: float, pack_target: Target
 ) -> None:
-    """A huge bias at a key that is dropped, or that only some rows see, takes nothing of others."""
+    """A huge bias at a key that is dropped, or seen by some rows, does not change other rows."""
     keys, from_row = 600, large
     bias = randn(HEADS, 1, keys, seed=3)
     call = call_of(pack_target, keys, bias)

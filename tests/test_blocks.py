@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Key blocks that queries select, and masks of FlexAttention."""
+"""Lists of key blocks for queries, and masks of FlexAttention."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def drawn_blocks(*front: int, count: int, seed: int = 0) -> Tensor:
 
 
 def kept_by(blocks: Tensor, size: tuple[int, int], queries: int, keys: int) -> Tensor:
-    """Return the mask ``(B, h, queries, keys)`` of blocks, one after another."""
+    """Return the mask ``(B, h, queries, keys)`` of blocks, one block at a time."""
     batch, heads = blocks.shape[:2]
     kept = torch.zeros(batch, heads, queries, keys, dtype=torch.bool)
     for b, h, row, listed in [
@@ -70,7 +70,7 @@ def kept_by(blocks: Tensor, size: tuple[int, int], queries: int, keys: int) -> T
 
 
 def compare(problem: Problem, mask: Tensor, target: Target, **options: Any) -> None:
-    """Compare a call with float64 attention over what a mask keeps."""
+    """Compare a call with float64 attention under a mask."""
     shape = problem.query.shape
     dout = cotangent(randn(*problem.out_shape, seed=7)).to(problem.query.dtype)
     dlse = randn(shape[0], shape[2], shape[1], seed=8)
@@ -133,7 +133,7 @@ def test_packed_blocks(target: Target) -> None:
         torch.testing.assert_close(got[begin:end], want[0], atol=2e-3, rtol=2e-3)
 
 
-@pytest.mark.parametrize("longest", [5, 6, 10])  # 10 keys are in all
+@pytest.mark.parametrize("longest", [5, 6, 10])  # there are 10 keys in all
 def test_blocks_of_the_only_packed_query(target: Target, longest: int) -> None:
     arguments = on_device(target, varlen(target))
     arguments["query"] = arguments["query"][:1]
@@ -269,7 +269,7 @@ def test_refused_blocks(wrong: dict[str, Any], error: type[Exception], text: str
 
 @pytest.mark.parametrize("rows", [1, 2**33])
 def test_a_block_of_more_than_there_is_costs_what_there_is(rows: int) -> None:
-    """What it could hold would take 400 GB."""
+    """At full size, the block's mask would take 400 GB."""
     given = dense(Target("cpu", "cpu"))
     count = given["query"].shape[1] if rows == 1 else 1
     blocks = torch.tensor([1, 0, -1], dtype=torch.int32).expand(len(given["query"]), 1, count, 3)
@@ -315,7 +315,7 @@ def block_mask_of(
     keys: int = 200,
     size: tuple[int, int] = (64, 32),
 ) -> tuple[Any, Tensor]:
-    """Return a BlockMask, and the same as booleans."""
+    """Return a BlockMask and its boolean form."""
     function = MODS[name](target.device)
     heads = 4 if name == "heads" else None
     sizes = (2 if name == "documents" else None, heads, queries, keys)
@@ -376,7 +376,7 @@ def test_intervals_of_block_masks_take_memory_of_blocks() -> None:
 
 
 def test_full_and_unlisted_blocks_are_not_evaluated() -> None:
-    """The mask_mod contradicts them; FlexAttention does not ask it either."""
+    """The mask_mod contradicts them; FlexAttention does not evaluate it there either."""
     counts = torch.tensor([[[1, 1]]], dtype=torch.int32)
     partial, full = (torch.tensor([[[[n, 0], [n, 0]]]], dtype=torch.int32) for n in (0, 1))
     calls = []
@@ -462,7 +462,7 @@ def test_block_masks_are_exported_and_explained(tmp_path: Path) -> None:
                 return flash_dmattn_func(query, key, value, self.mask)
 
         model = Model(given)
-        # torch 2.11 cannot save what torch.vmap leaves in a graph before it is decomposed.
+        # Without decomposition, torch 2.11 cannot save a graph with torch.vmap.
         exported = torch.export.export(model, states).run_decompositions({})
         torch.export.save(exported, tmp_path / "model.pt2")
         got = torch.export.load(tmp_path / "model.pt2").module()(*states)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Each pair of calls in docs/coming_from.md gives the same, and its wrong keywords are told ours.
+"""Each pair of calls in docs/coming_from.md gives equal results, and its old keywords get messages.
 
-SDPA and FlexAttention are torch's. Other packages compute where they are installed beside a GPU;
-elsewhere the formula of their documentation stands for them.
+SDPA and FlexAttention are torch's. Other packages are used if they are installed and there is a
+GPU; otherwise the formula of their documentation replaces them.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ TOKENS = 300
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scores: Tensor, scale: float | None) -> Tensor:
-    """Attend with what is added to the scaled scores, (H, Q, K)."""
+    """Attend with a bias (H, Q, K) that is added to the scaled scores."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * scale + scores
     return torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v)
 
 
 def distances(rows: int, keys: int) -> Tensor:
-    """Return how far each key is before the place of each query, aligned bottom right."""
+    """Return each key's distance before the place of each query, aligned bottom right."""
     return torch.arange(rows)[:, None] + keys - rows - torch.arange(keys)
 
 

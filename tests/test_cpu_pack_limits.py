@@ -15,7 +15,7 @@ from support import Target, check, rand_bool, randn, simple_problem
 @pytest.mark.parametrize("keys", [0, 1, 20000])
 @pytest.mark.parametrize("queries", [7, 9])
 def test_batch_of_zero_with_a_mask_that_all_batches_share(queries: int, keys: int) -> None:
-    """A mask of batch 1 has rows though the batch has none: they must not be planned."""
+    """A mask of batch 1 has rows while the batch has none: they must not be planned."""
     query = torch.empty(0, queries, 1, 8, requires_grad=True)
     key = torch.empty(0, keys, 1, 8, requires_grad=True)
     bias = torch.zeros(1, 1, queries, keys, requires_grad=True)
@@ -30,7 +30,7 @@ def test_batch_of_zero_with_a_mask_that_all_batches_share(queries: int, keys: in
 @pytest.mark.parametrize("value", [-1e4, -65504.0, -1e6, -1e9, -1e20, 1e4, 1e9])
 @pytest.mark.parametrize("rows", [False, True])
 def test_gradients_under_a_bias_of_large_magnitude(value: float, rows: bool) -> None:
-    """The log-sum-exp then lacks the digits of the sum, on which probabilities depend."""
+    """lse then lacks the digits that the probabilities need."""
     results = []
     for backend in ("cpu", "reference"):
         torch.manual_seed(0)
@@ -46,7 +46,7 @@ def test_gradients_under_a_bias_of_large_magnitude(value: float, rows: bool) -> 
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 @pytest.mark.parametrize("value", [0.0, 1e4])
 def test_more_scores_than_the_backward_pass_saves(softcap: float, value: float) -> None:
-    """Of 64 heads 256 columns of a tile are saved; those beyond are computed again."""
+    """With 64 heads, 256 columns of a tile are saved; the others are recomputed."""
     problem = simple_problem(
         batch=1, queries=70, keys=700, kv_heads=1, group=64, softcap=softcap, causal=True
     )
@@ -56,7 +56,7 @@ def test_more_scores_than_the_backward_pass_saves(softcap: float, value: float) 
 
 
 def test_plan_that_was_not_filled() -> None:
-    """Zeros in place of a plan are refused instead of divided by."""
+    """A plan of zeros is refused: its zeros must not become divisors."""
     query, mask = torch.randn(1, 9, 1, 8), torch.ones(1, 1, 9, 9, dtype=torch.bool)
     fields, of_mask = [exchanged(query)] * 3, exchanged(mask)
     problem = _core.Problem(

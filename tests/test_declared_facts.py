@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Facts that are declared once, and repeated in words by pages and comments."""
+"""Facts with one declaration that pages and comments repeat in words."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEFINED = re.compile(r"\b([A-Z]\w+)(?:(?:,| and) ([A-Z]\w+))? of ((?:\w+/)*\w+\.
 
 
 class Fact(NamedTuple):
-    """How texts say a fact, with groups for its values, and what these have to be."""
+    """A pattern for a fact in texts, with groups for its values, and their expected values."""
 
     said: str
     values: tuple[str, ...]
@@ -57,7 +57,7 @@ FACTS = {
 
 
 def differences(text: str, fact: Fact) -> list[str]:
-    """Return the places of a text that say another value."""
+    """Return the places of a text with another value."""
     text = " ".join(text.split())
     return [
         match[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Few queries over many keys (decode): groups of heads, divided columns, caches in pages."""
+"""Few queries over many keys (decode): groups of heads, divided columns, paged caches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from flash_dmattn import IntervalMask, flash_dmattn_func, flash_dmattn_varlen_func
 from support import Problem, Target, check, rand_bool, randn, simple_problem
 
-# So many keys that a GPU divides them over thread blocks.
+# Enough keys for a GPU to divide them over thread blocks.
 MANY_KEYS = 2100
 
 
@@ -46,7 +46,7 @@ def test_groups_of_heads(kind: str, group: int, target: Target) -> None:
 @pytest.mark.parametrize("density", [0.0, 0.01, 0.5, 1.0])
 @pytest.mark.parametrize("kind", ["keys", "rows", "intervals"])
 def test_divided_columns(kind: str, density: float, target: Target) -> None:
-    """Some thread blocks have no columns where few keys are kept."""
+    """With few kept keys, some thread blocks have no columns."""
     problem = simple_problem(
         target.dtypes[-1], batch=1, queries=2, keys=MANY_KEYS, group=4, head_dim=32, causal=True
     )
@@ -117,7 +117,7 @@ def test_results_repeat_bit_for_bit(pack_target: Target) -> None:
 
 
 def test_batches_and_large_batches_agree(pack_target: Target) -> None:
-    """Of a large batch no columns are divided."""
+    """In a large batch, columns are not divided."""
     problem = simple_problem(
         pack_target.dtypes[-1], batch=200, queries=1, keys=700, kv_heads=2, group=4, head_dim=64
     )
@@ -182,7 +182,7 @@ def test_sequences_of_different_lengths(group: int, paged: bool, target: Target)
 def into_pages(
     lengths: list[int], page: int, *tensors: torch.Tensor
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return a block table and paged copies of packed tensors, NaN where no key lies."""
+    """Return a block table and paged copies of packed tensors; unused rows hold NaN."""
     counts = [-(-length // page) for length in lengths]
     numbers = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0))
     table = torch.zeros(len(lengths), max(counts), dtype=torch.int32)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""One query and a mask of keys, without gradients: a step of generation.
+"""One query with a key mask and no gradients: a decoding step.
 
 GPUs make no plan there. Warps list the kept keys themselves.
 """
@@ -13,12 +13,12 @@ from torch import Tensor
 from flash_dmattn import flash_dmattn_func
 from support import Problem, Target, assert_accurate, moved, rand_bool, randn, simple_problem
 
-# Around the words of a mask, the turns of warps, the keys of a split, and those listed at a time.
+# Near multiples of a mask word, a warp's turn, a split's keys, and the keys listed at a time.
 KEYS = (1, 3, 5, 127, 130, 257, 1023, 1030, 4096, 4099, 8200, 33_001)
 
 
 def step(problem: Problem, target: Target) -> dict[str, Tensor]:
-    """Out and lse of the call, which keeps nothing for a backward pass."""
+    """Return out and lse of the call, which saves nothing for a backward pass."""
     tensors = (problem.query, problem.key, problem.value, problem.mask, problem.bias)
     placed = [None if t is None else moved(t, target.device, None) for t in tensors]
     with torch.no_grad():

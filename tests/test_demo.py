@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The demo, at sizes that take seconds: it writes what it promises and notices what is wrong."""
+"""The demo at sizes that take seconds: it writes its outputs and detects errors."""
 
 from __future__ import annotations
 

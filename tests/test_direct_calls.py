@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Calls that leave torch's dispatcher out give what the operators give, and only leave it out where
-it has nothing to do.
+"""Calls that bypass torch's dispatcher give the operators' results, and bypass it only where it has
+nothing to do.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MASKS = ("none", "keys", "rows", "intervals")
 
 
 class Recorder(TorchDispatchMode):
-    """Keeps the names of the operators that it sees."""
+    """Records the names of the operators that it sees."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Recorder(TorchDispatchMode):
 
 
 class Wrapped(Tensor):
-    """A subclass that takes part in the dispatcher, as DTensor does: pointers do not tell of it."""
+    """A subclass that takes part in the dispatcher, as DTensor does; pointers do not show it."""
 
     inner: Tensor
 
@@ -142,7 +142,7 @@ def as_tensors(mask: Tensor | IntervalMask) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("name", ["query", "key", "value", "attn_bias"])
 @pytest.mark.parametrize("window", [None, 3])
 def test_negations_are_resolved(name: str, window: int | None, target: Target) -> None:
-    """A lazy one has no strides to tell of it."""
+    """A lazy negation is not visible in the strides."""
     given = arguments(target, "keys")
     negated = {**given, name: torch._neg_view(given[name])}
     assert negated[name].is_neg()
@@ -199,7 +199,7 @@ def test_other_devices_are_refused(name: str, target: Target) -> None:
 @pytest.mark.parametrize("name", ["query", "key", "value", "attn_bias"])
 @pytest.mark.parametrize("window", [None, 3])
 def test_float64_is_refused(name: str, window: int | None, pack_target: Target) -> None:
-    """But for a bias per key, which a pack may read, without a selection by it."""
+    """The exception is a bias per key without selection, which a pack may read."""
     given = arguments(pack_target, "keys")
     given[name] = given[name].double()
     if name == "attn_bias" and window is None:
@@ -214,7 +214,7 @@ def test_float64_is_refused(name: str, window: int | None, pack_target: Target) 
 def test_window_size_is_dynamic_mask(
     queries: int, causal: bool, masked: bool, target: Target
 ) -> None:
-    """Also of one query, which selects a mask per key in place of the intervals."""
+    """A single query selects a mask per key instead of intervals."""
     given = arguments(target, "keys" if masked else "none", queries=queries)
     given["attn_bias"][..., :4] = 0.5  # ties
     given["attn_bias"][0, 1, 0, 5] = torch.nan
@@ -235,7 +235,7 @@ def test_window_size_is_dynamic_mask(
     want = flash_dmattn_func(**given, attn_mask=mask)
     if queries == 1 and causal:
         equal(got, flash_dmattn_func(**given, attn_mask=mask.to_bool(queries)))
-        if target.is_pack and target.has_kernels_of_gpu:  # with one for masks, not intervals
+        if target.is_pack and target.has_kernels_of_gpu:  # the kernel of key masks
             torch.testing.assert_close(got, want, equal_nan=True)
             return
     equal(got, want)
@@ -243,7 +243,7 @@ def test_window_size_is_dynamic_mask(
 
 @pytest.fixture
 def _poisoned_memory(monkeypatch: pytest.MonkeyPatch):
-    """What torch.empty allocates is NaN, or the largest integer."""
+    """Fill the memory of torch.empty with NaN or the largest integer."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     yield
@@ -254,7 +254,7 @@ def _poisoned_memory(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize(("batch", "queries", "keys"), [(0, 7, 9), (2, 0, 9), (2, 7, 0), (2, 0, 0)])
 def test_sizes_of_zero(batch: int, queries: int, keys: int, kind: str, target: Target) -> None:
-    """Nothing is left as it was allocated: rows without keys are 0, and their lse is -inf."""
+    """All memory is written: rows without keys are 0, and their lse is -inf."""
     given = arguments(target, "none")
     given["query"] = given["query"][:batch, :queries]
     given["key"], given["value"] = (given[n][:batch, :keys] for n in ("key", "value"))
@@ -295,8 +295,8 @@ def test_the_older_vmap_is_seen(target: Target) -> None:
 def test_an_allocator_that_refuses(
     kind: str, is_older_torch: bool, pack_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory is then asked of torch itself, which has the words for what is missing; an older one
-    has no allocator for the core to ask.
+    """torch then allocates the memory and raises its own errors; an older torch has no allocator
+    that the core can call.
     """
     given = arguments(pack_target, kind)
     window = None if kind == "intervals" else 3
@@ -310,7 +310,7 @@ def test_an_allocator_that_refuses(
 
 
 def test_the_core_does_nothing_without_an_allocator(pack_target: Target) -> None:
-    """Tensors in the form of tuples, as of an older torch, have none."""
+    """Tensors as tuples, as with an older torch, have no allocator."""
     given = arguments(pack_target, "keys")
     backend = select_backend(torch.device(pack_target.device), pack_target.backend)
     assert isinstance(backend, pack.PackBackend)
@@ -330,8 +330,8 @@ def test_the_core_does_nothing_without_an_allocator(pack_target: Target) -> None
 
 @pytest.mark.parametrize("size", [0, 1, 3])
 def test_results_are_contiguous(size: int, pack_target: Target) -> None:
-    """However arguments are strided. Those of a size of 0 or 1 count as contiguous with any strides
-    for it, and torch.empty_like would give results the same.
+    """Results are contiguous for any strides of the arguments. A size of 0 or 1 makes any stride
+    count as contiguous, and torch.empty_like would copy such strides.
     """
     shapes = {
         "query": (size, size, 2, 8),
@@ -409,7 +409,7 @@ def test_saved_tensors_that_come_back_as_others(
 
 
 def test_parameters_whose_memory_has_moved(target: Target) -> None:
-    """What `module.to` does to them, without autograd's notice."""
+    """`module.to` moves the memory without autograd's notice."""
     given = {**arguments(target, "keys"), "deterministic": True}
     leaves = tuple(given[n].requires_grad_() for n in ("query", "key", "value", "attn_bias"))
     grads = []
@@ -436,7 +436,7 @@ def as_tuple(tensor: Tensor) -> tuple[Any, ...]:
 def test_an_lse_that_nobody_asks_for(
     kind: str, way: str, pack_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is kept behind the plan, where each way to the gradients finds it."""
+    """An lse that is not returned is kept behind the plan, where the gradients find it."""
     given = {**arguments(pack_target, kind), "deterministic": True}
     given["window_size"] = 3 if kind == "window" else None
     names = ("query", "key", "value", "attn_bias")

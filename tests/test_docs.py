@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the documentation shows runs, and what it points to is there."""
+"""The documentation's examples run, and its links resolve."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from old_versions import why_not_traced, why_nothing_forgotten
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-# Of the examples of a page; as other tests of transformers, they are left out where it is absent.
+# The package that a page's examples need; without it they are skipped, like other tests.
 NEEDED = {"integrations.md": "transformers"}
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 TABLE = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
@@ -38,13 +38,13 @@ def blocks(text: str) -> Iterator[Block]:
 
 
 def anchors(text: str) -> set[str]:
-    """Return the anchors that GitHub gives to the headings of a page."""
+    """Return GitHub's anchors for the headings of a page."""
     headings = re.findall(r"^#+ (.+)$", FENCE.sub("", text), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def _lacks(code: str) -> str:
-    """Return why old versions cannot run an example, or "". No later one uses what it makes."""
+    """Return why old versions cannot run an example, or "". No later example uses its results."""
     if "torch.compile(" in code:
         return why_not_traced()
     return why_nothing_forgotten() if "layer.kept" in code else ""
@@ -64,7 +64,7 @@ def test_examples_run(page: Path) -> None:
         if reason := _lacks(example.code):
             left_out.add(reason)
             continue
-        # Blank lines before it, so that a traceback shows the line of the page.
+        # Leading blank lines make a traceback show the page's line.
         code = "\n" * (example.line - 1) + example.code
         exec(compile(code, str(page), "exec", dont_inherit=True), namespace)
     if left_out:
@@ -85,7 +85,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_no_table_stands_twice() -> None:
-    # Below the heading and the line under it.
+    # Skips the heading and the line below it.
     rows = [
         row
         for page in PAGES
@@ -110,7 +110,7 @@ ROW = re.compile(r"^\| (.+?) \| (.*?) \| (.*?) \|$", re.MULTILINE)
 def entries(*, of_loader: bool = False) -> dict[str, tuple[str, str]]:
     """Return the cause and the fix of each message under "Troubleshooting".
 
-    ``of_loader`` leaves out what pip and the build say.
+    ``of_loader`` omits the messages of pip and the build.
     """
     section = INSTALLING.partition("\n## Troubleshooting\n")[2]
     if of_loader:
@@ -124,7 +124,7 @@ def entries(*, of_loader: bool = False) -> dict[str, tuple[str, str]]:
 
 
 def in_general(template: str) -> str:
-    """Return a text with … for what is filled in."""
+    """Return a text with … in place of its fields."""
     return re.sub(r"\{[^{}]+\}", "…", template)
 
 
@@ -150,7 +150,7 @@ def test_every_entry_tells_cause_and_fix() -> None:
 
 def test_no_entry_is_left_of_a_text_that_was_changed() -> None:
     known = {in_general(template) for template in messages.catalogue().values()}
-    # Without spaces and the quotes of broken literals; what is filled in ends a piece.
+    # Without spaces and the quotes of split literals; a field ends a piece.
     sources = "".join(
         re.sub(r'"\s*f?"|\s', "", path.read_text())
         for folder in ("python", "cpp")
@@ -162,7 +162,7 @@ def test_no_entry_is_left_of_a_text_that_was_changed() -> None:
         pieces = [re.sub(r"\s", "", piece.strip(" :;,.")) for piece in text.split("…")]
         if text not in known and not all(piece in sources for piece in pieces):
             stale.append(text)
-    # These go on in the words of the system's loader.
+    # These continue in the words of the system's loader.
     assert [text for text in stale if not text.startswith("dlopen failed: …: ")] == []
 
 
@@ -177,5 +177,5 @@ def test_variables_of_the_build_are_documented() -> None:
     sources = [ROOT / "CMakeLists.txt", *sorted((ROOT / "cmake").glob("*.cmake"))]
     read = {name for path in sources for name in re.findall(r"ENV\{(\w+)\}", path.read_text())}
     assert "CUDACXX" in read
-    # DESTDIR is of "cmake --install", and not of this project.
+    # DESTDIR belongs to "cmake --install", not to this project.
     assert sorted(name for name in read - {"DESTDIR"} if f"`{name}`" not in page) == []

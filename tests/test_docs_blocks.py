@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Blocks of pages that programs write."""
+"""Generated blocks of pages."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The documentation site: every page is in it, it builds strictly, and its figures are as drawn."""
+"""The documentation site: it has every page, builds strictly, and its figures are current."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def test_strict_build(tmp_path: Path) -> None:
     api = (tmp_path / "api.html").read_text()
     for name in ("flash_dmattn_func", "IntervalMask.documents", "dynamic_mask", "make_plan"):
         assert f'id="flash_dmattn.{name}"' in api
-    # Docstrings are read as sections, not left as text.
+    # Docstring sections are parsed, not left as text.
     assert "Args:" not in api
     assert "Returns:</span>" in api
     # Shapes in tables, whose pipes GitHub needs escaped.
     assert "<code>(B, {H|Hk|1}, K)</code>" in (tmp_path / "usage.html").read_text()
     pages = {page.name: page.read_text() for page in tmp_path.glob("*.html")}
     assert [name for name, page in pages.items() if r"\|" in page] == []
-    # Nor tables that are left as text.
+    # No table is left as text.
     assert [name for name, page in pages.items() if re.search(r"^\|.*-", page, re.MULTILINE)] == []
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Drawn calls of all options together against float64, and what judges and runs them.
+"""Drawn calls of all options together against float64, and the judge and runner of them.
 
-scripts/fuzz checks any number of them; here are the first ones.
+scripts/fuzz checks any number of them; this module checks the first ones.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BLOCK = 50
 
 
 def blocks(seeds: int, size: int = BLOCK) -> list[Any]:
-    """Return the first seed of each block of seeds; all but the first half are slow."""
+    """Return the first seed of each block; all but the first half are marked slow."""
     return [
         pytest.param(first, marks=pytest.mark.slow if 2 * first >= seeds else ())
         for first in range(0, seeds, size)
@@ -150,7 +150,7 @@ def test_judge_wants_exact_zeros_of_what_is_dropped() -> None:
 
 
 def test_judge_allows_what_rounding_leaves_of_subnormal_numbers() -> None:
-    """The sink leaves 1e-7 of out, which float16 rounds by a third of that."""
+    """The sink leaves 1e-7 of out, which float16 rounds with an error of a third."""
     call = a_call(torch.float16, sink=torch.full((4,), 22.0))
     want = expected(call)
     rounded = want.results["out"].half().double()
@@ -163,7 +163,7 @@ def test_judge_allows_what_rounding_leaves_of_subnormal_numbers() -> None:
 
 
 def test_judge_ignores_only_heads_that_keep_poison() -> None:
-    """The second pair of heads keeps a key that holds NaN; the first pair does not."""
+    """The second pair of heads keeps a key with NaN; the first pair does not."""
     mask = torch.ones(1, 4, 1, 40, dtype=torch.bool)
     mask[:, :2, :, 3] = False
     call = a_call(torch.bfloat16, mask=mask)
@@ -184,7 +184,7 @@ def test_judge_ignores_only_heads_that_keep_poison() -> None:
 
 
 def troubled(seed: int) -> Outcome:
-    """Stand in for a check that crashes, hangs, and fails."""
+    """Stand in for a check that crashes, hangs, or fails."""
     if seed == 5:
         os.abort()
     if seed == 9:

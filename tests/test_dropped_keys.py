@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A key that no query of a head keeps reaches no result and no gradient of that head.
+"""A key that no query of a head keeps does not affect any result or gradient of that head.
 
-Whatever drops it, a mask, selection, -inf for all queries or for each of them, and whatever its
-key, value and bias hold. Another head of its group may keep it.
+It may be dropped by a mask, by selection, or by -inf for all queries or for each of them, and its
+key, value and bias may hold anything. Another head of its group may keep it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from support import Problem, Target, check, rand_bool, randn, simple_problem
 QUERIES, KEYS, HEADS = 40, 50, 4
 DROPPED = torch.arange(KEYS) % 3 == 1
 FORMS = ["mask", "row_mask", "bias", "row_bias", "row_mask_and_bias"]
-# -inf is what drops a key, in the forms in which a bias does.
+# No bias is poisoned: in the forms with a bias, its -inf drops the key.
 HOLDERS = {"nan_key": torch.nan, "inf_value": torch.inf, "nan_value": torch.nan}
 
 
@@ -33,7 +33,7 @@ def drop(problem: Problem, form: str, dropped: Tensor, dtype: torch.dtype) -> No
         return
     problem.bias = randn(1, heads, rows, KEYS, dtype=dtype, seed=5)
     if form == "row_mask_and_bias":
-        # Some rows by the mask, the others by the bias.
+        # The mask drops the keys in some rows, the bias in the others.
         by_mask = rand_bool(1, 1, QUERIES, KEYS)
         problem.mask = ~by_mask | ~dropped.any(0)
         drops = drops & problem.mask
@@ -57,7 +57,7 @@ def test_what_all_heads_drop(form: str, holder: str, softcap: float, target: Tar
 
 
 def unchanged_by(problem: Problem, holder: str, at: Tensor, target: Target) -> None:
-    """Assert that what keys hold changes no bit of a result, and that theirs are 0."""
+    """Assert that the keys' content changes no bit of a result, and that their gradients are 0."""
     dout = randn(*problem.query.shape, dtype=problem.query.dtype)
     dlse = randn(problem.query.shape[0], problem.query.shape[2], problem.query.shape[1])
     clean = problem.results(target, dout=dout, dlse=dlse)
@@ -92,7 +92,7 @@ def test_biases_that_are_not_numbers(form: str, softcap: float, target: Target) 
 def test_what_one_head_drops_and_another_keeps(
     queries: int, form: str, holder: str, softcap: float, target: Target
 ) -> None:
-    """The gradients of such a key come from the heads that keep it."""
+    """The gradients of such a key come only from the heads that keep it."""
     if queries == 1 and form not in ("mask", "bias"):
         return
     for dtype in target.dtypes:
@@ -104,7 +104,7 @@ def test_what_one_head_drops_and_another_keeps(
         check(problem, target)
         poison(problem, holder, DROPPED.expand(2, KEYS))
         got = problem.results(target, dout=dout)
-        droppers = torch.tensor([0, 2])  # of what is poisoned
+        droppers = torch.tensor([0, 2])  # heads that drop the poisoned keys
         for name, head_axis in (("out", 2), ("dquery", 2), ("lse", 1)):
             mine, before = (t[name].index_select(head_axis, droppers) for t in (got, clean))
             assert torch.equal(mine, before), name
@@ -130,7 +130,7 @@ def test_what_empty_rows_hold_reaches_nothing(poison: float, target: Target) -> 
 
 
 def bytes_of(mask: Tensor) -> Tensor:
-    """Return the same booleans, whose True are bytes other than 1, as NumPy makes them."""
+    """Return the same booleans with bytes other than 1 for True, as NumPy makes them."""
     other = (torch.arange(mask.numel()) * 37 % 255 + 1).to(torch.uint8).view(mask.shape)
     return (other * mask.to(torch.uint8)).view(torch.bool)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The modules of flash-dmattn 1.2.2, their order of arguments and their defaults."""
+"""The modules of flash-dmattn 1.2.2: their argument order and defaults."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def test_triton_has_causality_before_the_scale() -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         out = triton_dmattn_func(QUERY, KEY, VALUE, MASK, BIAS, True, 0.3)
         torch.testing.assert_close(out, wanted(is_causal=True, softmax_scale=0.3))
-    else:  # what is imported says why it cannot run when it is called
+    else:  # the import works, and a call explains why the backend cannot run
         with pytest.raises(RuntimeError, match=r"backend 'triton' is not available here"):
             triton_dmattn_func(QUERY, KEY, VALUE, MASK, BIAS, True, 0.3)
 
 
 def test_names_of_integrations() -> None:
-    """Names of 1.2.2's modules, which are aliases of those that serve transformers here."""
+    """The names of 1.2.2's modules are aliases of the current transformers integration."""
     pytest.importorskip("transformers")
     from flash_dmattn.integrations import (
         flash_dynamic_mask_attention,

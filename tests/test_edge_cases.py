@@ -46,7 +46,7 @@ def test_empty_rows_are_zero_and_have_zero_gradients(kind: str, target: Target) 
 
 @pytest.mark.parametrize("kind", ["rows", "intervals", "causal", "bias"])
 def test_empty_rows_are_zero_beside_values_that_are_not_finite(kind: str, target: Target) -> None:
-    """Other rows of their tile keep such values, which a probability of 0 would turn into NaN."""
+    """Other rows of their tile keep non-finite values; a probability of 0 must not spread them."""
     if target.backend == "flex":
         pytest.skip("FlexAttention multiplies values by probabilities of 0")
     for dtype in target.dtypes:
@@ -126,7 +126,7 @@ def test_dropped_keys_are_never_read(kind: str, poison: float, target: Target) -
 
 
 def test_keys_after_the_causal_limit_are_never_read(target: Target) -> None:
-    """With Q < K every key is seen by some row; with a mask the last ones need not be."""
+    """With Q < K some row sees every key; with a mask no row may see the last keys."""
     problem = simple_problem(target.dtypes[0], queries=40, keys=40, causal=True)
     problem.mask = IntervalMask.sliding_window(None, None, 40, 40)
     problem.mask.end[..., 35:] = 30
@@ -149,7 +149,7 @@ def test_bias_of_minus_infinity_is_not_kept(rows: int, target: Target) -> None:
         by_bias = problem.results(target, dout=dout)
         problem.bias, problem.mask = bias, kept
         by_mask = problem.results(target, dout=dout)
-        # A pack may give the two forms different tiles, and so another order of summation.
+        # A pack may use other tiles for the two forms, and thus another order of summation.
         eps = torch.finfo(dtype).eps
         tolerance = {"atol": max(1e-5, eps), "rtol": max(1.3e-6, 2 * eps)}
         for name, value in by_mask.items():
@@ -165,7 +165,7 @@ def test_smallest_finite_bias(whole_row: bool, target: Target) -> None:
         dout = randn(*problem.query.shape, dtype=dtype)
         got, truth = problem.results(target, dout=dout), problem.truth(dout=dout)
         if whole_row:
-            # Then the scores are lost in the bias, in any dtype below float64: compare the rest.
+            # The bias absorbs the scores in any dtype below float64, so only the rest is compared.
             assert all(not value.isnan().any() for value in got.values())
             torch.testing.assert_close(
                 got["out"][:, 1::2].double(), truth["out"][:, 1::2], atol=2e-2, rtol=2e-2
@@ -176,7 +176,7 @@ def test_smallest_finite_bias(whole_row: bool, target: Target) -> None:
 
 @pytest.mark.parametrize("rows", [1, 40])
 def test_lse_of_low_biases(rows: int, target: Target) -> None:
-    """Only a bias below -2.35e38 may be raised, as finfo.min is."""
+    """Only a bias below -2.35e38, such as finfo.min, may be raised."""
     for dtype in target.dtypes:
         problem = simple_problem(dtype, queries=40, keys=60)
         tensors = [t.to(target.device) for t in (problem.query, problem.key, problem.value)]
@@ -189,7 +189,7 @@ def test_lse_of_low_biases(rows: int, target: Target) -> None:
 
 @pytest.mark.parametrize("scale", [1e-8, 0.1, 4e8, 7e8])
 def test_lowest_biases_behind_dropped_keys(scale: float, pack_target: Target) -> None:
-    """They are finite, so their keys are kept, where a row has not kept a key before, too."""
+    """They are finite, so their keys are kept, even after keys that a row drops."""
     for dtype in pack_target.dtypes:
         for bias_dtype in {dtype, torch.float32}:
             problem = simple_problem(dtype, queries=40, keys=333, scale=scale)
@@ -263,7 +263,7 @@ def test_gradient_of_out_with_any_strides(kind: str, target: Target) -> None:
 
 
 def test_merging_two_halves_by_lse(target: Target) -> None:
-    """What lse is for: attention over all keys from attention over parts of them."""
+    """lse merges attention over parts of the keys into attention over all keys."""
     problem = simple_problem(target.dtypes[0], keys=40)
     query, key, value = (t.to(target.device) for t in (problem.query, problem.key, problem.value))
     options = {"return_lse": True, "backend": target.backend}
@@ -289,7 +289,7 @@ def test_expanded_mask_and_bias_equal_their_copies(target: Target) -> None:
 
 
 def test_negated_and_parameter_inputs(target: Target) -> None:
-    """A lazy negation has no strides to tell of it; parameters are not plain tensors."""
+    """A lazy negation is not visible in the strides; parameters are not plain tensors."""
     problem = simple_problem(target.dtypes[0])
     query, key, value = (t.to(target.device) for t in (problem.query, problem.key, problem.value))
     expected = flash_dmattn_func(-query, key, value, backend=target.backend)

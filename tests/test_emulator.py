@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The emulator of CUDA kernels (cpp/emulator): it must see what kernels do wrong."""
+"""The emulator of CUDA kernels (cpp/emulator) must detect the defects of kernels."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Each example runs, at sizes that take seconds, and prints what it proves."""
+"""Each example runs at sizes that take seconds and prints its proof."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_example_runs(name: str) -> None:
 
 @pytest.mark.slow
 def test_ranks_share_a_sequence() -> None:
-    """As torchrun starts it."""
+    """The example runs under torchrun."""
     started = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     name = "train_context_parallel.py"
     arguments, lines = RUNS[name]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""How calls run: threads, determinism, fork, SIMD levels, large offsets, fallback, memory."""
+"""Execution of calls: threads, determinism, fork, SIMD levels, large offsets, fallback, memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _restored_threads():
 @pytest.mark.usefixtures("_restored_threads")
 @pytest.mark.parametrize("kind", ["none", "keys", "rows", "intervals"])
 def test_any_number_of_threads(kind: str) -> None:
-    # Small calls take one thread: to wake another one would take longer.
+    # Small calls use one thread, since waking another would take longer.
     problem = simple_problem(queries=550, keys=540, head_dim=64, causal=True)
     problem.bias = randn(1, 2, 1, 540)
     if kind == "keys":
@@ -89,7 +89,7 @@ def test_deterministic_calls_repeat_bit_for_bit(kind: str, pack_target: Target) 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 def test_works_after_fork() -> None:
-    """In a child of a process whose thread pool has run, as DataLoader workers are.
+    """The child of a process whose thread pool has run can call, as DataLoader workers do.
 
     The child has none of its parent's threads, and starts as many of its own.
     """
@@ -119,7 +119,7 @@ def test_works_after_fork() -> None:
 
 
 def narrower_levels() -> list[str]:
-    """Return the SIMD levels below the machine's, at which nothing else runs."""
+    """Return the SIMD levels below the machine's; no other test runs at them."""
     try:
         flags = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -130,7 +130,7 @@ def narrower_levels() -> list[str]:
 
 @pytest.mark.parametrize("level", narrower_levels())
 def test_narrower_simd_levels(level: str) -> None:
-    """By drawn calls, which have all masks, forms, dtypes, head dimensions and selections."""
+    """Drawn calls cover all masks, forms, dtypes, head dimensions and selections."""
     tests = Path(__file__).parent
     paths = [str(tests), str(tests.parent / "scripts"), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
@@ -159,7 +159,7 @@ def available_memory() -> int:
 
 @pytest.mark.skipif(available_memory() < 8 << 30, reason="needs address space of 5 GB and more")
 def test_offsets_beyond_two_to_the_31() -> None:
-    """Rows that lie 2^30 elements apart in memory of which almost no page is touched."""
+    """Rows are 2^30 elements apart; almost no page of the memory is touched."""
     step = (1 << 30) + 64
     base = torch.empty(4 * step, dtype=torch.float16)
     problem = simple_problem(torch.float16, batch=1, queries=4, keys=4, kv_heads=1, group=1)

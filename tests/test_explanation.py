@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What tells how a call is computed: as the call does it, and without doing it."""
+"""Explanations of calls: they match the calls and compute nothing."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_it_tells_what_makes_a_call_slower() -> None:
 
 
 def test_rows_that_cannot_be_copied_at_once_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the cuda backend, for whose name the cpu pack answers here."""
+    """The cpu pack stands in for the cuda backend."""
     backend = select_backend(torch.device("cpu"), "auto")
     monkeypatch.setattr(backend, "name", "cuda")
     monkeypatch.setattr(torch_memory, "_stream", lambda _: 0)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""One query over few keys, without gradients: GPUs have a kernel for it, which lists no keys and
-reads 32 of them at a time, dropped ones included.
+"""One query over few keys, without gradients. GPUs have a kernel for it that makes no list and
+reads 32 keys at a time, including dropped ones.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from drawn.judge import expected
 from drawn.problems import bounds
 from support import Target, rand_bool, randn
 
-# Around what a warp reads at a time, a thread block of four and of eight warps, and a cluster.
+# Near multiples of the keys that a warp, a block of four or eight warps, or a cluster reads.
 KEYS = (1, 31, 33, 127, 129, 257, 2049, 4095)
 
 
 def step(
     target: Target, keys: int, *, group: int = 2, batch: int = 2, head_dim: int = 64, **fields: Any
 ) -> Call:
-    """A call of one query for each of two KV heads' groups, of the target's last dtype."""
+    """Return a call of one query and two KV heads in the target's last dtype."""
     rows, columns = (batch, 1, 2 * group, head_dim), (batch, keys, 2, head_dim)
     shapes = (rows, columns, columns, rows)
     tensors = [randn(*shape, seed=n).to(target.dtypes[-1]) for n, shape in enumerate(shapes)]
@@ -46,7 +46,7 @@ def test_all_keys(keys: int, kernel_target: Target) -> None:
 @pytest.mark.parametrize("group", [1, 3, 8, 11, 24])
 @pytest.mark.parametrize("bias_heads", [1, 2, 0])
 def test_groups_of_heads(bias_heads: int, group: int, kernel_target: Target) -> None:
-    """Eight heads share a thread block at most, and none where each has its own bias."""
+    """At most eight heads share a thread block, and none do if each has its own bias."""
     bias = randn(2, bias_heads or 2 * group, 1, 300, seed=4)
     mask = rand_bool(2, 1, 1, 300, density=0.6, seed=5)
     check(step(kernel_target, 300, group=group, bias=bias, mask=mask), kernel_target)
@@ -63,7 +63,7 @@ def test_head_dims(options: dict[str, Any], head_dim: int, kernel_target: Target
 
 @pytest.mark.parametrize("batch", [1, 150])
 def test_as_many_blocks_as_there_are(batch: int, kernel_target: Target) -> None:
-    """One sequence has clusters; of many, thread blocks share an SM."""
+    """One sequence uses clusters; with many, thread blocks share an SM."""
     mask = rand_bool(batch, 2, 1, 600, density=0.3, seed=6)
     mask[0] = False
     got = check(step(kernel_target, 600, batch=batch, mask=mask), kernel_target)
@@ -74,7 +74,7 @@ def test_as_many_blocks_as_there_are(batch: int, kernel_target: Target) -> None:
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("keys", [20_001, 40_000])
 def test_several_clusters(keys: int, masked: bool, kernel_target: Target) -> None:
-    """They share the keys of one sequence, if there are that many."""
+    """Enough keys make several clusters share one sequence."""
     mask = rand_bool(1, 2, 1, keys, density=0.01, seed=6) if masked else None
     bias = randn(1, 2, 1, keys, seed=4)
     sink = torch.tensor([0.5, -1.0, 3.0, -torch.inf])
@@ -113,7 +113,7 @@ def test_packed_sequences(masked: bool, kernel_target: Target) -> None:
 
 
 def test_packed_sequences_with_a_bias_for_each_query(kernel_target: Target) -> None:
-    """The bias of the last query lies behind those of the others."""
+    """The bias of the last query follows those of the others."""
     queries, keys = [1, 1, 0, 1], [50, 20, 400, 33]
     call = step(kernel_target, sum(keys), batch=1, group=2)
     query = randn(sum(queries), 4, 64, seed=7).to(call.query)

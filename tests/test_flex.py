@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The flex backend inside: its blocks, and on a CPU what is compiled for a GPU."""
+"""The internals of the flex backend: its blocks, and its compiled GPU code on a CPU."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BLOCK = 128
 
 
 def inputs_of(problem: Problem) -> AttentionInputs:
-    """Return what the backend gets; biases and masks must have four dimensions."""
+    """Return the backend's inputs; biases and masks must have four dimensions."""
     mask = problem.mask
     intervals = isinstance(mask, IntervalMask)
     return AttentionInputs(
@@ -53,7 +53,7 @@ def inputs_of(problem: Problem) -> AttentionInputs:
 
 
 def packed_inputs() -> AttentionInputs:
-    """Three sequences that do not begin with blocks, with a mask for each row."""
+    """Return three sequences that do not start at block bounds, with a mask for each row."""
     dense = simple_problem(batch=1, queries=400, keys=470)
     query, key, value = (t[0] for t in (dense.query, dense.key, dense.value))
     bounds = ([0, 150, 160, 400], [0, 200, 200, 470])
@@ -71,7 +71,7 @@ def packed_inputs() -> AttentionInputs:
 
 
 def check_blocks(inputs: AttentionInputs) -> None:
-    """Compare the lists with the mask function, asked for every row and key."""
+    """Compare the lists with the mask function at every row and key."""
     problem = make_problem(inputs)
     call = kernel.make_call(problem, blocks.make_blocks(problem), 0.3, 0.0)
     mask = call.block_mask
@@ -119,7 +119,7 @@ def test_blocks_of_packed_sequences() -> None:
 
 
 def test_blocks_that_keep_nothing_are_not_listed() -> None:
-    """What is a cost, and no error: a window of 128 keys touches at most two blocks."""
+    """Listing them costs time but is no error: a window of 128 keys touches at most two blocks."""
     problem = simple_problem(batch=1, queries=1024, keys=1024)
     problem.mask = IntervalMask.sliding_window(127, 0, 1024, 1024)
     made = blocks.make_blocks(make_problem(inputs_of(problem)))
@@ -132,9 +132,9 @@ def test_blocks_that_keep_nothing_are_not_listed() -> None:
 
 @pytest.fixture
 def compiled_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Trace and differentiate what is compiled for GPUs; count the compilations.
+    """Trace and differentiate the code that is compiled for GPUs; count the compilations.
 
-    All but the last step, the code of kernels: PyTorch's formula of the operator takes its place.
+    PyTorch's formula of the operator replaces the last step, the code of kernels.
     """
     compiled: list[int] = []
 
@@ -146,7 +146,7 @@ def compiled_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     torch._dynamo.reset()
     kernel._compiled.cache_clear()
-    # FlexAttention refuses gradients on a CPU, for which there are no kernels.
+    # FlexAttention refuses gradients on a CPU, for which it has no kernels.
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None, raising=False)
     monkeypatch.setattr(kernel, "is_fused", lambda device: True)
     monkeypatch.setitem(kernel._COMPILE_OPTIONS, "backend", backend)
@@ -155,14 +155,14 @@ def compiled_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_what_is_compiled_for_gpus_is_right_for_any_length(compiled_on_a_cpu: list[int]) -> None:
-    """Also where the first call's lengths, batch and blocks are equal, and later ones are not."""
+    """The first call's lengths, batch and blocks may be equal while later ones differ."""
     for rows, keys in ((300, 260), (400, 560), (513, 700)):
         problem = simple_problem(batch=3, queries=rows, keys=keys, causal=True, softcap=4.0)
         problem.bias = randn(3, 2, 1, keys)
         problem.mask = rand_bool(1, 4, rows, keys, density=0.4)
         problem.mask[:, :, 5:9] = False
         check(problem, Target("cpu", "flex"))
-    # One for out and lse, one that is differentiated too.
+    # One for out and lse, and one with a backward pass.
     assert len(compiled_on_a_cpu) == 2
 
 
@@ -177,9 +177,9 @@ def attend(problem: Problem) -> Tensor:
 
 
 def test_nothing_is_compiled_anew(compiled_on_a_cpu: list[int]) -> None:
-    """Else torch.compile refuses some call, after as many as its limit allows.
+    """After too many recompilations torch.compile would refuse a call.
 
-    A size of 1 needs code of its own: of one block, or of what is the same for a batch or a head.
+    A size of 1 needs code of its own: for one block, or for a shared batch or head.
     """
     for rows, keys, heads, batch in ((100, 300, 4, 1), (300, 100, 4, 1), (300, 300, 1, 3)):
         problem = simple_problem(batch=3, queries=rows, keys=keys)
@@ -197,7 +197,7 @@ def test_code_is_for_what_is_attended_and_not_for_how_it_is_stored(
         attend(problem)
         with torch.inference_mode():
             attend(problem)
-    # And one for biases of query heads, each of which gets keys and values of its own.
+    # And one for biases of query heads, which get their own keys and values.
     assert len(compiled_on_a_cpu) == 2
 
 
@@ -207,7 +207,7 @@ def test_compiling_follows_the_options_of_the_caller() -> None:
 
 
 def test_what_is_compiled_for_gpus_works_below_autograd(compiled_on_a_cpu: list[int]) -> None:
-    """As an operator of compiled code is called."""
+    """Compiled code calls an operator like this."""
     tensors = [t.requires_grad_() for t in inputs_of(simple_problem())[:3]]
 
     def attend(*tensors: Tensor) -> Tensor:

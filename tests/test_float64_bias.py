@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A float64 bias for each key means exactly that: what float32 would round counts."""
+"""A float64 bias for each key is exact: digits that float32 would round count."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from flash_dmattn.ops import attention
 from flash_dmattn.record import AttentionInputs
 from support import Problem, Target, assert_accurate, randn, reads_float64, simple_problem
 
-FAR = 3e9  # where float32 has steps of 256
+FAR = 3e9  # float32 has steps of 256 there
 
 
 @pytest.fixture
 def exact(target: Target) -> Target:
-    """Return a target that reads a float64 bias; of others test_who_cannot_read_it_says_so."""
+    """Return a target that reads a float64 bias; test_who_cannot_read_it_says_so has the others."""
     if not reads_float64(target):
         pytest.skip("its kernels read no float64")
     return target
@@ -41,7 +41,7 @@ def far_bias(*shape: int, seed: int = 7) -> Tensor:
 
 
 class FarProblem(Problem):
-    """A problem whose bias PyTorch would take for what it is less FAR, which is near 0."""
+    """A problem with a bias near FAR; its eager formula uses the bias minus FAR."""
 
     def eager(self, *, dout: Tensor, dlse: Tensor | None = None) -> dict[str, Tensor]:
         assert self.bias is not None
@@ -51,7 +51,7 @@ class FarProblem(Problem):
 
 
 def check(problem: Problem, target: Target, *, with_dlse: bool = False) -> dict[str, Tensor]:
-    """Compare with float64 by the rule; of lse, which is near FAR, what differs from that."""
+    """Compare with float64 by the rule; compare lse minus FAR."""
     problem = FarProblem(**problem.__dict__)
     dout = randn(*problem.query.shape, dtype=problem.query.dtype, seed=5)
     batch, rows, heads, _ = problem.query.shape
@@ -117,7 +117,7 @@ def test_the_lowest_numbers_are_kept(lowest: float, exact: Target) -> None:
         *(t.to(exact.device) for t in (query, key, value)), None, bias.to(exact.device),
         is_causal=True, return_lse=True, backend=exact.backend,
     )  # fmt: skip
-    # The first rows see nothing else.
+    # The first three rows see only keys with the lowest bias.
     assert out.cpu()[:, 0].sub(value[:, 0]).abs().max() < 1e-2
     assert out[:, :3].any(-1).all()
     assert lse[..., 3:].isfinite().all()
@@ -126,7 +126,7 @@ def test_the_lowest_numbers_are_kept(lowest: float, exact: Target) -> None:
 
 @pytest.mark.parametrize("sink_at", [0.0, 1.0])
 def test_a_sink_is_compared_with_the_whole(sink_at: float, exact: Target) -> None:
-    """The sink has no bias: far above or below, it takes nothing or all."""
+    """The sink has no bias: far above or below the bias, its share is all or nothing."""
     query, key, value = (randn(2, 9, 4, 8, seed=s, dtype=exact.dtypes[0]) for s in range(3))
     sink, near = randn(4, seed=8), randn(2, 4, 1, 9, seed=9).double()
     for base in (0.0, 5e3, -5e3):
@@ -170,7 +170,7 @@ def test_packed_sequences(exact: Target) -> None:
 @pytest.mark.parametrize("kind", ["none", "intervals", "keys", "rows"])
 @pytest.mark.parametrize("queries", [(0,), (0, 2, 3, 29, 200), (35, 0, 1)], ids=str)
 def test_sequences_without_rows(queries: tuple[int, ...], kind: str, exact: Target) -> None:
-    """Their keys have biases as those of others have, and what memory held before is not read."""
+    """Their keys have ordinary biases, and old contents of memory are not read."""
     keys = tuple(range(170, 170 - 40 * len(queries), -40))
     total_q, total_k = sum(queries), sum(keys)
     dtype = exact.dtypes[0]
@@ -218,7 +218,7 @@ def masked(kind: str, queries: int, keys: int) -> Tensor | IntervalMask | None:
 def check_sums(
     target: Target, problem: Problem, *, lse_error: float, **options: object
 ) -> dict[str, Tensor]:
-    """Compare everything with float64; lse so closely that float32 could not hold it."""
+    """Compare all results with float64; the bound of lse is too tight for float32."""
     dtype = problem.query.dtype
     dout = randn(*problem.query.shape, dtype=dtype, seed=5)
     batch, rows, heads, _ = problem.query.shape
@@ -242,7 +242,7 @@ def check_sums(
 def test_steps_of_one_far_away(
     slope: float, kind: str, heads: tuple[int, int, int], deterministic: bool, exact: Target
 ) -> None:
-    """At 7e5 float32 has steps of 0.06; biases rise, fall, or are random there."""
+    """At 7e5 float32 has steps of 0.06; biases rise, fall or are random there."""
     count, kv_heads, bias_heads = heads
     query, key, value = (
         randn(2, 300, h, 64, seed=n, dtype=torch.float16)
@@ -275,7 +275,7 @@ def test_many_keys_far_away(queries: int, kind: str, exact: Target) -> None:
 
 
 def test_each_tile_of_rows_has_a_reference_of_its_own(exact: Target) -> None:
-    """Of keys that lie side by side, each is for the rows of one tile, and as far as it is."""
+    """Adjacent keys belong to row tiles with biases of different magnitude."""
     tiles = torch.randint(0, 3, (2, 2, 384), generator=torch.Generator().manual_seed(3))
     mask = IntervalMask((128 * tiles).int(), (128 * tiles + 128).int())
     bias = 1e6 * tiles.double().unsqueeze(2) + randn(2, 2, 1, 384, seed=9).double()
@@ -326,7 +326,7 @@ def test_packed_sequences_far_away(windowed: bool, deterministic: bool, exact: T
 
 @pytest.mark.parametrize("kind", ["none", "window", "keys", "sink", "softcap"])
 def test_key_mass_far_away(kind: str, exact: Target) -> None:
-    """Of rows of several tiles, each with a reference of its own."""
+    """The rows form several tiles, each with its own reference bias."""
     query, key = (
         randn(2, 300, h, 64, seed=h, dtype=torch.float16).to(exact.device) for h in (4, 2)
     )
@@ -348,7 +348,7 @@ def test_key_mass_far_away(kind: str, exact: Target) -> None:
 
 @pytest.mark.parametrize("length", [1 << 14, pytest.param(1 << 20, marks=pytest.mark.slow)])
 def test_gates_of_a_long_sequence(length: int, exact: Target) -> None:
-    """The last rows of a sequence, whose bias float32 would round by up to 0.03 at 1M tokens."""
+    """The last rows of a sequence; float32 would round their bias by up to 0.03 at 1M tokens."""
     if exact.backend == "reference" and length > 1 << 16:
         pytest.skip("the reference is what it would be compared with")
     rows, dtype = 40, torch.bfloat16
@@ -358,7 +358,7 @@ def test_gates_of_a_long_sequence(length: int, exact: Target) -> None:
     problem = Problem(query, key, value, None, bias, causal=True)
     dout = randn(*query.shape, dtype=dtype, seed=5)
     got, truth = problem.results(exact, dout=dout), problem.truth(dout=dout)
-    # PyTorch is given what matters of it: the difference to the first of the rows.
+    # PyTorch gets only the difference to the first of these rows, which determines the result.
     first = bias[..., -rows : -rows + 1]
     near = Problem(query, key, value, None, (bias - first).to(dtype), causal=True)
     eager = near.eager(dout=dout)
@@ -380,7 +380,7 @@ def test_what_float64_is_not_for(exact: Target) -> None:
     ):
         call(exact, torch.zeros(2, 1, 5, 7, dtype=torch.float64))
     if exact.backend == "reference":
-        return  # which selects by float64
+        return  # its selection is by float64
     per_key = torch.zeros(2, 2, 1, 7, dtype=torch.float64)
     with pytest.raises(
         TypeError, match=r"attn_bias has dtype torch\.float64, which kernels do not"
@@ -414,7 +414,7 @@ def test_with_a_plan_and_probabilities(exact: Target) -> None:
 
 
 def test_the_operator_tells_what_it_returns(exact: Target) -> None:
-    # Heads of 12 have the same kernels whether rows of out's gradient are aligned or not.
+    # With heads of 12, the kernels do not depend on the alignment of out's gradient.
     query = randn(2, 5, 4, 12, dtype=exact.dtypes[0]).to(exact.device).requires_grad_()
     key, value = (randn(2, 5, 4, 12, dtype=query.dtype, seed=s).to(exact.device) for s in (1, 2))
     bias = far_bias(2, 4, 1, 5).to(exact.device).requires_grad_()

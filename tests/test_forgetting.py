@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Forget gates as a bias for each key, and what decays below a threshold, against the formula."""
+"""Forget gates as a bias for each key, and pruning below a threshold, against the formula."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NAMES = ("query", "key", "value", "log_forget")
 
 
 def read_by(target: Target, bias: Tensor) -> Tensor:
-    """Return a bias that a backend reads: compiled ones do not read float64."""
+    """Return a bias that a backend reads: compiled backends do not read float64."""
     return bias.float() if target.backend in ("flex", "triton") else bias
 
 
@@ -48,7 +48,7 @@ def gates(*shape: int, seed: int = 0) -> Tensor:
 
 
 def decay(log_forget: Tensor, padding: Tensor | None = None) -> Tensor:
-    """Return ``(..., N, N)``: the sum of the gates j + 1 to i, and -inf where j is not seen."""
+    """Return ``(..., N, N)``: the sum of the gates j + 1 to i, or -inf if row i does not see j."""
     if padding is not None:
         log_forget = log_forget.masked_fill(~padding[:, None], 0)
     token = torch.arange(log_forget.shape[-1])
@@ -59,7 +59,7 @@ def decay(log_forget: Tensor, padding: Tensor | None = None) -> Tensor:
 
 
 def plain(query: Tensor, key: Tensor, value: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
-    """Return out, and lse, of scores to which ``(B, {H|Hk}, N, N)`` is added."""
+    """Return out and lse of attention whose scores have ``(B, {H|Hk}, N, N)`` added."""
     heads, kv_heads = query.shape[2], key.shape[2]
     query, key, value = (t.transpose(1, 2) for t in (query, key, value))
     key, value = (t.repeat_interleave(heads // kv_heads, 1) for t in (key, value))
@@ -72,7 +72,7 @@ def plain(query: Tensor, key: Tensor, value: Tensor, added: Tensor) -> tuple[Ten
 
 
 def problem(dtype: torch.dtype, gate_heads: int, length: int = 37) -> dict[str, Tensor]:
-    """Return tensors of H 4 and Hk 2, gates in float32."""
+    """Return tensors with H 4 and Hk 2, and float32 gates."""
     return {
         "query": randn(2, length, 4, 16, seed=1, dtype=dtype),
         "key": randn(2, length, 2, 16, seed=2, dtype=dtype),
@@ -168,7 +168,7 @@ def test_what_is_kept(data: st.DataObject, prune: float) -> None:
         _, mask = forgetting_bias(log_forget, prune, padding=given_padding)
         assert mask is not None
         kept, sums = mask.to_bool(length), decay(log_forget, given_padding)
-        # Within rounding of the threshold either is right.
+        # Within rounding of the threshold both results are right.
         unclear = (sums - prune).abs() < 1e-12
         assert torch.equal(kept | unclear, (sums >= prune) | unclear)
         if prune == 0.0:
@@ -212,7 +212,7 @@ def test_a_gate_that_forgets_all(prune: float | None, lowest: float, target: Tar
         target.device,
         forgotten,
     )
-    # A bias of 1000 or more that is float32 has been rounded.
+    # A float32 bias of 1000 or more is rounded.
     rounded = 0.0 if target.backend in ("cpu", "reference") and target.device == "cpu" else 1e-3
     tolerance = 64 * torch.finfo(target.dtypes[0]).eps + (rounded if prune is None else 0.0)
     torch.testing.assert_close(got["out"][:, 11:], after["out"], atol=tolerance, rtol=tolerance)
@@ -247,7 +247,7 @@ def test_the_threshold_bounds_what_is_dropped(
 ) -> None:
     prune = pruning_threshold(bound, length, error=error)
     generator = torch.Generator().manual_seed(seed)
-    # The worst that it allows for: all old keys have large scores, and stand at the threshold.
+    # The worst case of the bound: all old keys have large scores and are at the threshold.
     scores = torch.full((length,), bound, dtype=torch.float64)
     scores[-1] = -bound
     log_forget = torch.zeros(1, 1, length, dtype=torch.float64)
@@ -312,7 +312,7 @@ def test_wrong_calls(name: str) -> None:
 
 
 def test_gates_without_values_are_not_looked_at() -> None:
-    """Those that torch.vmap maps over, and fake tensors, which tell shapes alone."""
+    """The values of torch.vmap's and of fake tensors are not read."""
     gates = -torch.rand(3, 2, 3, 7)
     bounds = torch.tensor([0, 4, 7], dtype=torch.int32)
 

@@ -20,7 +20,7 @@ from flash_dmattn.forgetting_formula import plain_gradient, plain_results
 from flash_dmattn.integrations import parallel_forgetting_attn
 from support import Target, core_without_allocator, randn
 
-CHUNK = 1024  # gates of a thread block of the CUDA kernels
+CHUNK = 1024  # gates per thread block of the CUDA kernels
 PRUNE = -6.0
 Gates = tuple[Tensor, Tensor | None, Tensor | None]
 
@@ -35,7 +35,7 @@ class Found(NamedTuple):
 
 
 def exact_gates(*shape: int, seed: int = 0, most: int = 8) -> Tensor:
-    """Return multiples of 1/64, whose sums are exact in any order."""
+    """Return multiples of 1/64: their sums are exact in any order."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-most, 1, shape, generator=generator) / 64
 
@@ -72,7 +72,7 @@ def by_formula(target: Target, gates: Gates, prune: float | None, dbias: Tensor)
 
 
 def check(target: Target, gates: Gates, prune: float | None = PRUNE) -> Found:
-    """Compare all results, which are exact."""
+    """Compare all results, which must be exact."""
     dbias = dbias_of(gates[0])
     got, wanted = by_pack(target, gates, prune, dbias), by_formula(target, gates, prune, dbias)
     for name, one, other in zip(Found._fields, got, wanted, strict=True):
@@ -131,7 +131,7 @@ def test_layouts(pack_target: Target, layout: str) -> None:
 
 
 def steep_then_flat(length: int) -> Tensor:
-    """Return gates of which the keys of one chunk decay in all later chunks."""
+    """Return gates that make the keys of one chunk decay in all later chunks."""
     gates = torch.full((1, 1, length), -1 / 1024)
     gates[..., : CHUNK // 2] = -1 / 64
     return gates
@@ -172,7 +172,7 @@ def test_sequences_across_chunks(pack_target: Target, cuts: Sequence[int], most:
 
 
 def test_sequences_are_computed_apart(pack_target: Target) -> None:
-    """What one of them holds, NaN included, reaches no other."""
+    """The content of a sequence, NaN included, does not affect other sequences."""
     length = CHUNK + 200
     gates, dbias = exact_gates(1, length), exact_gradient(1, 1, length)
     cu_seqlens = bounds(0, 100, 300, CHUNK - 10, CHUNK + 50, length)
@@ -195,7 +195,7 @@ def test_many_rows(pack_target: Target) -> None:
 
 
 def test_more_chunks_than_a_block_sums_at_a_time(pack_target: Target) -> None:
-    """Of which totals are summed so many at a time as a chunk has gates."""
+    """The chunks' totals are summed in groups of as many as a chunk has gates."""
     length = CHUNK * (CHUNK + 3) + 5
     gates = torch.zeros(1, 1, length)
     gates[..., 7] = gates[..., CHUNK * CHUNK + 9] = gates[..., -2] = -5.0
@@ -206,7 +206,7 @@ def test_more_chunks_than_a_block_sums_at_a_time(pack_target: Target) -> None:
 
 
 def test_random_gates(pack_target: Target) -> None:
-    """Sums are as exact as float64, the ends right up to rounding, and both equal each time."""
+    """Sums have float64 precision, ends are right up to rounding, and both are reproducible."""
     length, prune = 3 * CHUNK + 11, -16.0
     gates = logsigmoid(3 * randn(2, 2, length) + 3)
     dbias = randn(2, 2, 1, length, seed=1)
@@ -231,7 +231,7 @@ def test_random_gates(pack_target: Target) -> None:
 
 
 def test_what_gets_no_gradient(pack_target: Target) -> None:
-    """Gates below the least one, and what is no token, whatever the gradient of its bias."""
+    """Gates below prune - 1 and padding get no gradient for any gradient of their bias."""
     gates = exact_gates(1, 1, 40)
     gates[..., 10], gates[..., 20], gates[..., 30] = -math.inf, PRUNE - 1, PRUNE - 1.25
     padding = torch.ones(1, 40, dtype=torch.bool)
@@ -248,7 +248,7 @@ def test_what_gets_no_gradient(pack_target: Target) -> None:
 
 
 def test_bounds_that_nobody_reads(pack_target: Target) -> None:
-    """On a GPU wrong bounds give any finite result, from inside of the tensors."""
+    """On a GPU, wrong bounds give any finite result from within the tensors."""
     gates = exact_gates(2, CHUNK + 100).to(pack_target.device)
     for wrong in ((0, 5000), (-7, 50, CHUNK), (0, 900, 30, CHUNK + 100), (4, 2, 1), (0, 20), (3,)):
         cu_seqlens = bounds(*wrong).to(pack_target.device)
@@ -279,7 +279,7 @@ def test_packs_compute_them(pack_target: Target, monkeypatch: pytest.MonkeyPatch
 def test_one_operator_forward_and_one_backward(pack_target: Target) -> None:
     gates = exact_gates(1, 50, 2).to(pack_target.device).requires_grad_()
     q, k, v = (randn(1, 50, 2, 16, dtype=torch.float16).to(pack_target.device) for _ in range(3))
-    parallel_forgetting_attn(q, k, v, gates, prune=PRUNE).sum().backward()  # loads what it needs
+    parallel_forgetting_attn(q, k, v, gates, prune=PRUNE).sum().backward()  # loads the kernels
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities) as profile:
         parallel_forgetting_attn(q, k, v, gates, prune=PRUNE).sum().backward()
@@ -378,7 +378,7 @@ def test_batched_gradients(pack_target: Target) -> None:
 
 
 def test_operators_without_a_pack(pack_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As compiled code calls them."""
+    """The calls are those of compiled code."""
     gates = exact_gates(3, 40).to(pack_target.device).requires_grad_()
     packed = (gates, None, bounds(0, 7, 40).to(pack_target.device), PRUNE)
     wanted = torch.ops.flash_dmattn.forget.default(*packed)

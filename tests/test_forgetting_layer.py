@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""ForgettingAttention against the formula, and its cache against calls over all tokens."""
+"""ForgettingAttention against the formula; its cache against calls over all tokens."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def states(batch: int, length: int, layer: ForgettingAttention, seed: int = 0) -
 def formula(
     layer: ForgettingAttention, x: Tensor, dtype: torch.dtype, padding: Tensor | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the output of plain operations in a dtype, and the parameters that it used."""
+    """Return the output of plain operations in a dtype, and the parameters used."""
     parameters = {
         name: parameter.detach().cpu().to(dtype).requires_grad_()
         for name, parameter in layer.named_parameters()
@@ -241,7 +241,7 @@ STEPS = st.lists(st.tuples(st.integers(0, 12), st.integers(0, ROLLBACK)), min_si
 def test_tokens_taken_back_leave_nothing(
     steps: list[tuple[int, int]], gates: int, capacity: int | None, padded: bool, grads: bool
 ) -> None:
-    """Each step appends tokens, some of which it takes back; the whole call never had these."""
+    """Each step appends tokens and takes some back; the whole call lacks these."""
     layer = make(num_gates=gates, prune=-4.0)
     x = states(2, sum(count for count, _ in steps), layer, seed=len(steps))
     padding = torch.rand(x.shape[:2], generator=torch.Generator().manual_seed(3)) < 0.7
@@ -292,7 +292,7 @@ def test_gradients_of_a_stream_with_tokens_taken_back() -> None:
         with torch.no_grad():
             layer(drafts, cache=cache)
         cache.truncate(end)
-        with torch.no_grad():  # written where the drafts were, or anywhere but in the graph
+        with torch.no_grad():  # written over the drafts, or elsewhere outside of the graph
             layer(drafts[:, :1], cache=cache)
         cache.truncate(end)
     got, wanted = gathered(torch.cat(parts, 1), leaves), gathered(layer(x), leaves)

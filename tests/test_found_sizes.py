@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Sizes that torch.compile takes for symbols, and whose values it finds while it traces."""
+"""Sizes that are symbols for torch.compile, which finds their values while tracing."""
 
 from __future__ import annotations
 

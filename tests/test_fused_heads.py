@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Projections in one product, norm and rotation in one kernel do what operations do."""
+"""Fused projections, and norm and rotation in one kernel, give the results of single operations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EPS = 1e-6
 
 
 class Heads(NamedTuple):
-    """Heads that are a part of what lies in memory, and what is done with them."""
+    """Heads as a view of larger memory, and the operations on them."""
 
     x: Tensor
     weight: Tensor | None
@@ -68,7 +68,7 @@ def results(heads: Heads, compute: Callable[[Heads], Tensor], dout: Tensor) -> l
 
 
 def assert_as_good(heads: Heads) -> None:
-    """The error of kernels against float64 is at most twice that of operations."""
+    """Check that the kernels' error against float64 is at most twice that of the operations."""
     dout = torch.randn(heads.x.shape, generator=torch.Generator().manual_seed(1))
     got, want, truth = (
         results(of, compute, dout)
@@ -207,7 +207,7 @@ def test_heads_of_one_product_are_those_of_three(target: Target, projection_bias
     found = []
     called: list[object] = []
     for is_hooked in (False, True):
-        if is_hooked:  # what is hooked is called
+        if is_hooked:  # hooks must be called
             layer.k_proj.register_forward_hook(lambda *_: called.append(None))
         out = layer(x)
         found.append([out, *torch.autograd.grad(out.float().square().sum(), leaves)])
@@ -238,7 +238,7 @@ def test_what_is_hooked_to_all_modules_sees_each(
 
 
 def test_projections_of_other_widths_are_an_error() -> None:
-    """Also where all together have as many columns as they should."""
+    """This includes widths with the right total."""
     layer = make_layer("cpu")
     layer.q_proj, layer.k_proj = torch.nn.Linear(16, 12), torch.nn.Linear(16, 12)
     layer.v_proj = torch.nn.Linear(16, 8)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The generated sources of the CUDA packs: every kernel once, and nothing rewritten for nothing."""
+"""The generated sources of the CUDA packs: each kernel once, no rewrite of unchanged files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run(output: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def generate(output: Path, *arguments: str) -> list[Path]:
-    """Run it and return the sources that it lists."""
+    """Run the generator and return the sources that it lists."""
     done = run(output, *arguments)
     assert done.returncode == 0, done.stderr
     return [Path(path) for path in done.stdout.strip().split(";")]
@@ -86,7 +86,7 @@ def test_families_name_headers_that_define_them(generator: ModuleType) -> None:
 
 
 def test_families_of_one_arch_compile_for_the_others(generator: ModuleType, tmp_path: Path) -> None:
-    """There they have no kernels, and their headers include none of what these need."""
+    """On other archs they have no kernels, and their headers include nothing that kernels need."""
     try:
         nvcc = find_nvcc(None)
     except ReleaseError as error:
@@ -147,7 +147,7 @@ def test_pair_bias_blocks_have_head_dims_of_their_own(
 def test_a_larger_tile_serves_rare_head_dims(
     built: str, rare: str, pair_bias: str, tmp_path: Path
 ) -> None:
-    """There is one for each head dimension, whichever are built."""
+    """Each head dimension has one, whichever dimensions are built."""
     generate(tmp_path, f"--head-dims={built}")
     assert listed_head_dims(tmp_path, "Rare") == (rare, rare.split(", ")[-1])
     assert listed_head_dims(tmp_path, "PairBias") == (pair_bias, pair_bias.split(", ")[-1])

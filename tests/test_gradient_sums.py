@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Gradients of scores that cancel, in float32: over keys, over rows, and in a row of one key.
 
-The scores' gradients of a row sum to that of its lse. A parameter that moves many biases sees such
-sums, and rounding that does not cancel too would be all that is left of them.
+The score gradients of a row sum to the gradient of its lse. A parameter that moves many biases gets
+such sums. Rounding that does not cancel would dominate them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SEEDS = 12
 
 
 def bias_gradients(problem: Problem, target: Target) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradient of the bias by the backend, in float64, and by plain PyTorch."""
+    """Return the bias gradient of the backend, of float64, and of plain PyTorch."""
     dout = randn(*problem.query.shape, seed=9) * problem.query.shape[-1] ** -0.5
     got, truth = problem.results(target, dout=dout), problem.truth(dout=dout)
     eager = problem.eager(dout=dout)
@@ -32,7 +32,7 @@ def root_mean_square(errors: list[Tensor]) -> float:
 
 
 def make_problem(seed: int, bias: Tensor, keys: int) -> Problem:
-    # Means other than 0, as activations have: what is common to all keys must drop out.
+    # Means differ from 0, as in activations: the part that all keys share must cancel.
     query, key, value = (
         randn(1, keys, heads, 32, seed=3 * seed + n) + offset
         for n, (heads, offset) in enumerate([(4, 0.0), (2, 0.5), (2, 0.5)])
@@ -58,14 +58,14 @@ def test_sums_of_a_bias_gradient(shape: str, keys: int, target: Target) -> None:
             errors["row"][place].append(error.sum(-1))
             errors["weighted"][place].append((error * weight).sum().reshape(1))
     for name, (ours, plain) in errors.items():
-        # Of few numbers the two are random: by sqrt(12) of them, an eighth of the bound.
+        # One number for each seed makes both RMS values random, so the bound is wider.
         bound = 2.0 if len(torch.cat([e.flatten() for e in ours])) > SEEDS else 3.0
         assert root_mean_square(ours) <= bound * root_mean_square(plain), name
 
 
 @pytest.mark.parametrize("keys", [17, 300])
 def test_a_row_of_one_key_has_no_gradient_of_scores(keys: int, target: Target) -> None:
-    """Then p is 1, and dp - delta is 0, not the rounding of either."""
+    """p is 1 there, and dp - delta is exactly 0, without the rounding of either."""
     if torch.float32 not in target.dtypes or target.backend == "triton":
         pytest.skip("for what is meant to be as exact as plain PyTorch in float32")
     bias = torch.zeros(1, 2, 1, keys)
@@ -82,7 +82,7 @@ def test_a_row_of_one_key_has_no_gradient_of_scores(keys: int, target: Target) -
 def test_the_cpu_pack_sums_a_bias_of_keys_over_the_batch_in_float64(
     heads: int, threads: int
 ) -> None:
-    """Terms of one sign, of which float32 would lose the digits that only few sums have."""
+    """All terms have one sign; float32 sums of so many would lose digits that short sums have."""
     target = Target("cpu", "cpu")
     if target.has_kernels_of_gpu:
         pytest.skip("the kernels of GPUs sum in float32")
@@ -101,7 +101,7 @@ def test_the_cpu_pack_sums_a_bias_of_keys_over_the_batch_in_float64(
 
 
 def test_bounds_that_change_after_they_were_checked(pack_target: Target) -> None:
-    """Selection writes inside of its results, whatever cu_seqlens hold: a GPU's are not checked."""
+    """Selection writes only inside of its results for any cu_seqlens: a GPU's are not checked."""
     device, keys, guard = pack_target.device, 24, 64
     for bounds in ([0, -5, 24], [0, 99, 24], [7, 3, 24], [2**30, -(2**30), 2**31 - 1], [0, 3, 900]):
         for rows in (1, keys):

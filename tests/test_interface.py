@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What callers rely on: signatures, defaults, forms of results, autocast, backends by name."""
+"""The public interface: signatures, defaults, forms of results, autocast, backends by name."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_probabilities_are_true_and_differentiable(mask_kind: str, target: Targe
 
 @pytest.mark.parametrize("mask_kind", ["none", "padding"])
 def test_probabilities_of_a_window(mask_kind: str, target: Target) -> None:
-    """Of the keys that a call selects, as of those that a mask keeps."""
+    """The selected keys are treated like those that a mask keeps."""
     query, key, value = inputs(target)
     bias = randn(2, 2, 1, 23).to(query)
     mask = None if mask_kind == "none" else rand_bool(2, 1, 1, 23).to(target.device)
@@ -162,7 +162,7 @@ def test_autocast(bias_dtype: torch.dtype, target: Target) -> None:
 
 @pytest.mark.parametrize("name", ["query", "attn_bias"])
 def test_autocast_casts_no_integers(name: str, target: Target) -> None:
-    """Nor booleans: a mask that is passed as a bias must not be added."""
+    """Booleans stay too: a mask that is passed as a bias must not be added."""
     query, key, value = inputs(target)
     arguments = {"query": query, "key": key, "value": value, "backend": target.backend}
     mask = rand_bool(2, 1, 1, 23).to(target.device)
@@ -172,7 +172,7 @@ def test_autocast_casts_no_integers(name: str, target: Target) -> None:
 
 
 def test_meta_tensors_give_shapes() -> None:
-    """They have no data, and a device type without autocast."""
+    """They have no data and a device type without autocast."""
     query, key, value = (
         t.to("meta").requires_grad_() for t in inputs(Target("cpu", "cpu"), torch.bfloat16)
     )
@@ -299,7 +299,7 @@ def test_public_names_are_there() -> None:
 
 
 def test_import_needs_no_torch() -> None:
-    """Without torch the package imports, and a name that needs it says what to do."""
+    """The package imports without torch; a name that needs torch explains the remedy."""
     script = (
         "import sys\n"
         "class Absent:\n"

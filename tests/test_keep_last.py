@@ -28,7 +28,7 @@ Counts = tuple[int, int, int]
 
 
 def kept_of_row(bias: list[float], seen: list[int], counts: Counts) -> list[int]:
-    """Return the keys that one query keeps, of those that it sees, in key order."""
+    """Return the keys that one query keeps among its visible ones, in key order."""
     window, last, first = counts
     by_place = set(seen[:first]) | set(seen[max(0, len(seen) - last) :])
     usable = [j for j in seen if not math.isnan(bias[j]) and bias[j] != -math.inf]
@@ -118,7 +118,7 @@ def test_keeps_what_the_loop_keeps(data: st.DataObject, target: Target) -> None:
     assert torch.equal(selected.expand(heads, queries, keys), expected)
 
 
-# Beyond some thousand keys GPUs select in chunks of keys.
+# Above some thousand keys, GPUs select in chunks of keys.
 @pytest.mark.parametrize("padding", ["none", "left", "gaps"])
 @pytest.mark.parametrize(
     ("queries", "keys", "counts"),
@@ -131,7 +131,7 @@ def test_keeps_what_the_loop_keeps(data: st.DataObject, target: Target) -> None:
     ],
 )
 def test_long_rows(queries: int, keys: int, counts: Counts, padding: str, target: Target) -> None:
-    """Of some rows; and the next row differs from each by what arrives and what leaves."""
+    """Check some rows; adjacent rows must differ by the arriving and the leaving keys."""
     bias = randn(1, 2, 1, keys, seed=keys).to(target.dtypes[0])
     bias[0, 1] = bias[0, 1].round()  # ties
     bias[0, 0, 0, 5::17] = torch.nan
@@ -206,7 +206,7 @@ def test_packed_sequences(data: st.DataObject, target: Target) -> None:
 @pytest.mark.parametrize("counts", [(6, 4, 2), (0, 5, 0), (0, 0, 3), (9, 0, 1), (3, 10**9, 0)])
 @pytest.mark.parametrize("form", ["keys", "padded", "rows", "float32"])
 def test_the_attention_call(counts: Counts, form: str, target: Target) -> None:
-    """The arguments are the selection, composed with the mask, followed by attention."""
+    """The call equals a selection composed with the mask, followed by attention."""
     dtype = target.dtypes[0]
     problem = simple_problem(dtype, causal=True)
     bias = randn(2, 2, 17 if form == "rows" else 1, 23, seed=5)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""KeptKeys gives what attention over all keys gives, in any chunks."""
+"""KeptKeys gives the results of attention over all keys, in any chunks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PACK = Target("cpu", "cpu")
 
 
 class Stream(NamedTuple):
-    """A sequence, and what decides what of it is seen."""
+    """A sequence, and the tensors that determine its visible keys."""
 
     query: Tensor
     key: Tensor
@@ -54,7 +54,7 @@ def make_stream(
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
 ) -> Stream:
-    """Return a stream whose biases are few numbers, so that most of the choice is among ties."""
+    """Return a stream whose biases have few distinct values, so that most choices are ties."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -153,13 +153,13 @@ def test_dropped_and_padded_keys_reach_nothing() -> None:
 
 
 def test_a_tie_is_the_earlier_tokens_whatever_slot_it_lies_in() -> None:
-    """A token that has taken a slot in front of an earlier one of equal bias must not win."""
+    """A later token in an earlier slot must not win a tie against an earlier token."""
     bias = torch.tensor([0.0, 1, 1, 2, 1, 3, 1]).view(1, 1, 1, -1)
     key = torch.zeros(1, 7, 1, 2)
     value = torch.arange(7.0).view(1, 7, 1, 1).expand(1, 7, 1, 2)
     stream = Stream(key, key, value, bias)
     state = KeptKeys(3)
-    in_chunks(stream, 3, [1] * 4, state)  # token 3 lies in the slot of token 0
+    in_chunks(stream, 3, [1] * 4, state)  # token 3 takes the slot of token 0
     state.update(*stream.part(4, 7)[1:4])
     assert sorted(state.tensors["position"].flatten().tolist()) == [1, 3, 5]
     assert_same(in_chunks(stream, 3, [4, 1, 2]), whole(stream, 3, "cpu"))
@@ -217,7 +217,7 @@ def test_detach_cuts_gradients_off() -> None:
 
 
 def test_states_share_no_memory() -> None:
-    """What is made of a state stays what it is when that is changed in place, and the other way."""
+    """In-place changes of a state do not change its copies, and vice versa."""
     stream = make_stream(30)
     state = KeptKeys(5, start=3)
     in_chunks(stream, 5, [10, 1], state, backend="reference")
@@ -238,7 +238,7 @@ def test_a_state_of_training_is_reset() -> None:
     kept = state.tensors["key"]
     state.reset()
     assert state.length == 0
-    kept.sum().backward()  # what was computed before still has its gradients
+    kept.sum().backward()  # earlier results keep their gradients
     assert leaves[0].grad is not None
     assert not KeptKeys(5).tensors
 

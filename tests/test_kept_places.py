@@ -90,7 +90,7 @@ def test_any_chunks_equal_the_whole(data: st.DataObject) -> None:
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_tokens_are_taken_back(data: st.DataObject) -> None:
-    """What is forgotten is as if it had never been; the tokens that follow are others."""
+    """Tokens that are taken back leave no trace; different tokens follow."""
     draw = data.draw
     counts, rollback, length = draw_counts(draw), draw(st.integers(1, 6)), 40
     state, outs, start = make_state(counts, rollback=rollback), [], 0
@@ -267,7 +267,7 @@ def test_a_layer_decodes(make: Any, chunks: list[int], padded: bool) -> None:
 
 @pytest.mark.parametrize("heads", [None, 1, 2, 4])
 def test_a_layer_with_padding_beside_a_mask(heads: int | None) -> None:
-    """Of one head, where KV heads have biases of their own, or of each head; None: intervals."""
+    """The mask has one head, one for each KV head, or one for each head; None: intervals."""
     layer, x = make_layer(**PLACES), states(30)
     padding = padded_on_the_left(30)
     band = IntervalMask.sliding_window(17, 0, 30, 30)

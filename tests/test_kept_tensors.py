@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""States of biases that are shared, and of tensors of other modes."""
+"""States with shared biases, and with tensors of other modes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_what_is_loaded_in_inference_mode_goes_on_outside_of_it() -> None:
 
 
 def test_traced_steps_take_in_what_comes() -> None:
-    """A token that is dropped while a step is traced does not make of it one that drops all."""
+    """A token that is dropped during tracing must not make the traced step drop all tokens."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     def step(key: Tensor, value: Tensor, bias: Tensor, *held: Tensor) -> Tensor:

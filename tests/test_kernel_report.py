@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""scripts/kernel_report: what it reads of cuobjdump's text, and that it fails on spills."""
+"""scripts/kernel_report: its parsing of cuobjdump's text, and its failure on spills."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "kernel_report"
 
 # Recorded from cuobjdump on packs of CUDA 13.0, shortened and renamed. The first kernel spills, the
-# last keeps an array in local memory, the one between does neither.
+# last keeps an array in local memory, the middle one does neither.
 SPILLING = "_ZN3fdm4cuda15spilling_kernelINS0_6ConfigI6__halfLi128ELb0EEEEEvNS0_6ParamsE"
 PLAIN = (
     "_ZN3fdm4cuda43_GLOBAL__N__3e4fe6f9_10_combine_cu_87f0ec9f14combine_kernelENS0_13ForwardParamsE"
@@ -26,7 +26,7 @@ ARRAY = "_ZN3fdm4cuda12array_kernelINS0_6ConfigI6__halfLi128EEEEEvNS0_6ParamsE"
 
 
 def _elf(arch: str) -> str:
-    """Return how cuobjdump begins what it says of the code for an arch."""
+    """Return the start of cuobjdump's output for an arch."""
     return f"""
 Fatbin elf code:
 ================
@@ -122,7 +122,7 @@ def pack(tmp_path: Path) -> Path:
 
 
 def fake_cuobjdump(folder: Path, usage: str = USAGE, sass: str = SASS) -> list[str]:
-    """Return the arguments by which the script runs a program that prints these texts."""
+    """Return the arguments that make the script run a program with these outputs."""
     texts = {"--dump-resource-usage": usage, "--dump-sass": sass}
     path = folder / "cuobjdump"
     path.write_text(

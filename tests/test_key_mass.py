@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The attention that each key received, beside sums of the probabilities of the formula."""
+"""The attention that each key receives, against sums of the formula's probabilities."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from support import Target, rand_bool, randn
 OPS = torch.ops.flash_dmattn
 QUERIES, KEYS = 71, 150
 
-# What calls of 2 sequences, 4 heads on 2, 71 queries and 150 keys may have besides these.
+# The other arguments of calls with 2 sequences, 4 heads, 2 KV heads, 71 queries and 150 keys.
 KINDS: dict[str, Callable[[], dict[str, Any]]] = {
     "none": dict,
     "causal": lambda: {"is_causal": True},
@@ -89,7 +89,7 @@ def dense_tensors(dtype: torch.dtype, queries: int = QUERIES, keys: int = KEYS) 
 
 
 def wanted(tensors: list[Tensor], options: dict[str, Any]) -> Tensor:
-    """Return the sums over rows of the formula's probabilities in float64."""
+    """Return the float64 sums of the formula's probabilities over the rows."""
     exact = {name: doubled(value) for name, value in options.items()}
     found = flash_dmattn_func(
         *map(doubled, tensors), return_attn_probs=True, backend="reference", **exact
@@ -108,7 +108,7 @@ def assert_near(mass: Tensor, want: Tensor) -> None:
     assert mass.dtype == torch.float32
     assert mass.shape == want.shape
     assert not mass.requires_grad
-    # Of 16-bit inputs only the scores are rounded, as sums of float32.
+    # With 16-bit inputs only the scores are rounded, as float32 sums.
     error = (mass.double() - want).abs() / (1 + want)
     assert error.max() < 1e-4, f"{error.max().item():.3g}"
 
@@ -224,10 +224,10 @@ def test_mass_of_lists(kind: str, heads: int, deterministic: bool, target: Targe
     tensors, options = dense_tensors(target.dtypes[-1]), listed_options(kind)
     generator = torch.Generator().manual_seed(8)
     shape = (2, heads, QUERIES, 40)
-    # Some out of range, some twice.
+    # Some are out of range, some are repeated.
     lists = torch.randint(-5, KEYS + 9, shape, generator=generator, dtype=torch.int32)
     mass = mass_of(tensors, target, key_indices=lists, deterministic=deterministic, **options)
-    # The gradient of a bias of each key and head, where that of lse is the share of the keys.
+    # The mass is the gradient of a bias of each key and head under this gradient of lse.
     exact = {name: doubled(value) for name, value in options.items()}
     bias = exact.pop("attn_bias", torch.zeros(2, 4, 1, KEYS, dtype=torch.float64)).requires_grad_()
     _, lse = flash_dmattn_func(
@@ -278,7 +278,7 @@ def test_what_is_dropped_reaches_nothing(form: str, target: Target) -> None:
     key[:, ~kept] = torch.nan
     value[:, ~kept] = torch.inf
     pairs = rows[:, None] & kept
-    if form in ("mask", "bias", "intervals"):  # which drop no rows
+    if form in ("mask", "bias", "intervals"):  # these drop no rows
         query = query.nan_to_num(0)
         pairs = kept.expand(QUERIES, KEYS)
     options: dict[str, Any] = {
@@ -340,7 +340,7 @@ def test_large_biases(target: Target) -> None:
     options = {"attn_bias": randn(1, 2, 1, KEYS, seed=4) - 3000}
     mass = mass_of(tensors, target, **options)
     want = wanted(tensors, options)
-    # Of scores near -3000, times log2(e), float32 keeps 2**-11.
+    # For scores near -3000 times log2(e), float32 has steps of 2**-11.
     assert ((mass - want).abs() / (1 + want)).max() < 1e-3
 
 
@@ -352,7 +352,7 @@ def test_a_bias_of_float64() -> None:
 
 
 def test_threads_divide_the_rows(pack_target: Target) -> None:
-    """Each part of a head's rows has sums of its own."""
+    """Each part of a head's rows has its own sums."""
     tensors = [
         randn(1, rows, 1, 16, seed=n, dtype=pack_target.dtypes[-1])
         for n, rows in enumerate((700, 900, 900))
@@ -553,7 +553,7 @@ def test_a_given_plan(target: Target) -> None:
 
 
 def test_a_pack_without_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where Triton is not there either, operations of PyTorch compute it."""
+    """Without Triton too, PyTorch operations compute it."""
     tensors = dense_tensors(torch.bfloat16)
     _, lse = flash_dmattn_func(*tensors, return_lse=True)
     inputs = AttentionInputs(*tensors, scale=24**-0.5, causal=True)
@@ -576,7 +576,7 @@ def test_a_pack_without_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_near(backend.key_mass(inputs._replace(given_plan=lse), lse), want)
     assert [inputs.given_plan for inputs in asked] == [None]
     assert backend.key_mass_kernel(inputs) == "key_mass_kernel of Triton"
-    # Triton's kernel reads no float64.
+    # Triton's kernel does not read float64.
     exact = inputs._replace(bias=torch.full((1, 1, 1, KEYS), 1e9, dtype=torch.float64))
     assert backend.key_mass_kernel(exact) == "PyTorch operations"
     assert_near(backend.key_mass(exact, lse), want)

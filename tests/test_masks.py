@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Interval masks: what each constructor keeps, and that it means the same as its boolean form."""
+"""Interval masks: the pairs that each constructor keeps, and the equal boolean form."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_intervals_equal_their_boolean_mask(heads: int, causal: bool, target: Ta
 @pytest.mark.parametrize("place", [0, 1, 62, 63])
 @pytest.mark.parametrize("late", [False, True])
 def test_one_key_of_64_is_kept_by_other_rows(late: bool, place: int, target: Target) -> None:
-    """A summary of some keys' bounds must have each of them, the first and the last included."""
+    """A summary of several keys' bounds must include each key, also the first and the last."""
     queries, keys = 256, 160
     start = torch.full((1, 1, keys), queries - 8 if late else 0, dtype=torch.int32)
     end = torch.full((1, 1, keys), queries if late else 8, dtype=torch.int32)
@@ -128,7 +128,7 @@ def test_one_key_of_64_is_kept_by_other_rows(late: bool, place: int, target: Tar
 
 @pytest.mark.parametrize("heads", [1, 4])
 def test_bounds_as_far_out_as_integers_go(heads: int, target: Target) -> None:
-    """Distances to them from rows far down do not fit int32."""
+    """Their distances from late rows exceed int32."""
     least, most = torch.iinfo(torch.int32).min, torch.iinfo(torch.int32).max
     generator = torch.Generator().manual_seed(heads)
     start = torch.randint(-5, 300, (2, heads, 90), generator=generator, dtype=torch.int32)
@@ -339,7 +339,7 @@ def test_delayed_eviction(data: st.DataObject, delay: int) -> None:
 
 @st.composite
 def forests(draw: st.DrawFn) -> list[int]:
-    """Return parents, in an order in which children may come before them."""
+    """Return parents in an order that may place children first."""
     count = draw(st.integers(0, 20))
     parents = [draw(st.integers(-1, node - 1)) for node in range(count)]
     names = draw(st.permutations(range(count)))
@@ -350,7 +350,7 @@ def forests(draw: st.DrawFn) -> list[int]:
 
 
 def _sees(parents: list[int]) -> torch.Tensor:
-    """Return bool (N, N): whether node j is node i, or above it."""
+    """Return bool (N, N): whether node j is node i or one of its ancestors."""
     sees = torch.zeros(len(parents), len(parents), dtype=torch.bool)
     for node in range(len(parents)):
         above = node
@@ -363,7 +363,7 @@ def _sees(parents: list[int]) -> torch.Tensor:
 @given(parents=forests(), prefix=st.integers(0, 3))
 def test_tree(parents: list[int], prefix: int) -> None:
     count = len(parents)
-    # A second row, so that rows do not mix: a chain.
+    # A second row, a chain, detects mixed rows.
     chain = list(range(-1, count - 1))
     rows = torch.tensor([parents, chain], dtype=torch.int64).reshape(2, count)
     mask, order = IntervalMask.tree(rows, prefix_length=prefix)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""DynamicMaskAttention against a plain float64 formulation of it."""
+"""DynamicMaskAttention against a plain float64 formulation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SETTINGS = {
 def check(
     module: DynamicMaskAttention, x: Tensor, mask: Tensor | None = None, form: object = None
 ) -> None:
-    """Compare results by the rule; ``form`` is what the module gets for mask."""
+    """Compare results by the rule; the module gets the mask as ``form``."""
     dout = randn(*x.shape, seed=1)
     four = mask[:, None, None] if mask is not None and mask.dim() == 2 else mask
     got = module_results(module, x, dout, mask if form is None else form)
@@ -121,7 +121,7 @@ def test_positions_can_be_given(target: Target) -> None:
     counted = torch.arange(11, device=x.device)
     for positions in (counted, counted.expand(2, 11).int()):
         assert torch.equal(module(x, position_ids=positions), module(x))
-    # Only differences of positions matter: a rotation of query and key by the same angle is none.
+    # Only differences of positions count: equal rotations of query and key cancel.
     torch.testing.assert_close(module(x, position_ids=counted + 3), module(x), atol=5e-2, rtol=5e-2)
     assert not torch.allclose(module(x, position_ids=3 * counted), module(x), atol=5e-2)
 
@@ -179,7 +179,7 @@ def test_packed_masks_and_positions(target: Target) -> None:
 
 
 def test_packed_positions_start_anew_in_each_sequence() -> None:
-    """The rotation would hide others but for rounding: it depends on differences only."""
+    """The rotation depends only on differences, so an offset changes results only by rounding."""
     cu_seqlens = torch.tensor([0, 2, 2, 5, 6], dtype=torch.int32)
     assert packed_positions(cu_seqlens, 6).tolist() == [0, 1, 0, 1, 2, 0]
 

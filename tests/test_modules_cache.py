@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Decoding with AttentionCache gives what one pass over the whole sequence gives."""
+"""Decoding with AttentionCache equals one pass over the whole sequence."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_truncate_takes_tokens_back(target: Target) -> None:
     x = make_input(module, 2, 14)
     for cache in (AttentionCache(14, rollback=4), AttentionCache(14, every_key=True)):
         decode(module, x[:, :8], cache, [8])
-        module(make_input(module, 2, 4, seed=7), cache=cache)  # proposed, and not accepted
+        module(make_input(module, 2, 4, seed=7), cache=cache)  # rejected drafts
         cache.truncate(8)
         assert cache.length == 8
         assert_same(decode(module, x[:, 8:], cache, [1] * 6), module(x)[:, 8:])
@@ -143,7 +143,7 @@ def test_inference_mode_may_be_left(make: type[AttentionCache], target: Target) 
 )
 @pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
 def test_compiled_decoding(make: type[AttentionCache], mode: Any, target: Target) -> None:
-    """The prompt, single tokens until the growing cache has grown, and padding."""
+    """The prompt, then single tokens until the cache has grown, with padding."""
     module = make_module(target)
     x = make_input(module, 2, 16)
     padding = torch.arange(16, device=x.device) >= torch.tensor([[0], [3]], device=x.device)
@@ -177,7 +177,7 @@ def test_a_prompt_in_inference_mode_and_compiled_steps_outside(target: Target) -
     ],
 )
 def test_masks_have_the_keys_of_the_cache(shape: tuple[int, ...], is_interval: bool) -> None:
-    """One for the new token alone would be broadcast over all; nothing is appended."""
+    """A mask for the new token alone would be broadcast to all keys; the call appends nothing."""
     module = make_module(Target("cpu", "cpu"))
     x = make_input(module, 2, 9)
     cache = AttentionCache()
@@ -265,7 +265,7 @@ def test_memory_is_that_of_the_window(target: Target) -> None:
 @pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
 @pytest.mark.parametrize("settings", [{}, {"window_size": None}], ids=str)
 def test_padding_is_given_for_new_tokens(make: type[AttentionCache], settings: Any) -> None:
-    """Alone, beside a mask of all keys, and without a cache."""
+    """The padding is alone, beside a mask of all keys, or without a cache."""
     module = make_module(Target("cpu", "cpu"), **settings)
     x = make_input(module, 3, 20)
     padding = torch.arange(20) >= torch.tensor([[0], [4], [11]])
@@ -327,7 +327,7 @@ def test_pickles_of_the_first_release_are_read() -> None:
 
 
 def test_a_stream_is_trained_in_chunks(target: Target) -> None:
-    """The gradients are those of one pass; `detach` limits them to a chunk."""
+    """The gradients equal those of one pass; `detach` limits them to a chunk."""
     module = make_module(target, dtype=torch.float32) if target.device == "cpu" else None
     if module is None:
         pytest.skip("kernels of GPUs do not compute in float32")

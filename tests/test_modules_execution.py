@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""DynamicMaskAttention with the rest of PyTorch, and what it says of wrong arguments."""
+"""DynamicMaskAttention with the rest of PyTorch, and its messages for wrong arguments."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_compile(form: str, target: Target) -> None:
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*jit.trace.*")
 def test_a_trace_is_the_same_with_and_without_gradients(target: Target) -> None:
-    """torch.jit.trace traces again without gradients, and compares."""
+    """torch.jit.trace traces again without gradients and compares."""
     module = make_module(target)
     x = make_input(module, 2, 9)
     traced = torch.jit.trace(module, x)
@@ -79,7 +79,7 @@ def test_a_norm_without_weight_takes_the_place_of_one_with(
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
 def test_trains_with_inductor_under_autocast(pack_target: Target) -> None:
-    """Without a break of the graph; what is kept does not hang on how biases are rounded."""
+    """The graph has no break, and rounding of biases does not decide which keys are kept."""
     module = make_module(pack_target, torch.bfloat16).float()
     x = make_input(module, 2, 21)
     torch._dynamo.reset()
@@ -307,7 +307,7 @@ def test_decoding_needs_causality() -> None:
 
 
 def test_module_equals_a_doge_layer() -> None:
-    """The weights, the formula and the rotation of transformers' Doge, within its own rounding."""
+    """Transformers' Doge with the same weights gives the same results within its own rounding."""
     doge = pytest.importorskip("transformers.models.doge.modeling_doge")
     config = pytest.importorskip("transformers").DogeConfig(
         hidden_size=EMBED,

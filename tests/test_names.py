@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What texts of the project name is there: files, folders, modules that are run, verbs."""
+"""Names in the project's texts exist: files, folders, runnable modules, verbs."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ FOLDERS = [".ci", ".github", "benchmarks", "cmake", "conda", "cpp", "docs", "doc
 FOLDERS += ["examples", "python", "rehearsal", "release", "scripts", "tests"]
 SUFFIXES = {"", ".c", ".cmake", ".cpp", ".cu", ".cuh", ".h", ".in", ".md", ".py", ".pyi", ".sh"}
 SUFFIXES |= {".toml", ".yaml", ".yml"}
-# A path from the root, not a part of an address or of a longer path. What is filled in, and what is
-# written in capitals in its place, may be anything.
+# A path from the root, not part of an address or a longer path. Fields and capitals in their place
+# match anything.
 PATH = re.compile(rf"(?<![\w./@:!}}-])(?:{'|'.join(map(re.escape, FOLDERS))})/[\w./*{{}}-]*")
 FILLED_IN = re.compile(r"\{\w*\}|(?<![A-Z])(?:NAME|VERSION)(?![A-Z])")
-# A file without its folder, in the suffixes that only sources and pages have.
+# A file without its folder, with a suffix that only sources and pages have.
 FILE = re.compile(r"(?<![\w.*/{}<>$-])(?<!-m )[\w-]+\.(?:cmake|cpp|cu|cuh|md|py|yml)\b")
 MODULE = re.compile(r"-m ((?:flash_dmattn|benchmarks|demo|rehearsal|release)\b[\w.]*)(?: (\w+))?")
 
-# Files that a user's command writes, that nvcc is given, of torch, and of Python's own library.
+# Files that a user's command writes, that nvcc reads, of torch, and of Python's own library.
 OTHER_FILES = {"notes.md", "module.cu", "version.py"}
 OTHER_FILES |= {f"{name}.py" for name in sys.stdlib_module_names}
-# It names files of other people's repositories.
+# It names files of other projects' repositories.
 OF_OTHERS = ROOT / "tests" / "peers" / "suites.py"
 # Members of wheels that tests make.
 OTHER_PATHS = {"tests/test_x.py", "tests/__init__.py"}
@@ -37,7 +37,7 @@ OTHER_PATHS |= {"tests/test_modeling_common.py"}
 
 
 def texts() -> list[Path]:
-    """Return the files that people write and read; neither data nor this one."""
+    """Return the files that people write and read, without data and this file."""
     inside = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*")]
     return [
         path
@@ -64,7 +64,7 @@ def is_module(name: str) -> bool:
 
 
 def stale_names(text: str, *, files: bool = True) -> Iterator[str]:
-    """Yield what a text names and is not there; ``files`` looks at names without a folder, too."""
+    """Yield the names in a text that do not exist; ``files`` also checks names without a folder."""
     yield from (name for name in PATH.findall(text) if not is_there(name))
     for module, verb in MODULE.findall(text):
         if not is_module(module) or (module == "release" and verb and verb not in {*VERBS, "VERB"}):
@@ -79,7 +79,7 @@ def test_what_is_named_is_there(folder: str) -> None:
         str(path.relative_to(ROOT)): names
         for path in texts()
         if folder == path.relative_to(ROOT).parts[0] or (not folder and path.parent == ROOT)
-        # Tests make files of their own.
+        # Tests create their own files.
         if (names := list(stale_names(path.read_text(), files=folder != "tests")))
     }
     assert stale == {}

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A window never keeps a key whose bias is NaN or -inf, however many keys there are; without a
-window NaN propagates, as in any formula.
+"""A window never keeps a key whose bias is NaN or -inf, for any number of keys; without a window
+NaN propagates, as in any formula.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from plain_module import make_input, make_module
 from support import Target, rand_bool, randn
 
 KEYS = 9
-BAD = (2, 5)  # keys whose bias is NaN, and -inf
-WINDOWS = (KEYS - len(BAD), KEYS, 50)  # each can hold all keys that may be kept
+BAD = (2, 5)  # keys with a bias of NaN and of -inf
+WINDOWS = (KEYS - len(BAD), KEYS, 50)  # each can hold all valid keys
 BIASES = {"keys": (2, 2, 1, KEYS), "rows": (2, 4, KEYS, KEYS), "one batch": (1, 1, 1, KEYS)}
 MASKS = ("none", "padding", "rows")
 
 
 def problem(target: Target, form: str) -> tuple[list[Tensor], Tensor]:
-    """Return query, key, value and a bias without NaN; and which keys are to be dropped."""
+    """Return query, key, value, a bias without NaN, and the keys to drop."""
     shapes = [(2, KEYS, 4, 8), (2, KEYS, 2, 8), (2, KEYS, 2, 8), BIASES[form]]
     tensors = [
         randn(*shape, seed=n).to(target.device, target.dtypes[0]) for n, shape in enumerate(shapes)
@@ -112,7 +112,7 @@ def test_varlen(rows: bool, target: Target) -> None:
 
 
 class WithNaN(DynamicMaskAttention):
-    """A layer whose projections have made a NaN."""
+    """A layer whose projections produce a NaN."""
 
     def key_bias(self, value: Tensor) -> Tensor:
         bias = super().key_bias(value)
@@ -123,7 +123,7 @@ class WithNaN(DynamicMaskAttention):
 
 @pytest.mark.parametrize("form", ["none", "padding", "intervals", "packed", "packed intervals"])
 def test_layer(form: str, target: Target) -> None:
-    """The same for a window of all keys as for one that is larger or has to select."""
+    """A window that must select, one of all keys and a larger one give equal results."""
     dtype = target.dtypes[0]
     layer = make_module(target, dtype)
     layer.__class__ = WithNaN

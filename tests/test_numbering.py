@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""How thread blocks of the CUDA kernels are numbered: each part of the work once.
+"""The numbering of the CUDA kernels' thread blocks: each part of the work once.
 
-Which heads and sequences go together depends on sizes that calls of tests seldom have. The
-functions that number blocks are called here by themselves, for drawn sizes and any groups, and for
-what routes tell of problems of up to 10,000 sequences x heads.
+Heads and sequences form groups at sizes that test calls rarely have. The functions that number
+blocks run here by themselves, for drawn sizes and any groups, and for the routes of problems with
+up to 10,000 sequences x heads.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def take_away(part: nn.Module) -> Held:
 
 
 def by_another_forward(part: nn.Module) -> None:
-    """Put a method in place of `forward` that brings parameters, as accelerate does."""
+    """Replace `forward` by a method that fetches the parameters, as accelerate does."""
     held, forward = take_away(part), part.forward
 
     @functools.wraps(forward)
@@ -75,7 +75,7 @@ def test_accelerate(tmp_path: Path, target: Target) -> None:
 
 
 def assert_computes(module: DynamicMaskAttention, x: Tensor, want: Tensor) -> None:
-    """Compare all of a sequence at once, in training and not, and token by token."""
+    """Compare one pass over a sequence, with and without training, and token by token."""
     tolerance = 1e-5 if x.dtype == torch.float32 else 2e-2
     close = functools.partial(torch.testing.assert_close, atol=tolerance, rtol=tolerance)
     close(module(x), want)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The operators under opcheck, torch.compile, checkpointing, and what autograd may ask of them."""
+"""The operators under opcheck, torch.compile and checkpointing, and autograd's requirements."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_opcheck_of_plans(kind: str, target: Target) -> None:
     inputs = [*inputs[:10], plan, *inputs[11:]]
     torch.library.opcheck(OPS.attention_forward.default, tuple(inputs))
     out, lse, made = OPS.attention_forward(*inputs)
-    # There is no plan in it, but what rounding leaves of out.
+    # It holds only the rounding remainder of out, and no plan.
     low = 0 if out.dtype == torch.float32 else -(-out.nbytes // 256) * 256
     assert made.numel() <= low
     cotangents = torch.randn_like(out), torch.randn_like(lse)
@@ -270,7 +270,7 @@ def test_plan_has_no_gradient(target: Target) -> None:
 
 
 def test_calls_without_gradients_avoid_the_dispatcher(target: Target) -> None:
-    """They give the same, and a dispatch mode still sees the operator."""
+    """They give the same results, and a dispatch mode still sees the operator."""
     inputs = tensors(target, requires_grad=False)
 
     class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
@@ -296,7 +296,7 @@ def test_fake_tensors_take_the_fake_kernel(target: Target) -> None:
         assert out.shape == inputs[0].shape
         assert lse.shape == (2, 4, 7)
         assert lse.dtype == torch.float32
-    out.sum()  # outside the mode, on a tensor that has no data
+    out.sum()  # outside of the mode, on a tensor without data
 
 
 @pytest.mark.parametrize("counts", [{}, {"window_size": 2, "keep_last": 3, "keep_first": 1}])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""GPUs of AMD and Intel, which have no packs: the triton backend is offered where torch sees one.
+"""GPUs of AMD and Intel have no packs: the triton backend is offered if torch sees one.
 
 No such GPU is at hand: torch's modules of devices are replaced.
 """
@@ -19,7 +19,7 @@ from flash_dmattn.backends.triton import launch
 
 
 def has(monkeypatch: pytest.MonkeyPatch, *kinds: str) -> None:
-    """Let torch see GPUs of these kinds and no others."""
+    """Make torch see only GPUs of these kinds."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for kind in ("cuda", "xpu"):
         monkeypatch.setattr(getattr(torch, kind), "is_available", lambda kind=kind: kind in kinds)

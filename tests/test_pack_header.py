@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""cpp/pack.h is the contract of separately built libraries: plain C that C++ reads the same way."""
+"""cpp/pack.h is the contract for separately built libraries: plain C that C++ reads alike."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 CPP = Path(__file__).resolve().parent.parent / "cpp"
 STRICT = ["-Wall", "-Wextra", "-Wpedantic", "-Werror"]
 
-# Prints the layout that a compiler gives to every struct that crosses the interface.
+# Prints the compiler's layout of every struct that crosses the interface.
 LAYOUT_PROGRAM = r"""
 #include <stdio.h>
 #include "pack.h"
@@ -43,7 +43,7 @@ def find_compiler(variable: str, names: list[str]) -> str:
 
 
 def compile_program(standard: str, source: str, folder: Path) -> Path:
-    """Compile `source` under a standard with every warning an error; the path of the program."""
+    """Compile `source` under a standard with -Werror; return the path of the program."""
     if standard.startswith("c++"):
         compiler, suffix = find_compiler("CXX", ["c++", "g++", "clang++"]), ".cpp"
     else:
@@ -59,7 +59,7 @@ def compile_program(standard: str, source: str, folder: Path) -> Path:
 
 @pytest.mark.parametrize("standard", ["c99", "c11", "c++17"])
 def test_header_compiles_alone(standard: str, tmp_path: Path) -> None:
-    # Included twice: the guard holds. Included first: it brings what it needs.
+    # The double include tests the guard. As the first include, it must include its own needs.
     source = '#include "pack.h"\n#include "pack.h"\nint main(void) { return FDM_OK; }\n'
     compile_program(standard, source, tmp_path)
 

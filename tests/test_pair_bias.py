@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Two batch dimensions, and a bias of the keys beside one of pairs."""
+"""Two batch dimensions, and a bias of the keys beside a pair bias."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flash_dmattn.bias_columns import with_bias_columns
 from support import Target, assert_accurate, randn
 
 Q, K, H, HK, D = 17, 33, 4, 2, 24
-SHARED = [(1, 1), (1, 0), (0, 1), (0, 0)]  # which dimensions of the batch a tensor has
+SHARED = [(1, 1), (1, 0), (0, 1), (0, 0)]  # the batch dimensions that a tensor has
 
 
 def shape_of(batch: tuple[int, int], own: tuple[int, int], *rest: int) -> tuple[int, ...]:
@@ -120,7 +120,7 @@ def test_a_bias_of_the_keys_alone_and_added_to_another(heads: int, target: Targe
 def test_gradients_of_several_calls_are_added_in_float32(
     batch: tuple[int, int], pack_target: Target
 ) -> None:
-    """In 16 bits a sum of sixteen equal numbers would end several units off."""
+    """In 16 bits a sum of sixteen equal numbers would be several units off."""
     dtype = torch.bfloat16
     own = (0, 1) if batch[0] < batch[1] else (1, 0)
     one = tensors_of((1, 1), dtype)
@@ -151,7 +151,7 @@ def test_one_batch_dimension_equals_the_ordinary_call(target: Target) -> None:
 
 
 def test_nothing_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Expanded tensors are narrowed, and what is shared is handed on as it is."""
+    """Expanded tensors are narrowed; shared ones are passed on unchanged."""
     from flash_dmattn import pair_bias
 
     shapes: list[tuple[int, ...]] = []

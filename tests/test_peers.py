@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What scripts/test_peers makes of other people's tests, shown on small ones of this project."""
+"""The results of scripts/test_peers, on small tests of this project."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from peers.shims import NoCounterpartError, attention
 from peers.suites import SUITES, suites_of
 
 ROOT = Path(__file__).resolve().parent.parent
-# A file in the place of FlashAttention's, with a test of each kind.
+# Replaces FlashAttention's test file; it has a test of each kind.
 TESTS = """
 import pytest
 import torch
@@ -63,7 +63,7 @@ def test_flash_attn_crash():
     import os
     os.abort()
 """
-# In the place of transformers' tests of a model; the names are those that are chosen on a CPU.
+# Replaces transformers' tests of a model; a CPU run selects the tests by these names.
 MODEL_TESTS = """
 import torch
 import transformers
@@ -105,7 +105,7 @@ def run_script(folder: Path, tests: str) -> subprocess.CompletedProcess[str]:
 
 
 def run_suite(folder: Path, suite: str) -> subprocess.CompletedProcess[str]:
-    for package in ("einops", "parameterized"):  # the script asks for it; these tests do not
+    for package in ("einops", "parameterized"):  # the script requires it; these tests do not
         (folder / f"{package}.py").write_text("")
     command = [sys.executable, "-m", "peers", str(folder), "--suites", suite]
     return subprocess.run(
@@ -228,7 +228,7 @@ def by_hand(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keeps: torch.Tens
 @pytest.mark.parametrize("chunk", [0, 3])
 @pytest.mark.parametrize("causal", [False, True])
 def test_windows_chunks_and_padding(window: attention.Window, chunk: int, causal: bool) -> None:
-    """The shim's intervals against a mask that says the same for each pair."""
+    """The shim's intervals equal a mask that is written out for each pair."""
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 6, 2, 8), torch.randn(2, 9, 2, 8), torch.randn(2, 9, 2, 8)
     used, left = torch.tensor([9, 7]), torch.tensor([0, 2])
@@ -268,7 +268,7 @@ def test_lse_counts_the_sink_as_in_flash_attention() -> None:
 
 
 class RoundedAttention(torch.autograd.Function):
-    """Attention with a mask, rounded to bfloat16 where the kernels of GPUs round."""
+    """Attention with a mask that rounds to bfloat16 where GPU kernels round."""
 
     @staticmethod
     def forward(
@@ -299,7 +299,7 @@ class RoundedAttention(torch.autograd.Function):
 def test_samples_of_sdpa_are_judged_by_the_terms_of_each_element(
     scale: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows in which one key has nearly all weight round worse than PyTorch's, but not wrongly."""
+    """Rows with nearly all weight on one key round worse than PyTorch's, but are not wrong."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor, keeps: Any, _: Any, usual: float) -> Any:
         return RoundedAttention.apply(q, k, v, keeps, usual * scale)
@@ -307,7 +307,7 @@ def test_samples_of_sdpa_are_judged_by_the_terms_of_each_element(
     monkeypatch.setattr(sdpa, "flash_dmattn_func", attention)
     for seed in range(50):
         torch.manual_seed(seed)
-        # As PyTorch draws them; the queries are the same for all of a batch.
+        # Drawn as in PyTorch; all batch elements share the queries.
         q, *kv = (18 * torch.rand(shape) - 9 for shape in ((4, 3, 8), (4, 4, 6, 8), (4, 4, 6, 8)))
         inputs = [x.bfloat16() for x in (q, *kv)]
         sample = SimpleNamespace(input=inputs[0], args=inputs[1:], kwargs={"is_causal": True})

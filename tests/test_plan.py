@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Plans that are made once for several calls: equal results, and refusal where they do not fit."""
+"""Plans for several calls: equal results, and refusal where a plan does not fit."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_backward_keeps_the_plan_and_no_copy(target: Target) -> None:
     plans, others = (
         [t for t in kept if (t.data_ptr() == own) is is_own] for is_own in (True, False)
     )
-    # Beside the plan there is what rounding leaves of out.
+    # Beside the plan there is only the rounding remainder of out.
     low = 0 if out.dtype == torch.float32 else -(-out.nbytes // 256) * 256
     assert sum(t.numel() for t in others) <= low
     assert len(plans) == (1 if plan.columns.numel() else 0)
@@ -272,7 +272,7 @@ def test_compiles_with_a_plan(kind: str, made_inside: bool, target: Target) -> N
     def two_layers(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, plan: object) -> Tensor:
         if made_inside:
             plan = make_plan(query, key, mask, True, backend=target.backend)
-        # Gradients are compared more closely than sums in no fixed order allow.
+        # The comparison is too close for gradient sums in varying order.
         options = {"attn_bias": bias, "plan": plan, "deterministic": True}
         out = flash_dmattn_func(query, key, value, **options)
         return flash_dmattn_func(out, key, value, **options)
@@ -307,7 +307,7 @@ def test_checkpointing_with_a_plan(use_reentrant: bool, target: Target) -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_plans_in_cuda_graphs() -> None:
-    """The plan is made anew by each replay, where it is made inside of the graph."""
+    """Each replay makes a new plan if the plan is made inside of the graph."""
     target = Target("cuda", "cuda")
     query, key, value, _ = tensors(target)
     mask = make_mask("keys", target)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A plan is refused once what it was made from has changed, and nothing changes what it holds."""
+"""A plan is refused after its inputs change, and its content never changes."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_a_copy_is_as_good_as_its_plan(how: str, kind: str, mode: Any, target: T
     with mode():
         mask = MASKS[kind](target.device)
         values = mask.end if kind == "intervals" else mask
-        values.copy_(values.clone())  # which counts as a change
+        values.copy_(values.clone())  # this counts as a change
         plan = make_plan(query, key, mask, backend=target.backend)
         copied: AttentionPlan = COPIES[how](plan)
     with torch.no_grad():
@@ -177,7 +177,7 @@ def test_what_a_plan_holds_is_not_written_to(target: Target) -> None:
 @pytest.mark.parametrize("how", ["as made", *COPIES])
 @pytest.mark.parametrize("kind", ["rows", "none"])
 def test_a_plan_of_inference_mode_serves_training(kind: str, how: str, target: Target) -> None:
-    """A copy too; that of a mask must not be one of inference mode, which autograd cannot save."""
+    """A copy does too. A mask's plan must be copied outside of inference mode, for autograd."""
     query, key = inputs(target)
     mask = None if kind == "none" else MASKS[kind](target.device)
     with torch.inference_mode():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""How much room a plan has for the columns of a tile, and tiles that keep more than that."""
+"""The room of a plan for the columns of a tile, and tiles that exceed it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flash_dmattn import IntervalMask, dynamic_mask, flash_dmattn_func, flash_dm
 from flash_dmattn.loader import pack_for
 from support import Target, randn
 
-# More keys than a plan has room for in a tile where nothing is known of the mask.
+# More keys than a tile of a plan has room for if nothing is known of the mask.
 MANY = 4500
 
 
@@ -56,7 +56,7 @@ def results(mask: IntervalMask, target: Target, queries: int, keys: int, causal:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("queries", "keys"), [(300, 330), (40, 500), (500, 40)])
 def test_tiles_that_overflow(queries: int, keys: int, causal: bool, pack_target: Target) -> None:
-    """A bound that is not true changes no more than the order of sums."""
+    """A max_kept that is too small changes only the order of sums."""
     start, end = random_intervals(2, queries, keys)
     want = results(IntervalMask(start, end), pack_target, queries, keys, causal)
     got = results(IntervalMask(start, end, max_kept=1), pack_target, queries, keys, causal)
@@ -68,7 +68,7 @@ def test_tiles_that_overflow(queries: int, keys: int, causal: bool, pack_target:
 @pytest.mark.parametrize("max_kept", [None, 1])
 @pytest.mark.parametrize("keys", [600, 1500, 5000, 17000])
 def test_kept_keys_among_others(keys: int, max_kept: int | None, pack_target: Target) -> None:
-    """Longer lists, of which other kernels make the plan, have the same columns."""
+    """Other kernels make the plan of longer lists, with the same columns."""
     dtype, device = pack_target.dtypes[0], pack_target.device
     queries, kept = 300, 330
     places = torch.randperm(keys, generator=torch.Generator().manual_seed(4))[:kept].sort().values
@@ -133,12 +133,12 @@ def test_packed_tiles_that_overflow(pack_target: Target) -> None:
 
 
 def test_plans_are_linear_in_the_length(pack_target: Target) -> None:
-    """Of a causal selection of 1024 keys, and of masks of which nothing is known."""
+    """This holds for a causal selection of 1024 keys and for masks without a known max_kept."""
     pack = pack_for(pack_target.device, None)
     for kind, max_kept in (("keys", 0), ("intervals", 1024), ("intervals", 0)):
         short, long = (pack.plan_bytes(kind, 1, n, n, n, 1, max_kept) for n in (2**16, 2**20))
         assert long <= 16.01 * short
-        # A query of one head of 64 takes 128 bytes.
+        # A query row of one head of 64 takes 128 bytes.
         assert long <= (2 if max_kept or kind == "keys" else 2 + 128) * 32 * 2**20
 
 
@@ -158,7 +158,7 @@ def test_what_carries_the_bound() -> None:
 
 
 def test_probabilities_of_a_selection(target: Target) -> None:
-    """Where attention selects by itself, what is beside it must see the same keys."""
+    """If attention selects keys itself, the probabilities must cover the same keys."""
     dtype = target.dtypes[0]
     query, key, value = (
         randn(1, 20, 2, 16, dtype=dtype, seed=s).to(target.device) for s in range(3)

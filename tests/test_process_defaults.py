@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The default device and dtype of the process change no result of what is given tensors."""
+"""The default device and dtype of the process do not change results of calls with tensors."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ B, Q, K, H, HK, D = 2, 30, 30, 4, 2, 16
 
 
 def dtype_of(target: Target) -> torch.dtype:
-    """Return one that the pack of the device serves, too, which some calls choose themselves."""
+    """Return a dtype that the device's pack supports; some calls choose it themselves."""
     return target.dtypes[-1 if target.device == "cuda" else 0]
 
 
 class Given(NamedTuple):
-    """What calls are given; made before the defaults change."""
+    """The inputs of the calls, made before the defaults change."""
 
     query: Tensor
     key: Tensor
@@ -180,7 +180,7 @@ def kept(g: Given, heads: int) -> list[Tensor]:
 
 
 def layer(g: Given, make: Callable[[], AttentionCache] | None, **settings: Any) -> list[Tensor]:
-    """A layer of the defaults that the process had when it was made."""
+    """Run a layer that was made under the earlier defaults."""
     module = LAYERS[str(sorted(settings.items())), g.device, g.backend]
     if make is None:
         out = module(g.hidden, g.keys)
@@ -224,7 +224,7 @@ def pairs(g: Given) -> list[Tensor]:
 
 
 def attention_function(g: Given) -> list[Tensor]:
-    """Of transformers: padding, rows that are added to scores, and packed sequences."""
+    """transformers' attention function: padding, added mask rows, and packed sequences."""
     module = torch.nn.Module()
     q, k, v = (t.transpose(1, 2) for t in (g.query, g.key, g.value))
     added = g.bias.new_zeros(B, 1, Q, K).masked_fill(~g.rows, torch.finfo(g.bias.dtype).min)
@@ -309,7 +309,7 @@ def make_layers(target: Target) -> None:
 def set_defaults(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[], None]]:
-    """What sets a default device on which nothing has a value, and a default dtype."""
+    """Return a function that sets a default dtype, and a default device without values."""
     monkeypatch.setenv("FLASH_DMATTN_DETERMINISTIC", "1")  # results are compared bit for bit
 
     def change() -> None:
@@ -378,7 +378,7 @@ def test_defaults_change_no_result_of_a_group(
         dist.destroy_process_group()
 
 
-# What makes tensors where it is not told otherwise on the default device.
+# Functions that make tensors on the default device unless they get a device.
 _MAKERS = frozenset(
     {
         "arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace",
@@ -386,12 +386,12 @@ _MAKERS = frozenset(
         "tril_indices", "triu_indices", "zeros",
     }
 )  # fmt: skip
-# Whole numbers make int64 tensors whatever the default dtype is.
+# Integers make int64 tensors for any default dtype.
 _WITHOUT_DTYPE = frozenset({"arange", "randint", "randperm", "tril_indices", "triu_indices"})
 
 
 def test_each_tensor_that_the_package_makes_has_a_named_device() -> None:
-    """And a dtype, unless it counts."""
+    """It also has a named dtype, unless the function makes integers."""
     package, found = Path(flash_dmattn.__file__).parent, 0
     for path in sorted(package.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What holds for the whole project: one place for each fact, a predictable build."""
+"""Rules for the whole project: one place for each fact, a reproducible build."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_cuda_sources_have_one_namespace() -> None:
 
 
 def test_inline_assembly_is_in_one_folder() -> None:
-    """Another folder in its place then has all instructions that C++ has no words for."""
+    """Replacing that folder then replaces all instructions without a C++ equivalent."""
     cuda = ROOT / "cpp" / "cuda"
     folders = {
         path.parent.relative_to(cuda).as_posix()
@@ -94,7 +94,7 @@ def test_inline_assembly_is_in_one_folder() -> None:
 
 
 def test_inline_assembly_is_included_from_an_include_directory() -> None:
-    """An include directory that is searched before can then replace the folder as a whole."""
+    """An earlier include directory can then replace the whole folder."""
     cuda = ROOT / "cpp" / "cuda"
     names = {
         name
@@ -190,7 +190,7 @@ def test_every_source_names_its_license() -> None:
 
 
 def questions(text: str) -> list[str]:
-    """Return the lines of a source in which a comment, or a sentence of one, is a question."""
+    """Return the lines of a source with a question in a comment."""
     question = re.compile(r"(?:^|\s)(?://|#|\*) .*\?(?: [A-Z`].*| \*/)?$")
     return [line for line in text.splitlines() if question.search(line)]
 
@@ -344,7 +344,7 @@ PACKAGE = ROOT / "python" / "flash_dmattn"
 
 
 def package_modules() -> dict[str, Path]:
-    """Return the modules of the package, but for itself, whose names are looked up when touched."""
+    """Return the package's modules without the package itself, which resolves its names lazily."""
     found = {}
     for path in PACKAGE.rglob("*.py"):
         parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
@@ -354,7 +354,7 @@ def package_modules() -> dict[str, Path]:
 
 
 def imported_modules(name: str, modules: dict[str, Path]) -> set[str]:
-    """Return which of the modules a module imports, also within its functions."""
+    """Return the given modules that a module imports, also within its functions."""
     here = name if modules[name].name == "__init__.py" else name.rpartition(".")[0]
     found: set[str] = set()
     for node in ast.walk(ast.parse(modules[name].read_text())):
@@ -378,7 +378,7 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
 
 @pytest.mark.parametrize("package", [".", "loader", "backends", "selftest"])
 def test_an_init_file_holds_names_alone(package: str) -> None:
-    """And says how they are looked up, in what Python calls for that."""
+    """It may also hold the lazy lookup of names, in the functions that Python calls for it."""
     tree = ast.parse((PACKAGE / package / "__init__.py").read_text())
     functions = [node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     assert functions in ([], ["__getattr__", "__dir__"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What follows from the declaration of a call's arguments."""
+"""Definitions that follow from the declaration of a call's arguments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from flash_dmattn import ops, record
 from flash_dmattn.record import ATTENTION, AttentionInputs, Packing
 
-# Exported programs name the arguments: what was there stays, and new ones have defaults.
+# Exported programs name the arguments: existing ones stay, and new ones have defaults.
 SCHEMA = (
     "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? start, Tensor? end, "
     "Tensor? bias, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? block_table, "
@@ -26,7 +26,7 @@ GRADIENTS = "Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dbias, Tensor dsi
 def test_operators_follow_from_the_record() -> None:
     assert ATTENTION.text == SCHEMA
     assert ATTENTION.differentiable == ("query", "key", "value", "bias", "sink")
-    assert ops.__all__  # imported: it defines the operators
+    assert ops.__all__  # importing it defines the operators
     forward = str(torch.ops.flash_dmattn.attention_forward.default._schema)
     assert forward.startswith(f"flash_dmattn::attention_forward({SCHEMA}, str backend) ->")
     backward = str(torch.ops.flash_dmattn.attention_backward.default._schema)

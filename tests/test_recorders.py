@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Whatever records calls, or stands between a call and its kernel, sees registered operators."""
+"""Recorders and other layers between a call and its kernel see registered operators."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def tensors(target: Target, seed: int = 0, *, keys: int = 20) -> tuple[Tensor, .
 
 
 def calls(target: Target) -> dict[str, tuple[Call, set[str]]]:
-    """Return functions of query, key, value and bias, and the operators that each consists of."""
+    """Return functions of query, key, value and bias, with the operators of each."""
     options: dict[str, Any] = {"backend": target.backend}
 
     def plain(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ KINDS = ("plain", "window", "last", "keys", "varlen", "planned")
 @pytest.mark.parametrize("with_gradients", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_jit_trace(kind: str, with_gradients: bool, pack_target: Target) -> None:
-    """The graph holds operators, and computes for other values than those that it was made of."""
+    """The graph holds operators and also computes other inputs than the traced ones."""
     call, operators = calls(pack_target)[kind]
     inputs = [t.requires_grad_(with_gradients) for t in tensors(pack_target)]
     traced = torch.jit.trace(call, tuple(inputs), check_trace=False)
@@ -96,7 +96,7 @@ def test_jit_trace(kind: str, with_gradients: bool, pack_target: Target) -> None
     for seed in (0, 10):
         inputs = [t.requires_grad_(with_gradients) for t in tensors(pack_target, seed)]
         junk = [torch.full_like(inputs[0], torch.nan) for _ in range(20)]
-        del junk  # memory that nobody writes now holds NaN
+        del junk  # memory that is not written then holds NaN
         got, want = traced(*inputs), call(*inputs)
         torch.testing.assert_close(got, want)
         if with_gradients:
@@ -110,7 +110,7 @@ def gradients(out: Tensor, inputs: list[Tensor]) -> list[Tensor]:
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
 def test_traces_of_another_length(pack_target: Target) -> None:
-    """Sizes that a selection needs are those of the trace, which is torch.jit.trace's limit."""
+    """A selection keeps the sizes of the trace, which is a limit of torch.jit.trace."""
     named = calls(pack_target)
     plain, window = (
         torch.jit.trace(named[kind][0], tensors(pack_target), check_trace=False)
@@ -134,7 +134,7 @@ def test_make_fx(kind: str, pre_dispatch: bool, pack_target: Target) -> None:
 
 
 class FunctionRecorder(TorchFunctionMode):
-    """Keeps the names of what it sees."""
+    """Records the names of the functions that it sees."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,13 +203,13 @@ def functionalization() -> Iterator[None]:
 
 
 def included_key() -> contextlib.AbstractContextManager[Any]:
-    """Include what no call has; the guard for one key leaves a part of it behind in torch 2.11."""
+    """Include an unused dispatch key; torch 2.11's guard for one key leaves a part behind."""
     keys = torch._C._dispatch_tls_local_include_set().add(torch._C.DispatchKey.Meta)
     return torch._C._ForceDispatchKeyGuard(keys, torch._C._dispatch_tls_local_exclude_set())
 
 
-# What else torch may be in the middle of. (Tracing and modes are above; fake tensors, subclasses
-# and the older vmap in test_direct_calls.py; torch.func in test_transforms.py.)
+# Other states of torch. (Tracing and modes are above; fake tensors, subclasses and the older vmap
+# in test_direct_calls.py; torch.func in test_transforms.py.)
 STATES = {
     "Python dispatcher": enable_python_dispatcher,
     "functionalization": functionalization,
@@ -256,7 +256,7 @@ def test_a_mode_inside_of_a_default_device() -> None:
 
 
 def test_other_devices_have_the_dispatcher() -> None:
-    """Their makers may register kernels for our operators."""
+    """Vendors of other devices may register kernels for our operators."""
     assert not dispatch_state.is_idle((torch.zeros(2, device="meta"),))
 
 
@@ -276,7 +276,7 @@ def test_kernels_of_others_are_called(key: str) -> None:
 
 
 def test_nothing_is_recorded_below_autograd(pack_target: Target) -> None:
-    """That is where dispatch modes and kernels run, on tensors that may require a gradient."""
+    """Dispatch modes and kernels run there, on tensors that may require a gradient."""
     query, key, value, _ = (t.requires_grad_() for t in tensors(pack_target))
     with torch._C._AutoDispatchBelowAutograd():
         out = flash_dmattn_func(query, key, value, backend=pack_target.backend)
@@ -285,7 +285,7 @@ def test_nothing_is_recorded_below_autograd(pack_target: Target) -> None:
 
 
 def test_results_need_no_filled_memory(pack_target: Target) -> None:
-    """Scratch memory of the core is not filled as that of torch.empty; what is read is written."""
+    """The core's scratch memory is never filled; each number is written before it is read."""
     call, _ = calls(pack_target)["window"]
     inputs = tensors(pack_target)
     want = call(*inputs)
@@ -298,7 +298,7 @@ def test_results_need_no_filled_memory(pack_target: Target) -> None:
 
 
 class Attention(torch.nn.Module):
-    """What is exported."""
+    """An exported module."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return flash_dmattn_func(query, key, value)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The reference itself: derivatives by finite differences, and its formula written another way."""
+"""The reference itself: finite differences of its derivatives, and a second form of its formula."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which kernels compute a call, how they divide its work, and what its workspace holds: no GPU.
+"""The kernels of a call, the division of its work and its workspace, without a GPU.
 
-The table of known routes is in tests/routes; tests/routes/library.py tells how to write it anew.
+The table of known routes is in tests/routes; tests/routes/library.py explains how to rewrite it.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def test_each_constant_has_known_problems_on_both_sides(routes: Routes, arch: in
         changed = routes.route(arch, Spec(**known["problem"]), known["pass"], **{constant: other})
         assert changed != known["route"], f"{constant} = {other} changes nothing"
         sides.add((constant, 1 if other > known["value"] else -1))
-    # A constant of 0 or 1 stands for nothing that the architecture has; one split is none.
+    # A constant of 0 or 1 marks a feature that the architecture lacks; one split means no split.
     used = [name for name, value in routes.table(arch).items() if value > 1]
     wanted = {(name, side) for name in used for side in (-1, 1)} - {("least_splits", -1)}
     assert sides == wanted
 
 
 def test_each_constant_has_a_reason() -> None:
-    """And where it was measured, if it was, by the name of a table."""
+    """The reason names the table of a measurement, if there is one."""
     source = (ROOT / "cpp/cuda/route/tables.h").read_text()
     profiles = (ROOT / "benchmarks/profiles/README.md").read_text()
     tables = set(re.findall(r"^<!-- ([a-z0-9-]+) -->", profiles, re.MULTILINE))
@@ -75,7 +75,7 @@ def test_a_workspace_has_room_on_every_device(routes: Routes, arch: int) -> None
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_parts_of_rows_that_are_selected(routes: Routes, arch: int) -> None:
-    """They have each key once, and places of their own in the workspace."""
+    """They cover each key once, and have separate places in the workspace."""
     shared = 0
     for seed in range(1, 5000, 5):  # of one query
         spec = routes.draw(arch, seed)
@@ -88,7 +88,7 @@ def test_parts_of_rows_that_are_selected(routes: Routes, arch: int) -> None:
         rows, rest = divmod(route["blocks"], parts)
         assert (rest, keys % 8192) == (0, 0)
         assert len(route["launches"]) == (5 if spec.float32 else 4)
-        assert ("seen" in route["workspace"]) == bool(spec.mask and spec.sink)  # keeps last keys
+        assert ("seen" in route["workspace"]) == bool(spec.mask and spec.sink)  # with keep_last
         sizes = {"states": 128 * rows, "lists": 64 * (route.get("listed", 0) + 1) * route["blocks"]}
         end = 0
         for name, (offset, size) in route["workspace"].items():
@@ -129,11 +129,11 @@ def test_larger_tiles_serve_rare_calls(
     [(0, "boxes"), (1, "general"), (2, "general"), (16, "persistent"), (64, "general")],
 )
 def test_rows_that_lie_otherwise_take_other_kernels(routes: Routes, odd: int, kernel: str) -> None:
-    """Q, or what is returned, is not aligned; the driver knows no boxes; rows are too far apart."""
+    """Q or a result is not aligned; the driver lacks TMA boxes; rows are too far apart."""
     assert routes.route(90, everyday(odd=odd), "forward")["kernel"] == kernel
 
 
-# Bits of the head dimensions 32, 64, 96, 128, 192, 256 that a pack has no kernels for.
+# Bits of the head dimensions 32, 64, 96, 128, 192, 256 without kernels in the pack.
 @pytest.mark.parametrize(
     ("missing", "kernel", "dim"),
     [
@@ -147,9 +147,9 @@ def test_rows_that_lie_otherwise_take_other_kernels(routes: Routes, odd: int, ke
 def test_few_head_dims_serve_what_they_have_kernels_for(
     routes: Routes, missing: int, kernel: str, dim: int
 ) -> None:
-    """Heads of 32 columns are then served by kernels of more, which do other things."""
+    """Kernels of larger head dimensions then serve heads of 32 columns, in another way."""
     spec = problem(1024, 1, 1, 32, 64, 64, bias=2, float32=1, missing=missing)
-    if kernel == "pair_bias_sm90":  # no windows, so most of a tile would be empty
+    if kernel == "pair_bias_sm90":  # no windows: most of a tile would be empty
         spec.queries = spec.keys = 128
     found = routes.route(90, spec, "forward")
     assert (found["kernel"], found["head_dim"]) == (kernel, dim)
@@ -157,7 +157,7 @@ def test_few_head_dims_serve_what_they_have_kernels_for(
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_routes_are_chosen_sooner_than_a_kernel_is_launched(routes: Routes, arch: int) -> None:
-    """In less than a microsecond with optimization, which this build has little of."""
+    """It takes less than a microsecond with full optimization, which this build lacks."""
     for known in known_routes(arch):
         if "name" not in known or known["pass"] not in ("forward", "backward"):
             continue
@@ -168,7 +168,7 @@ def test_routes_are_chosen_sooner_than_a_kernel_is_launched(routes: Routes, arch
 
 
 def test_launch_code_decides_nothing() -> None:
-    """Code that launches kernels knows no device, and does not look how tensors lie."""
+    """Launch code does not depend on the device or on the tensors' layout."""
     launching = re.compile(r"^(?:inline )?cudaError_t \w+\(.*?^\}", re.MULTILINE | re.DOTALL)
     words = ("rows_are_aligned", "cudaDevAttr", "kSmLimit", "sm_count", "ceil_div")
     found = []
@@ -179,7 +179,7 @@ def test_launch_code_decides_nothing() -> None:
 
 
 def test_tuned_constants_stand_in_the_tables() -> None:
-    """No kernel or launch has a constant that is named like a choice."""
+    """No kernel or launch has a constant with the name of a choice."""
     name = re.compile(r"\bk(?:Most|Least|Few|Many)[A-Z]\w*")
     sources = [path for path in (ROOT / "cpp").rglob("*") if path.suffix in (".cu", ".cuh", ".h")]
     found = {path.name: name.findall(path.read_text()) for path in sources}
@@ -187,7 +187,7 @@ def test_tuned_constants_stand_in_the_tables() -> None:
 
 
 def test_routes_name_the_kernels_that_there_are() -> None:
-    """All but those of what known routes do not have: the mass, lists, gates."""
+    """Known routes cover all kernels but those of the mass, lists and gates."""
     launched = {
         name
         for arch in ARCHS

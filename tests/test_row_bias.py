@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A bias with a row for each query: wherever its elements lie, and whatever shares them."""
+"""A bias with a row for each query, with any layout and any sharing of its elements."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def problem_with(bias: Tensor, dtype: torch.dtype, **settings: object) -> Proble
     "layout", ["dense", "shifted", "every other", "transposed", "expanded rows", "one column"]
 )
 def test_elements_anywhere(layout: str, queries: int, target: Target) -> None:
-    """Rows and keys at odd and even addresses; what lies between them must not be taken."""
+    """Rows and keys at odd and even addresses; elements between them must not be read."""
     for dtype in target.dtypes:
         for bias_dtype in {dtype, torch.float32}:
             elements = randn(2, 2, queries, 77, dtype=bias_dtype, seed=queries)
@@ -42,12 +42,12 @@ def test_elements_anywhere(layout: str, queries: int, target: Target) -> None:
             elif layout == "every other":
                 bias = torch.full((2, 2, 2 * queries, 154), torch.nan, dtype=bias_dtype)
                 bias = bias[:, :, ::2, 1::2]
-            elif layout == "transposed":  # of an odd number of elements
+            elif layout == "transposed":  # with an odd number of elements
                 elements = elements[:1, :1]
                 bias = torch.empty(1, 1, 77, queries | 1, dtype=bias_dtype)
                 bias = bias.transpose(2, 3)[:, :, :queries]
             elif layout == "expanded rows":
-                # An expanded bias that needs no gradient is taken for one of all queries.
+                # An expanded bias without a gradient counts as one row for all queries.
                 elements = elements[:1, :1, :1]
                 bias = torch.empty(1, 1, 1, 77, dtype=bias_dtype)
             elif layout == "one column":
@@ -71,7 +71,7 @@ def test_elements_anywhere(layout: str, queries: int, target: Target) -> None:
 def test_sums_over_what_shares_it(
     head_dim: int, mask_kind: str, heads: int, batch: int, target: Target
 ) -> None:
-    """The gradient of an element is summed over query heads and batches, up to twelve here."""
+    """The gradient of an element is a sum over query heads and batches, up to twelve here."""
     shapes = {"keys": (2, 2, 1, 77), "rows": (1, 1, 150, 77), "rows of heads": (2, 6, 150, 77)}
     for dtype in target.dtypes:
         bias = randn(batch, heads, 150, 77, dtype=dtype, seed=heads)
@@ -85,7 +85,7 @@ def test_sums_over_what_shares_it(
 @pytest.mark.parametrize("threads", [1, 3, 16])
 @pytest.mark.parametrize("batch, heads", [(1, 1), (1, 3), (1, 6), (3, 1), (3, 3), (3, 6)])
 def test_sums_of_any_number_of_threads(batch: int, heads: int, threads: int) -> None:
-    """Threads divide what shares a bias into chunks, or its rows, or compute its scores again."""
+    """Threads divide the sources of a bias, or divide its rows, or recompute its scores."""
     target = Target("cpu", "cpu")
     problem = simple_problem(
         torch.float32, batch=3, queries=260, keys=157, kv_heads=3, group=2, head_dim=64
@@ -103,7 +103,7 @@ def test_sums_of_any_number_of_threads(batch: int, heads: int, threads: int) -> 
 
 @pytest.mark.parametrize("head_dim", [24, 64, 96, 128, 192, 256])
 def test_every_tile(head_dim: int, target: Target) -> None:
-    """More rows and keys than one tile of any size, more heads than tiles of Q are kept of."""
+    """More rows and keys than any tile size, and more heads than Q tiles are stored."""
     for dtype in target.dtypes:
         problem = simple_problem(
             dtype, batch=1, queries=300, keys=333, kv_heads=1, group=3, head_dim=head_dim
@@ -134,7 +134,7 @@ def test_dropped_pairs_and_keys_may_hold_anything(head_dim: int, target: Target)
 @pytest.mark.parametrize("length", [17, 33, 49, 64, 100, 129])
 @pytest.mark.parametrize("mask_kind", ["none", "keys", "keys of heads", "rows", "rows of batches"])
 def test_many_short_sequences_share_a_bias(mask_kind: str, length: int, target: Target) -> None:
-    """As windows of an image do: several sequences lie side by side in a thread block."""
+    """As with windows of an image, a thread block processes several sequences side by side."""
     shapes = {
         "keys": (9, 1, 1, length),
         "keys of heads": (9, 4, 1, length),
@@ -154,7 +154,7 @@ def test_many_short_sequences_share_a_bias(mask_kind: str, length: int, target: 
 
 @pytest.mark.parametrize("mask_kind", ["none", "keys", "rows"])
 def test_enough_windows_to_fill_a_gpu(mask_kind: str, target: Target) -> None:
-    """A kernel has a sequence for each of its two consumers where there are 1024 and more."""
+    """From 1024 sequences x heads on, each of a kernel's two consumers has its own sequence."""
     shapes = {"keys": (515, 1, 1, 50), "rows": (1, 1, 60, 50)}
     for dtype in target.dtypes:
         problem = simple_problem(
@@ -171,7 +171,7 @@ def test_enough_windows_to_fill_a_gpu(mask_kind: str, target: Target) -> None:
 def test_dropped_keys_and_empty_rows_hold_anything(
     head_dim: int, bias_batch: int, target: Target
 ) -> None:
-    """Dropped by the bias or by a mask of keys; other sources of the same bias keep them."""
+    """The bias or a key mask drops the keys; other sources of the same bias keep them."""
     for dtype in target.dtypes:
         problem = simple_problem(dtype, batch=3, queries=70, keys=90, group=2, head_dim=head_dim)
         problem.bias = randn(bias_batch, 4, 70, 90, dtype=dtype)
@@ -197,7 +197,7 @@ def test_dropped_keys_and_empty_rows_hold_anything(
 def test_one_thing_that_is_not_a_number(
     head_dim: int, poison: float, holder: str, bias_batch: int, pack_target: Target
 ) -> None:
-    """All else is finite, of a size for which one Hopper kernel computes all gradients."""
+    """Other elements are finite, at sizes for which one Hopper kernel computes all gradients."""
     for dtype in pack_target.dtypes:
         for bias_dtype in {dtype, torch.float32}:
             problem = simple_problem(dtype, batch=3, queries=130, keys=200, head_dim=head_dim)
@@ -221,7 +221,7 @@ def test_one_thing_that_is_not_a_number(
 
 @pytest.mark.parametrize("bias_batch, head_dim", [(1, 32), (2, 32), (2, 192)])
 def test_rows_of_lowest_biases(bias_batch: int, head_dim: int, target: Target) -> None:
-    """They give the mean of the values of their keys; on GPUs they have no gradient."""
+    """They give the mean of their keys' values; on GPUs they have no gradient."""
     for dtype in target.dtypes:
         problem = simple_problem(dtype, batch=2, queries=40, keys=50, group=1, head_dim=head_dim)
         problem.bias = randn(bias_batch, 2, 40, 50, dtype=torch.float32)
@@ -247,7 +247,7 @@ def test_few_queries_of_a_group(queries: int, target: Target) -> None:
 
 @pytest.mark.parametrize("heads", [1, 2])
 def test_packed_sequences(heads: int, target: Target) -> None:
-    """Each sequence is as by itself; 1500 keys are divided over several thread blocks."""
+    """Each sequence equals a separate call; 1500 keys are divided over several thread blocks."""
     lengths = [(130, 1500), (1, 3), (70, 0), (33, 65)]
     (rows, keys), longest = map(sum, zip(*lengths, strict=True)), max(k for _, k in lengths)
     offsets = [torch.tensor([0, *n]).cumsum(0).to(torch.int32) for n in zip(*lengths, strict=True)]
@@ -292,7 +292,7 @@ def test_packed_sequences(heads: int, target: Target) -> None:
 @pytest.mark.parametrize("head_dim", [192, 256])
 @pytest.mark.parametrize("form", ["lists", "softcap", "scale", "far below", "transposed"])
 def test_forms_of_large_heads(form: str, head_dim: int, target: Target) -> None:
-    """A key block then serves a group, whose heads may have a bias in common."""
+    """A key block then serves a group, whose heads may share a bias."""
     for dtype in target.dtypes:
         for heads, bias_dtype in ((2, dtype), (6, torch.float32)):
             bias = randn(2, heads, 150, 77, dtype=bias_dtype, seed=heads)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A mask with a row for each query that keeps whole tiles, none of them, or all but one pair."""
+"""A mask with a row for each query that keeps whole tiles, empty tiles, or all but one pair."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 
 from support import Target, check, rand_bool, randn, simple_problem
 
-SIZE = 128  # of a row tile, and of some key blocks
-# The pair of a hole in each quarter of a tile, and beside the tiles' borders.
+SIZE = 128  # rows of a row tile, and keys of some key blocks
+# One pair in each quarter of a tile, and pairs next to the tiles' borders.
 HOLES = [(0, 0), (33, 70), (127, 127), (128, 200), (255, 255), (300, 40)]
 
 
 def tiles(queries: int, keys: int, *, heads: int = 1) -> torch.Tensor:
-    """Return a mask of which about half of the tiles are kept."""
+    """Return a mask that keeps about half of the tiles."""
     kept = rand_bool(1, heads, -(-queries // SIZE), -(-keys // SIZE), seed=queries)
     kept[..., 0, 0] = True
     return kept.repeat_interleave(SIZE, 2).repeat_interleave(SIZE, 3)[:, :, :queries, :keys]
@@ -45,7 +45,7 @@ def test_more_tiles_than_a_word_of_a_map_has(pack_target: Target) -> None:
 def test_one_pair_that_is_dropped(
     hole: tuple[int, int], head_dim: int, pack_target: Target
 ) -> None:
-    """The pair would have nearly all of the weight of its row."""
+    """The pair would have nearly all of its row's weight."""
     row, key = hole
     problem = simple_problem(
         pack_target.dtypes[-1], batch=1, queries=384, keys=256, group=1, head_dim=head_dim

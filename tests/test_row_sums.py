@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The gradients of a row's scores sum to 0, also where out is rounded to 16 bit.
+"""The gradients of a row's scores sum to 0, even if out is rounded to 16 bit.
 
-They do as far as the backward pass knows what out was before. Sums of the gradient of a bias per
-key, such as the gradients of gates whose sums it is, collect what is missing of all rows. Here dout
-points along what rounding has left of out, so that no two rows cancel, and all probabilities of a
-row are alike, so that they round to nothing else.
+The sum is as exact as the backward pass's knowledge of the unrounded out. Sums of the gradient of a
+bias per key, such as gradients of gates, collect the errors of all rows. Here dout points along the
+rounding remainder of out, so no two rows cancel. All probabilities of a row are alike, so they
+round alike.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from support import HALF_TYPES, Target, core_without_allocator, randn
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Sizes of a call: of each sequence, if they are packed."""
+    """The sizes of a call; those of each sequence, if they are packed."""
 
     queries: tuple[int, ...]
     keys: tuple[int, ...]
@@ -48,7 +48,7 @@ class Case:
         return self.kv_heads if self.shares_bias else self.heads
 
     def kept(self, sequence: int = 0) -> Tensor:
-        """Return what the rows of a sequence keep."""
+        """Return the pairs that a sequence's rows keep."""
         queries, keys = self.queries[sequence], self.keys[sequence]
         row, key = torch.arange(queries)[:, None], torch.arange(keys)
         kept = torch.ones(queries, keys, dtype=torch.bool)
@@ -58,7 +58,7 @@ class Case:
             kept &= key % 3 > 0
         elif self.mask == "intervals":
             kept &= row < key + 40
-        elif self.mask == "window":  # of equal biases the first keys are selected
+        elif self.mask == "window":  # with equal biases the first keys are selected
             kept &= key < 30
         return kept
 
@@ -96,7 +96,7 @@ WAYS = ("core", "plan", "torch's memory", "older torch", "compiled")
 def results(
     case: Case, dtype: torch.dtype, target: Target, way: str = "core"
 ) -> tuple[Tensor, Tensor]:
-    """Return out as it was before it was rounded, of float64, less out; and the bias gradient."""
+    """Return the float64 out minus the rounded out, and the bias gradient."""
     form = (sum(case.queries),) if case.packed else (case.batch, *case.queries)
     key_form = (sum(case.keys),) if case.packed else (case.batch, *case.keys)
     device, group = target.device, case.heads // case.kv_heads
@@ -147,11 +147,11 @@ def results(
 
 def check(case: Case, dtype: torch.dtype, target: Target, way: str = "core") -> None:
     left, dbias = results(case, dtype, target, way)
-    # What the sums of each head would be if delta were of rounded out.
+    # The sums of each head if delta came from the rounded out.
     missing = left.abs().sum((-3, -1)).unflatten(-1, (case.bias_heads, -1)).sum(-1)
     assert missing.min() > 1e-4
     sums = dbias.sum((-2, -1)).abs()
-    # Triton's interpreter does not round to bfloat16 but truncates, which leaves a bit more.
+    # Triton's interpreter truncates to bfloat16 instead of rounding, which leaves a larger error.
     share = 256 if target.backend == "triton" else 1000
     assert (sums <= missing / share).all(), f"{sums} of {missing}"
 
@@ -208,7 +208,7 @@ def test_cases_take_every_forward_kernel(pack_target: Target) -> None:
 
 @pytest.mark.parametrize("dtype", HALF_TYPES)
 def test_the_gradient_of_a_sink(dtype: torch.dtype, pack_target: Target) -> None:
-    """It is a sum over rows, of which each has what rounding leaves of out."""
+    """It is a sum over rows, each with the rounding remainder of out."""
     rows, keys, heads = 200, 37, 2
     query, key = torch.zeros(1, rows, heads, 64), torch.zeros(1, keys, heads, 64)
     value, sink = randn(1, keys, heads, 64, seed=1).to(dtype), torch.tensor([0.0, 2.0])

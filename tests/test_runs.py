@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Masks that keep runs of keys, of which kernels of GPUs make plans without lists.
+"""Masks that keep runs of keys; GPU kernels make plans without lists for them.
 
-That a mask says so changes no result, whatever it keeps.
+The declaration of a mask as runs changes no result, whatever it keeps.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KINDS = ("run", "any", "padded", "one is kept for ever", "few", "none")
 
 
 def intervals(kind: str, heads: int, queries: int, keys: int) -> IntervalMask:
-    """Return a mask that says that it keeps runs, for causal calls."""
+    """Return a mask that declares runs, for causal calls."""
     generator = torch.Generator().manual_seed(keys)
 
     def integers(least: int, past: int) -> Tensor:
@@ -49,7 +49,7 @@ def intervals(kind: str, heads: int, queries: int, keys: int) -> IntervalMask:
 
 
 def without_word(mask: IntervalMask) -> IntervalMask:
-    """Return the same mask, which does not say that it keeps runs."""
+    """Return the same mask without the declaration of runs."""
     return IntervalMask(mask.start, mask.end, query_length=mask.query_length)
 
 
@@ -71,7 +71,7 @@ def test_accuracy(heads: int, queries: int, keys: int, kind: str, pack_target: T
 def test_what_no_query_keeps_reaches_nothing(
     kind: str, queries: int, keys: int, pack_target: Target
 ) -> None:
-    """Of several sections of keys."""
+    """The keys form several sections."""
     mask = intervals(kind, 2, queries, keys)
     got = results(mask, pack_target, queries, keys, True)
     want = results(without_word(mask), pack_target, queries, keys, True)
@@ -127,7 +127,7 @@ def test_packed_sequences(kind: str, pack_target: Target) -> None:
 
 @pytest.mark.parametrize("gates", [1, 2, 4])
 def test_forgetting(gates: int, pack_target: Target) -> None:
-    """Gates of -inf forget all; those of 0 nothing."""
+    """Gates of -inf forget all; gates of 0 forget nothing."""
     if not reads_float64(pack_target):
         pytest.skip("it reads no bias of float64")
     length, dtype = 700, pack_target.dtypes[-1]

@@ -55,7 +55,7 @@ def test_a_cache_goes_on_from_its_state_dict(make: Callable[[], AttentionCache],
             layer(x[:, :held], cache=cache)
         state = torch_saved(cache.state_dict(), weights_only=True)
         other = make()
-        layer(x[:, 10:13], cache=other)  # is forgotten
+        layer(x[:, 10:13], cache=other)  # the loaded state replaces it
         other.load_state_dict(state)
     assert other.length == held
     with torch.no_grad():
@@ -102,10 +102,10 @@ BAD_FIELDS: dict[str, tuple[Any, type[Exception], str]] = {
 
 @pytest.mark.parametrize("name", [*NAMES, "other"])
 def test_a_wrong_state_dict_is_refused(name: str) -> None:
-    """Each field, when it is missing and when it is wrong; what is refused changes nothing."""
+    """Each field is missing or wrong in turn; a refused load changes nothing."""
     state, fields = kept_state()
     then = copy.deepcopy(state)
-    if name in fields and name not in ("keep_last", "keep_first"):  # which 2.0.0a1 did not have
+    if name in fields and name not in ("keep_last", "keep_first"):  # 2.0.0a1 lacks these fields
         without = {key: value for key, value in fields.items() if key != name}
         with pytest.raises(ValueError, match=rf"state must have the field '{name}', got "):
             state.load_state_dict(without)

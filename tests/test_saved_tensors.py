@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a call saves for its backward pass must not change before it; autograd says so."""
+"""Tensors saved for the backward pass must not change before it; autograd reports a change."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flash_dmattn import IntervalMask, flash_dmattn_func, flash_dmattn_varlen_fu
 from support import Target, rand_bool, randn
 
 CHANGED = pytest.raises(RuntimeError, match="modified by an inplace operation")
-# Calls by themselves, and by the operators, which a profiler is shown.
+# Direct calls, and calls by the operators, which a profiler enforces.
 ROUTES: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "direct": contextlib.nullcontext,
     "operators": torch.autograd.profiler.profile,
@@ -23,7 +23,7 @@ ROUTES: dict[str, Callable[[], AbstractContextManager[object]]] = {
 
 
 def tensors(target: Target, *shapes: tuple[int, ...]) -> list[Tensor]:
-    """Return tensors that may be changed in place though they require a gradient."""
+    """Return non-leaf tensors: they require a gradient and may change in place."""
     return [
         randn(*shape, dtype=target.dtypes[0], seed=seed).to(target.device).requires_grad_() * 1
         for seed, shape in enumerate(shapes)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Selection against torch.topk row by row, ties and all."""
+"""Selection against torch.topk row by row, ties included."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def topk_row_by_row(
                     seen &= torch.arange(keys) <= i + keys - queries
                 if mask is not None:
                     seen &= mask[b, h, i]
-                # What topk orders by: the place among the distinct values, then the index.
+                # The order of topk: first the rank among the distinct values, then the index.
                 candidates = seen.nonzero().flatten()
                 _, place = torch.unique(row[candidates], return_inverse=True)
                 order = place * keys + (keys - 1 - candidates)
@@ -117,7 +117,7 @@ def test_long_causal_selection(keys: int, window: int, target: Target) -> None:
 
 
 def test_few_rows_of_many_keys(pack_target: Target) -> None:
-    """Keys that never enter the window have the interval [0, 0), whatever the memory held."""
+    """Keys that never enter the window get the interval [0, 0), whatever the memory holds."""
     queries, keys = 40, 4600
     bias = randn(1, 2, 1, keys, seed=6).to(pack_target.dtypes[0])
     with poisoned_buffers():
@@ -186,7 +186,7 @@ def test_one_bias_for_all_keys_is_that_many_equal_ones(
 
 
 def test_one_bias_for_all_keys_with_a_mask(target: Target) -> None:
-    """The keys that are kept are the first that can be seen; a mask broadcasts over the keys."""
+    """The first visible keys are kept; a mask broadcasts over the keys."""
     bias = torch.zeros(1, 1, 1, 1, device=target.device, dtype=target.dtypes[0])
     seen = torch.tensor([[False, True, False, True, True]], device=target.device)
     keep = dynamic_mask(bias, 2, attention_mask=seen, backend=target.backend)
@@ -225,7 +225,7 @@ def test_no_gradient_flows_through_the_choice(target: Target) -> None:
 def test_window_size_of_the_attention_call(
     causal: bool, mask_kind: str, bias_rows: int, target: Target
 ) -> None:
-    """The argument is the selection, composed with the mask, followed by attention."""
+    """The call equals a selection composed with the mask, followed by attention."""
     dtype = target.dtypes[0]
     problem = simple_problem(dtype, causal=causal)
     bias = randn(2, 2, bias_rows, 23, seed=5).to(dtype)
@@ -256,7 +256,7 @@ def test_window_larger_than_the_keys_keeps_all(target: Target) -> None:
 @pytest.mark.parametrize("form", ["dense", "packed", "rows"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_window_of_all_keys_but_one_drops_one(causal: bool, form: str, target: Target) -> None:
-    """The last of a row of queries that see all keys does not see the worst, and alone that."""
+    """The last query sees all keys and drops only the worst one."""
     keys, rows = 23, 17
     problem = simple_problem(target.dtypes[0], causal=causal, keys=keys)
     bias = randn(2, 1, rows if form == "rows" else 1, keys).to(target.dtypes[0])

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A sink is one more score in the sum of a row's softmax, with nothing to attend to; lse is without
-it.
-"""
+"""A sink is one more score in the sum of a row's softmax, without a value; lse excludes it."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ def call_of(target: Target, queries: int, keys: int, **changes: Any) -> Call:
 
 
 def packed(call: Call, q_lengths: list[int], k_lengths: list[int]) -> Call:
-    """Return a call of packed sequences, of the first rows and keys of a dense one."""
+    """Return a call of packed sequences made of the first rows and keys of a dense one."""
     rows, keys = sum(q_lengths), sum(k_lengths)
     device = call.query.device
     changes = {
@@ -109,7 +107,7 @@ def test_dtypes(target: Target, half: torch.dtype, dtype: str) -> None:
 
 
 def test_strided_and_alone(target: Target) -> None:
-    """The sink may have strides, and be the only one with a gradient."""
+    """The sink may be strided, and may be the only input with a gradient."""
     sink = torch.stack([SINKS["near"], SINKS["far"]], 1)[:, 0]
     assert not sink.is_contiguous()
     check(call_of(target, 20, 30, sink=sink, wanted=("sink",)), target)
@@ -117,7 +115,7 @@ def test_strided_and_alone(target: Target) -> None:
 
 
 def test_rows_that_keep_nothing_but_the_sink(target: Target) -> None:
-    """Even with a sink that is NaN, or takes all."""
+    """This holds even for a sink of NaN or inf."""
     mask = torch.ones(2, 1, 9, 20, dtype=torch.bool)
     mask[:, :, 4] = False
     sink = torch.tensor([torch.nan, 1.0, torch.inf, -torch.inf])

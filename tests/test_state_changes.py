@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""States and caches change by accepted calls alone, once a call, and share no memory."""
+"""States and caches change only in accepted calls, once for each call, and share no memory."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_state_is_not_changed_by_a_recomputation(change: str, use_reentrant: b
 @REENTRANT
 @pytest.mark.parametrize("what", [pytest.param("layer", marks=pytest.mark.slow), "function", ""])
 def test_a_cache_that_the_function_makes_is_checkpointed(what: str, use_reentrant: bool) -> None:
-    """Gradients are those without checkpointing, for a copy of an earlier cache too."""
+    """Gradients equal those without checkpointing, also for a copy of an earlier cache."""
     layer, before = make_layer(), AttentionCache()
     with torch.no_grad():
         layer(states(9), cache=before)
@@ -296,7 +296,7 @@ def test_a_refused_call_takes_nothing_in(case: str, is_warm: bool, count: int) -
 @pytest.mark.parametrize("update", [False, True])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_queries_are_those_of_the_tokens(rows: int, update: bool) -> None:
-    """A row more would be of a token before them, which sees what may have been forgotten."""
+    """One more row would be of an earlier token, whose visible keys may be dropped already."""
     state = KeptKeys(4)
     state.update(*tokens(9))
     with pytest.raises(ValueError, match=rf"query must have .* 2 tokens .* \(1, {rows}, 2, 8\)"):
@@ -324,7 +324,7 @@ def test_a_refused_call_of_the_layer_appends_nothing(
 
 
 def test_a_refused_first_call_leaves_a_cache_of_either_kind() -> None:
-    """A mask that does more than pad makes it one of all keys, unless the call is refused."""
+    """An accepted mask beyond padding makes it a cache of all keys; a refused call does not."""
     layer, cache, x = make_layer(), AttentionCache(), states(5)
     mask = torch.ones(2, 1, 5, 5, dtype=torch.bool)
     with torch.no_grad():
@@ -367,8 +367,8 @@ def test_reset_goes_back_to_the_start_of_the_earlier() -> None:
     assert later.length == 0
 
 
-# What is visible of these tokens in a window of 3 is 1, 2 and 3, where 3 lies in the slot of 0, in
-# front of 1. Of the next token, and the two of equal biases, 1 and 3, the earlier one is kept.
+# In a window of 3, tokens 1, 2 and 3 are visible; 3 is in the slot of 0, in front of 1. A further
+# token drops one of the equal biases 1 and 3, and the earlier one is kept.
 _BIASES = (0.0, 1.0, 2.0, 1.0)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What changes a state in place leaves the gradients of earlier calls what they are."""
+"""In-place changes of a state do not change the gradients of earlier calls."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def batch_of(count: int, seed: int = 0) -> Tokens:
 
 
 def better(count: int) -> Tokens:
-    """Return tokens of which most are kept where others were."""
+    """Return tokens that mostly displace earlier ones."""
     key, value, bias = batch_of(count, 1)
     return key, value, bias + 2
 
@@ -43,7 +43,7 @@ def part(tokens: Tokens, end: int) -> Tokens:
 
 
 class Change(NamedTuple):
-    """In place, and the same state made of the tokens of which earlier ones have gradients."""
+    """An in-place change, and a function that builds the same state from tokens with gradients."""
 
     do: Callable[[KeptKeys], object]
     want: Callable[[Tokens, int], KeptKeys]
@@ -169,13 +169,13 @@ def test_what_a_graph_reads_is_not_overwritten_by_a_kernel(triton_device: str) -
 
 
 def check_overwritten(device: str) -> None:
-    """Of a query that is trained, where keys are constants: a token attends to rows in place."""
+    """Check a trained query with constant keys: a token attends to rows that change in place."""
     state = KeptKeys(4)
     state.update(*(tensor.to(device) for tensor in batch_of(9)))
     query = torch.ones(2, 1, 4, 8, device=device, requires_grad=True)
     key, value, _ = (tensor.to(device) for tensor in better(1))
     best = torch.full((2, 2, 1, 1), 9.0, device=device)
-    backend = "triton" if device == "cuda" else None  # a kernel pack of GPUs takes no float32
+    backend = "triton" if device == "cuda" else None  # a GPU pack takes no float32
     for mode in (torch.no_grad, torch.inference_mode):
         out = state.attend(query, key, value, best, update=True, backend=backend)
         assert isinstance(out, Tensor)
@@ -189,7 +189,7 @@ def check_overwritten(device: str) -> None:
 
 
 def with_constants(layer: DynamicMaskAttention, x: Tensor) -> Tensor:
-    """Return what the layer makes of x, of which the keys of tokens 9 to 11 are constants."""
+    """Return the layer's output for x, with constant keys for tokens 9 to 11."""
     query, key, value = projected(layer, x)
     bias = layer.key_bias(value)
     query, key = prepared(layer, query, key, None, None, None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The kernels of a decoding step do what PyTorch's operations do."""
+"""The kernels of a decoding step give the results of PyTorch's operations."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_slot_is_written(
     dim: int,
     dtype: torch.dtype,
 ) -> None:
-    """The same rows after each token, among ties, NaN and -inf."""
+    """The rows are equal after each token, with ties, NaN and -inf."""
     generator = torch.Generator().manual_seed(0)
     batch, sets = 3, 1 if bias_heads == 1 else kv_heads
 
@@ -81,7 +81,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 def decoded(layer: DynamicMaskAttention, x: Tensor, is_fused: bool) -> tuple[Tensor, KeptKeys]:
-    """Return what a layer gives, token by token after some, and what it keeps of them."""
+    """Return a layer's outputs for a prompt and single tokens, and its kept keys."""
     cache = AttentionCache()
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(fusing, "has_kernel", lambda _: is_fused)
@@ -92,9 +92,10 @@ def decoded(layer: DynamicMaskAttention, x: Tensor, is_fused: bool) -> tuple[Ten
 
 
 def least_margin(layer: DynamicMaskAttention, x: Tensor) -> float:
-    """Return by which part of it the worst bias that a step keeps is above the best that it drops.
+    """Return the least relative margin of a step between its worst kept and best dropped bias.
 
-    Of biases that the prompt's 8 tokens have alike in both ways of decoding, margins do not matter.
+    The biases of the prompt's 8 tokens are equal in both ways of decoding, so margins among them do
+    not count.
     """
     exact, margins = copy.deepcopy(layer).double(), []
     with torch.no_grad():
@@ -111,8 +112,8 @@ def least_margin(layer: DynamicMaskAttention, x: Tensor) -> float:
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_a_step_is_what_the_layer_computes(triton_device: str, settings: dict[str, Any]) -> None:
     for dtype in (torch.bfloat16,) if triton_device == "cuda" else (torch.float32, torch.bfloat16):
-        # Drawn on the CPU: whatever the device, a problem of which rounding decides no selection,
-        # and whose biases are neither large nor of states that a bfloat16 holds but coarsely.
+        # Drawn on the CPU, so that it does not depend on the device. In this problem rounding
+        # decides no selection, biases are small, and states have enough precision in bfloat16.
         torch.manual_seed(2179)
         made = {"window_size": 6, "keep_last": 0, "init_std": 0.3, **settings}
         layer = DynamicMaskAttention(48, 4, 2, backend=triton_device, **made)
@@ -129,14 +130,14 @@ def test_a_step_is_what_the_layer_computes(triton_device: str, settings: dict[st
         assert kept.length == other.length == 14
         held = kept.tensors
         assert torch.equal(held["position"], other.tensors["position"])
-        # Of what is kept for its place, biases may be small, of states that cancel.
+        # Keys kept for their place may have small biases, from states that cancel.
         small = tolerance / 16 if kept.counts.by_place else 0
         torch.testing.assert_close(held["bias"], other.tensors["bias"], atol=small, rtol=tolerance)
 
 
 @pytest.mark.parametrize("name", ["softcap", "softmax_scale", "sink"])
 def test_a_refused_step_takes_nothing_in(triton_device: str, name: str) -> None:
-    """Before kernels were made for the layer, and after."""
+    """This holds before and after kernels were made for the layer."""
     torch.manual_seed(0)
     layer = DynamicMaskAttention(48, 4, 2, window_size=6, sink=True, backend=triton_device)
     layer.to(triton_device, torch.bfloat16)
@@ -159,7 +160,7 @@ def is_fused(layer: DynamicMaskAttention, *arguments: Any) -> bool:
 
 
 def test_parts_that_were_changed_are_called() -> None:
-    """What is hooked, replaced, overridden or given is not fused."""
+    """Hooked, replaced, overridden or given parts are not fused."""
 
     class Louder(DynamicMaskAttention):
         def key_bias(self, value: Tensor) -> Tensor:
@@ -191,7 +192,7 @@ def test_parts_that_were_changed_are_called() -> None:
         assert not is_fused(layer, token, cache, torch.ones(1, 1).bool())
         with torch.autocast("cpu", torch.bfloat16):
             assert not is_fused(layer, token, cache, *nothing)
-        # What was found out of a layer is found out again where it has changed since.
+        # The facts of a layer are determined again after it changes.
         handle = layer.dt_proj.register_forward_pre_hook(lambda module, inputs: inputs)
         assert not is_fused(layer, token, cache, *nothing)
         handle.remove()
@@ -208,7 +209,7 @@ def test_parts_that_were_changed_are_called() -> None:
 
 
 def test_a_converted_layer_has_kernels_of_its_own() -> None:
-    """They are compiled for its dtype, and conversion leaves the layer's parameters in place."""
+    """The kernels are compiled for its dtype; conversion keeps the layer's parameter objects."""
     layer = DynamicMaskAttention(16, 2, window_size=4)
     steps = []
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
@@ -224,7 +225,7 @@ def test_a_converted_layer_has_kernels_of_its_own() -> None:
 
 
 def test_without_a_compiler_operations_compute(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton needs one to start kernels, and images that only run programs have none."""
+    """Triton needs a compiler to start kernels, and runtime images have none."""
     triton = pytest.importorskip("triton")
 
     class Driver:
@@ -237,7 +238,7 @@ def test_without_a_compiler_operations_compute(monkeypatch: pytest.MonkeyPatch) 
     with pytest.warns(FallbackWarning, match="Failed to find C compiler"):
         assert not stepping.has_kernel("cuda")
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # once is enough
+        warnings.simplefilter("error")  # the warning comes once
         assert not stepping.has_kernel("cuda")
     stepping._has_kernel.cache_clear()
 
@@ -246,7 +247,7 @@ def test_without_a_compiler_operations_compute(monkeypatch: pytest.MonkeyPatch) 
 def test_triton_is_asked_where_what_was_compiled_may_not_serve(
     kind: str, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For a stride that needs 64 bits, and on devices whose current one torch.cuda cannot tell."""
+    """This covers strides of 64 bits, and devices whose current one torch.cuda does not know."""
     pytest.importorskip("triton")
     from flash_dmattn.backends.triton import prepared
 

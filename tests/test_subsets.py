@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Each name in a slow target's subset is a test's: of one that was renamed, nothing would run."""
+"""Each name in a slow target's subset must be a test's: a stale name would select nothing."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What reads values, where tensors have none: of make_fx, FakeTensorMode and the meta device."""
+"""Reads of values where tensors have none: make_fx, FakeTensorMode and the meta device."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_kept_keys(kind: str) -> None:
         cache, states = AttentionCache(), torch.randn(2, 5, 16)
         layer = DynamicMaskAttention(16, 2, window_size=3)
         seen = torch.ones(2, 5, dtype=torch.bool)
-        for _ in range(2):  # the second has a mask of keys whose number is not known
+        for _ in range(2):  # the second has a key mask with an unknown number of kept keys
             assert layer(states, seen, cache=cache).shape == states.shape
             seen = torch.ones(2, 10, dtype=torch.bool)
         assert repr(cache).startswith("AttentionCache(length=None,")

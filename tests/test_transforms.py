@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""torch.func and forward-mode differentiation: right, or refused; never silently wrong."""
+"""torch.func and forward-mode differentiation: right or refused, never silently wrong."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def test_func_grad_equals_autograd(target: Target) -> None:
         for one, other in zip(got, want, strict=True):
             torch.testing.assert_close(one, other)
     alone = torch.func.grad(loss, 3)(*inputs)
-    if target.backend == "reference":  # whose formula torch.func differentiates itself
+    if target.backend == "reference":  # torch.func differentiates its formula
         torch.testing.assert_close(alone, want[3])
     else:
         assert torch.equal(alone, want[3])
 
 
 def test_func_grad_and_autograd_together(kernel_target: Target) -> None:
-    """Each differentiates by its own tensors."""
+    """Each differentiates with respect to its own tensors."""
     query, key, value, bias = tensors(kernel_target)
     loss = loss_on(kernel_target)
     leaf = value.clone().requires_grad_()
@@ -102,7 +102,7 @@ def test_dual_tensors_are_refused(requires_grad: bool, kernel_target: Target) ->
     query, *rest = tensors(kernel_target)
     query.requires_grad_(requires_grad)
     with forward_ad.dual_level():
-        loss_on(kernel_target)(query, *rest)  # no tangent: none is lost
+        loss_on(kernel_target)(query, *rest)  # no tangent, so none is lost
         dual = forward_ad.make_dual(query, torch.ones_like(query))
         with pytest.raises(RuntimeError, match=FORWARD_MODE):
             loss_on(kernel_target)(dual, *rest)
@@ -139,7 +139,7 @@ def test_double_backward_is_refused(kernel_target: Target) -> None:
 
 
 def test_vectorized_jacobian(target: Target) -> None:
-    """It batches the gradients of outputs, in an older way than torch.vmap."""
+    """It batches the gradients of outputs by an older mechanism than torch.vmap."""
     query, key, value = (t[:1, :3].float() for t in tensors(target)[:3])
     if torch.float32 not in target.dtypes:
         query, key, value = (t.half() for t in (query, key, value))
@@ -173,7 +173,7 @@ ADVICE: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], object]] = {
 @pytest.mark.parametrize("argument", [0, 3], ids=["query", "bias"])
 @pytest.mark.parametrize("name", ADVICE)
 def test_what_the_errors_advise_works(name: str, argument: int) -> None:
-    """backend="reference" gives what the formula gives when it is written out."""
+    """backend="reference" gives the results of the written-out formula."""
     torch._dynamo.reset()
     inputs = [t.double() for t in tensors(Target("cpu", "reference"))]
     place = torch.arange(7)[:, None] + 2 - torch.arange(9)

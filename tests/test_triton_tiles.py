@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which tiles the triton backend takes where a device has too little shared memory for the best."""
+"""The tiles of the triton backend on a device with too little shared memory for the best ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ QUERY = torch.empty(1, 1, 1, BLOCK_D, dtype=torch.float16)
 
 
 class Device:
-    """What starts kernels whose tiles are no larger than it has room for."""
+    """Starts only kernels whose tiles fit in its room."""
 
     def __init__(self, room: int) -> None:
         self.room = room

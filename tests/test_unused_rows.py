@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Rows of packed tensors that belong to no sequence, as where they are padded to a multiple.
+"""Rows of packed tensors that belong to no sequence, as in padding to a multiple.
 
-Where bounds cannot be read without waiting, such rows are not refused. They are 0 in results and
-gradients, whatever the memory held before, and change nothing of the other rows.
+If bounds cannot be read without waiting, such rows are not refused. Their results and gradients are
+0, whatever the memory held before, and they do not change the other rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NAMES = ("query", "key", "value", "attn_bias")
 
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let new memory hold NaN, or integers that are no index of anything."""
+    """Fill new memory with NaN, or with integers that are no valid index."""
 
     def poisoning(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def made(*args: Any, **kwargs: Any) -> Tensor:
@@ -38,7 +38,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def call(bounds: tuple[int, ...], window: int | None, target: Target) -> dict[str, Any]:
-    """Return the arguments of a call that has rows before the first bound and from the last on."""
+    """Return the arguments of a call with rows before the first bound and after the last."""
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=target.device)
     query, key, value = (
         randn(TOTAL, heads, 16, seed=seed).to(target.device, HALF_TYPES[1]).requires_grad_()
@@ -61,7 +61,7 @@ def call(bounds: tuple[int, ...], window: int | None, target: Target) -> dict[st
 
 
 def rows_of(name: str, tensor: Tensor) -> Tensor:
-    """Return a view with the packed rows in front."""
+    """Return a view with the packed rows as the first dimension."""
     return tensor.movedim(-1 if name in ("lse", "attn_bias") else 0, 0)
 
 
@@ -97,7 +97,7 @@ def test_rows_of_no_sequence_beside_a_float64_bias(
 
 
 def check(arguments: dict[str, Any], bounds: tuple[int, ...]) -> None:
-    """Compare with a call on the rows of the sequences alone; the others must be empty."""
+    """Compare with a call on the sequences' rows alone; the other rows must be empty."""
     got = results(arguments)
     used = slice(bounds[0], bounds[-1])
     for name, rows in got.items():
@@ -145,7 +145,7 @@ def test_selection_of_keys_in_no_sequence(bounds: tuple[int, ...], unread_target
     ids=str,
 )
 def test_wrong_bounds_are_no_indices(wrong: tuple[int, ...], unread_target: Target) -> None:
-    """On a GPU an index that is out of range ends all of a process's work there."""
+    """On a GPU an index out of range ends all of the process's GPU work."""
     for names in (("cu_seqlens_q",), ("cu_seqlens_k",), ("cu_seqlens_q", "cu_seqlens_k")):
         arguments = call(tuple(range(0, 20 * len(wrong), 20)), 7, unread_target)
         bounds = torch.tensor(wrong, dtype=torch.int32, device=unread_target.device)

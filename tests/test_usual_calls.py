@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Calls that the core reads by itself become the same records as those that Python looks at."""
+"""Calls that the core reads itself give the same records as calls read in Python."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tensors(device: str, dtype: torch.dtype) -> dict[str, Tensor]:
     return {**made, "attn_bias": bias, "sink": torch.randn(4, device=device)}
 
 
-# Masks, as the tensors that they are made of.
+# Masks, made for a device.
 MASKS: dict[str, Any] = {
     "keys": lambda device: rand_bool(2, 2, 1, 9).to(device),
     "rows": lambda device: rand_bool(1, 4, 9, 9).to(device),
@@ -181,7 +181,7 @@ def test_what_is_missing_is_named(name: str) -> None:
 def test_a_bias_of_three_dimensions(
     window: int | None, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kernel packs read it as it is; others get the dimension of queries."""
+    """Kernel packs read it unchanged; other backends get a query dimension."""
     if target.backend not in ("cpu", "cuda"):
         monkeypatch.setenv("FLASH_DMATTN_BACKEND", target.backend)
     given = tensors(target.device, target.dtypes[-1])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Values of another head dimension than queries and keys."""
+"""Values whose head dimension differs from that of queries and keys."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from support import (
     simple_problem,
 )
 
-# Of key and value: of the models that have two, and where either is padded to an odd size.
+# Key and value widths: those of models with two widths, pairs that pad either one, and odd sizes.
 WIDTHS = [(24, 16), (16, 24), (17, 5), (192, 128), (96, 64)]
 FORMS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -49,7 +49,7 @@ def test_widths_and_forms(target: Target, widths: tuple[int, int], form: str) ->
         check(problem, target)
 
 
-# Of 140 queries. Kernels for narrow values serve some of them in one pass, some in both.
+# 140 queries. Kernels for narrow values serve some calls in one pass, some in both.
 NARROW: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"causal": True, "bias": randn(2, 2, 1, 150)},
@@ -103,7 +103,7 @@ def test_wanted_gradients_of_narrow_values(kernel_target: Target, wanted: tuple[
 @pytest.mark.parametrize("queries", [128, 129])
 @pytest.mark.parametrize("spare", [1, 8])
 def test_rows_of_narrow_values(kernel_target: Target, queries: int, spare: int) -> None:
-    """Rows that are not aligned, also of the gradient of out, give what contiguous ones give."""
+    """Rows that are not aligned, including those of dout, give the results of contiguous ones."""
     given, results = narrow_problem(kernel_target, queries, spare), []
     states = [given[name] for name in ("query", "key", "value")]
     dout = randn(1, queries, 4, 129, dtype=states[0].dtype).to(states[0].device)[..., 1:]
@@ -145,7 +145,7 @@ def problem_of(target: Target, *, packed: bool = False) -> dict[str, Any]:
 
 
 def padded(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the same call with values of 24."""
+    """Return the same call with values padded to 24."""
     value = torch.nn.functional.pad(arguments["value"], (0, 8))
     return {**arguments, "value": value}
 
@@ -183,7 +183,7 @@ def test_default_scale_is_of_the_query(target: Target) -> None:
 
 
 def test_views_of_one_latent_tensor(target: Target) -> None:
-    """The gradient of what keys and values share is the sum of both."""
+    """Keys and values share memory, whose gradient is the sum of both."""
     dtype = target.dtypes[0]
     query, latent = randn(2, 5, 4, 24, dtype=dtype), randn(2, 7, 1, 24, dtype=dtype)
     dout = randn(2, 5, 4, 16, dtype=dtype)
@@ -220,8 +220,8 @@ def test_probabilities(target: Target) -> None:
 
 
 def paged(target: Target, spare: int = 0, columns: int = 0) -> dict[str, Any]:
-    """Return sequences of 7 and 5 keys in pages of 4, with NaN where no key lies, among more pages
-    that no sequence has, and a table of more columns than are used.
+    """Return sequences of 7 and 5 keys in pages of 4 with NaN in unused rows, more pages that no
+    sequence has, and a table with unused columns.
     """
     arguments = varlen(target, query=randn(10, 4, 24))
     numbers = torch.tensor([[3, 1], [0, 2]], dtype=torch.int32)
@@ -241,7 +241,7 @@ def paged(target: Target, spare: int = 0, columns: int = 0) -> dict[str, Any]:
 
 
 def packed_of(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys and values of `paged`, one after another."""
+    """Return the keys and values of `paged` in packed form."""
     own = dict(arguments)
     table = own.pop("block_table")[:, :2].long()
     for name in ("key", "value"):
@@ -281,7 +281,7 @@ def test_page_numbers_are_checked_on_cpus(backend: str) -> None:
         flash_dmattn_varlen_func(**arguments)
 
 
-# --- what else runs a call
+# --- other ways to run a call
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -320,7 +320,7 @@ def test_exported_programs(tmp_path: Path) -> None:
 
 
 def test_opcheck_of_the_reference() -> None:
-    """Other backends' operators are given tensors of one width."""
+    """The operators of other backends get tensors of one width."""
     given = problem_of(Target("cpu", "reference"))
     leaves = [given[name].requires_grad_() for name in ("query", "key", "value")]
     inputs = AttentionInputs(*leaves, scale=0.3)
@@ -494,7 +494,7 @@ def test_listed_pages(target: Target) -> None:
 
 
 def test_lists_take_no_copy_of_another_width(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The PyTorch formula computes with two widths."""
+    """The PyTorch formula supports two widths."""
     call = ListedCall(4, Target("cpu", "cpu"), head_dim=16, value_dim=8, sizes=[(4, 9)], length=5)
     monkeypatch.setattr(torch.nn.functional, "pad", None)
     out, _ = call.call(leaves_of(call.tensors))

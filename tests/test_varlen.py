@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Packed sequences against the dense function on each sequence by itself, and paged keys."""
+"""Packed sequences against a dense call for each sequence, and paged keys."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Packed:
         return cls(q_lengths, k_lengths, Problem(*tensors, **settings))
 
     def sequences(self) -> list[tuple[slice, slice, Problem]]:
-        """Cut out each sequence as a dense problem."""
+        """Return each sequence as a dense problem."""
         parts, row, key = [], 0, 0
         for q_length, k_length in zip(self.q_lengths, self.k_lengths, strict=True):
             rows, keys = slice(row, row + q_length), slice(key, key + k_length)
@@ -124,7 +124,7 @@ def results(
 
 
 def by_sequence(packed: Packed, leaves: dict[str, Tensor], attend) -> tuple[Tensor, Tensor]:
-    """Compute each sequence by a dense function, from views of the packed leaves."""
+    """Compute each sequence by a dense function on views of the packed leaves."""
     whole = dataclasses.replace(packed.problem, **leaves)
     outs, lses = [], []
     for _, _, part in dataclasses.replace(packed, problem=whole).sequences():
@@ -268,7 +268,7 @@ def test_selection_is_per_sequence(
     packed.problem.mask = selected
     for want, (_, _, part) in zip(whole, packed.sequences(), strict=True):
         got = part.mask
-        # With a single query, a row for each query and one for all are the same.
+        # For a single query, one mask row for each query equals one row for all.
         want, got = (
             m.to_bool(part.query.shape[1]) if isinstance(m, IntervalMask) else m
             for m in (want, got)
@@ -307,9 +307,9 @@ def test_window_size_of_the_call(target: Target) -> None:
     ],
 )
 def test_paged_keys(causal: bool, bias_kind: str, gap: int, strided: bool, target: Target) -> None:
-    """With a gap between pages of values, those and pages of keys are not equally far apart.
+    """A gap between pages of values makes their strides differ from those of the key pages.
 
-    Another kernel may then have them, which rounds differently.
+    Another kernel may then run, which rounds differently.
     """
     dtype, page = target.dtypes[-1], 16
     packed = Packed.random(dtype, causal=causal)
@@ -317,11 +317,11 @@ def test_paged_keys(causal: bool, bias_kind: str, gap: int, strided: bool, targe
     packed.problem.mask = make_mask("keys", 1)
     per_sequence = [-(-length // page) for length in KEY_LENGTHS]
     numbers = torch.randperm(sum(per_sequence) + 2, generator=torch.Generator().manual_seed(0))
-    # Between the elements of a strided table are numbers of no page.
+    # Between the elements of a strided table are invalid page numbers.
     step = 2 if strided else 1
     table = torch.full((step * (max(per_sequence) + 1), len(KEY_LENGTHS)), -1, dtype=torch.int32)
     table = table[::step].t() if strided else table.t().contiguous()
-    # NaN where no key lies: such places must not be read.
+    # Unused rows hold NaN: they must not be read.
     pages = [
         torch.full((len(numbers), page + rows, 2, 16), torch.nan, dtype=dtype)[:, :page]
         for rows in (0, gap)
@@ -374,7 +374,7 @@ def test_probabilities(target: Target) -> None:
 
 @pytest.mark.parametrize("kind", ["keys", "rows", "intervals", "window"])
 def test_compiled_probabilities(kind: str, target: Target) -> None:
-    """Those of a whole program, and their gradients, are those of each sequence by itself."""
+    """The probabilities and gradients of a compiled program equal those of separate sequences."""
     torch._dynamo.reset()
     dtype = target.dtypes[0]
     packed = Packed.random(dtype, causal=True, softcap=3.0)
@@ -421,7 +421,7 @@ def test_compiled_probabilities(kind: str, target: Target) -> None:
 
 
 def test_no_rows_where_there_might_be_some(target: Target) -> None:
-    """max_seqlen_q is an upper bound: nobody need know on the host that there is no row at all."""
+    """max_seqlen_q is an upper bound: the host need not know that there are no rows."""
     for dtype in target.dtypes:
         query, key, value, bias = (
             torch.randn(shape, dtype=dtype, device=target.device).requires_grad_()
@@ -437,7 +437,7 @@ def test_no_rows_where_there_might_be_some(target: Target) -> None:
 
 
 @pytest.mark.parametrize("backend", ["cpu", "flex", "reference"])
-@pytest.mark.parametrize("longest", [6, 8])  # 8 keys are in all
+@pytest.mark.parametrize("longest", [6, 8])  # there are 8 keys in all
 def test_expanded_rows_are_those_of_each_sequence(backend: str, longest: int) -> None:
     if backend not in flash_dmattn.get_available_backends():
         pytest.skip("cannot run here")

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Wrong calls of every public function: an exception of ours that names the argument, no crash.
+"""Wrong calls of every public function raise our own exception with the argument's name, and never
+crash.
 
-First each argument alone is replaced by each wrong value of its kind, then hypothesis draws calls
-in which several are wrong; ``--hypothesis-profile=search`` draws many more.
+First each argument alone gets each wrong value of its kind. Then hypothesis draws calls with
+several wrong arguments; ``--hypothesis-profile=search`` draws many more.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def wrong_values(entry: Entry, argument: str) -> dict[str, Any]:
 
 
 def complaint(entry: Entry, changed: dict[str, Any]) -> str | None:
-    """Return what is wrong with how a wrong call ends, or None."""
+    """Return the defect in a wrong call's outcome, or None."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -62,7 +63,7 @@ def test_good_calls_are_good(name: str) -> None:
     entry.call(**entry.good)
 
 
-# Tried with other values where these are wrong only together with another argument.
+# Tried with other values if these are wrong only together with another argument.
 _ONLY_GIVEN = frozenset({"tensor", "hidden_states", "query_layer", "key_layer", "value_layer",
                          "block_size", "key"})  # fmt: skip
 
@@ -81,7 +82,7 @@ def test_one_wrong_argument(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["flash_dmattn_func", "flash_dmattn_varlen_func", "pages"])
 def test_tensors_without_dimensions_that_the_dispatcher_passes_on(name: str) -> None:
-    """Under a mode no call leaves torch's dispatcher out, and memory is torch's."""
+    """Under a mode, every call uses torch's dispatcher and memory."""
     entry, kind = ENTRIES[name], "of no dimensions"
     with BaseTorchFunctionMode():
         found = [

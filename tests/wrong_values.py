@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Values that no argument of a kind allows, to be put where a good one stands."""
+"""Invalid values for each kind of argument, to replace a valid one."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 
 from flash_dmattn import IntervalMask
 
-# Told apart from tensors only by what they are, these must never be computed with or printed whole.
+# Differs from valid values only by type: calls must never compute with it or print it whole.
 SECRET = 8675309
 _ROWS = torch.zeros(2, 3, dtype=torch.int32)
 
 
 def _anything() -> dict[str, Any]:
-    """Return what is neither tensor nor number nor flag nor name."""
+    """Return values that are neither a tensor nor a number, a flag or a name."""
     return {
         "list": [SECRET] * 1000,
         "tuple": (1, 2),
@@ -66,7 +66,7 @@ _NOT_NUMBERS = {
 
 
 def for_tensor(good: Tensor | None) -> dict[str, Any]:
-    """Return what is wrong in place of a tensor; None and an `IntervalMask` are tried elsewhere."""
+    """Return invalid values for a tensor; None and an `IntervalMask` are tried elsewhere."""
     wrong = {**_NOTHING_ELSE, **_NUMBERS}
     del wrong["intervals"]
     if good is None:
