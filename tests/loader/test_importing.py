@@ -217,8 +217,7 @@ def test_importing_and_computing_on_the_cpu_ask_the_driver_nothing(driver_to_lea
 
 @pytest.mark.parametrize("before", ["", "import flash_dmattn.loader as l; l.pack_for('cpu')"])
 def test_fork_after_import_works(driver_to_leave_alone, before):
-    """As in data loaders, imports and opened packs from before a fork work after it, on GPUs too.
-    """
+    """As in data loaders: imports and packs opened before a fork work after it, on GPUs too."""
     printed = in_a_new_process(
         CALL + f"flash_dmattn.flash_dmattn_func\n{before}\n"
         "sys.stdout.flush()\n"
