@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Rows whose maximum comes late, or is outside of the range of unscaled scores.
+"""Rows whose maximum comes late, or is outside of the range in which kernels use scores directly.
 
 The Hopper kernels add biases in the product of query and key and take a row's maximum from its
 first key block. They recompute a block if that maximum is too small. Rows here have several blocks.

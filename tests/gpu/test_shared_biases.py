@@ -209,7 +209,7 @@ def on_device(results: dict[str, Tensor], device: str) -> dict[str, Tensor]:
 
 
 def check_beside_a_fixed_order(problem: Problem, gpu: str) -> None:
-    """Errors are at most twice those of the fixed-order kernels, which share less code."""
+    """Assert that errors are at most twice those of the fixed-order kernels."""
     dout = cotangent(randn(*problem.query.shape, seed=6)).to(gpu)
     assert problem.mask is not None
     mask = problem.mask.to(gpu)
