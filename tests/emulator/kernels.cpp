@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Kernels with defects that the emulator must detect. Prints one line for each kernel; tests/test_emulator.py reads
-// them.
+// Kernels with and without defects, which the emulator must tell apart. Prints one line for each kernel;
+// tests/test_emulator.py reads them.
 #include <cuda_runtime.h>
 
 #include <cstdio>
@@ -132,7 +132,7 @@ void exchange_of_blocks(float *out) {
     __syncthreads();
     if (threadIdx.x < 2) ptx::arrive_of_block(ready, other);
     ptx::wait_for_cluster(ready, phase);
-    __syncthreads(); // a thread still waits for this phase: the other block must not end the next one
+    __syncthreads(); // otherwise the other block may end the next phase while a thread waits for this one
     const auto x = float(100 * blockIdx.y + threadIdx.x + 1000 * phase);
     if (threadIdx.x < 32) ptx::RoomOfBlock(own + 4 * threadIdx.x, received, other).store(0, make_float4(x, x, x, x));
     ptx::wait_for_cluster(received, phase);
