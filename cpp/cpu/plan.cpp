@@ -212,8 +212,8 @@ void make_row_plan(const fdm_problem &p, void *plan, void *workspace) {
   static_cast<PlanHeader *>(plan)->tile_rows = rows;
   const int64_t tiles = ceil_div(p.queries, rows);
   if (empty) return;
-  const double looks = double(lists * sequences) * double(p.queries) * double(p.keys);
-  parallel_for(useful_threads(p.context.threads, looks), lists * sequences * tiles, [&](int64_t task, int worker) {
+  const double mask_reads = double(lists * sequences) * double(p.queries) * double(p.keys);
+  parallel_for(useful_threads(p.context.threads, mask_reads), lists * sequences * tiles, [&](int64_t task, int worker) {
     const int64_t tile = task % tiles, b = task / tiles % sequences, list = task / tiles / sequences;
     const Sequence s = sequence(p, b);
     const int64_t first = tile * rows, count = min64(rows, s.q_count - first);

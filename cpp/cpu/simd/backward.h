@@ -5,7 +5,7 @@
 // and dQ = dS' K, dK = dS'' Q with dS' = scale dS (1 - tanh^2). The P of a row sum to 1 unless it has a sink.
 #pragma once
 
-#include "looks.h"
+#include "two_pass.h"
 
 namespace fdm::cpu::FDM_SIMD_NAMESPACE {
 namespace {
@@ -93,17 +93,17 @@ void backward_rows(Tile &tile, const fdm_backward_args &args, const KeyGradients
   const TileTask &task = tile.task;
   const TileBuffers &b = tile.buffers;
   const bool need_dq = present(args.dq), need_ds = need_dq || sums.dk || sums.dbias || sums.row_bias;
-  first_look(tile, args, need_ds || sums.dsink, sums.dsink);
+  first_pass(tile, args, need_ds || sums.dsink, sums.dsink);
   if (!need_ds && !sums.dv) return;
   float *dq = b.out;
   zero(dq, tile.row_count() * tile.dim);
   for (int64_t number = 0; number < tile.block_count(); ++number) {
-    load_again(tile, number, need_ds);
+    load_second_pass_block(tile, number, need_ds);
     if (sums.dbias)
       for (int64_t c = 0; c < bias_heads(p, task.heads) * kBlockKeys; ++c) b.dbias[c] = 0.0;
     for (int64_t head = 0; head < task.heads; head += tile.heads_at_once()) {
       const int64_t heads = min64(tile.heads_at_once(), task.heads - head);
-      const float *tanh = look_again(tile, number, head, heads, need_ds);
+      const float *tanh = second_pass(tile, number, head, heads, need_ds);
       if (sums.dv) add_key_products(tile, head, heads, b.scores, b.dout, b.dv, sums.dv);
       if (!need_ds) continue;
       if (sums.dbias) add_bias_gradients(tile, head, heads);
@@ -141,10 +141,10 @@ void bias_gradient_tile(const fdm_problem &p, const fdm_backward_args &args, con
                         const KeyGradients &sums, void *scratch) {
   Tile tile(p, plan, task, true, scratch);
   for_each_with_sums(tile, args, sums, [&](const KeyGradients &head_sums) {
-    first_look(tile, args, true, nullptr);
+    first_pass(tile, args, true, nullptr);
     for (int64_t number = 0; number < tile.block_count(); ++number) {
-      load_again(tile, number, true);
-      look_again(tile, number, 0, 1, true);
+      load_second_pass_block(tile, number, true);
+      second_pass(tile, number, 0, 1, true);
       add_row_bias(tile, 0, 1, head_sums);
     }
   });

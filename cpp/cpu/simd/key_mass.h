@@ -2,7 +2,7 @@
 // The probabilities that the rows of a tile give to each key.
 #pragma once
 
-#include "looks.h"
+#include "two_pass.h"
 
 namespace fdm::cpu::FDM_SIMD_NAMESPACE {
 namespace {

@@ -92,7 +92,7 @@ inline vfloat score_gradient(vfloat p, vfloat dp, float delta) { return p == 0.0
 
 // Computes exp(score - row_max), and dP if needed. Adds them to the partial-sum vectors of their rows, for P and for
 // P (dP - row_delta).
-void look_at_block(const Tile &tile, int64_t head, int64_t heads, const ScoreBlock &result, bool need_dp) {
+void first_pass_block(const Tile &tile, int64_t head, int64_t heads, const ScoreBlock &result, bool need_dp) {
   const TileBuffers &b = tile.buffers;
   const int64_t first = head * tile.task.rows, rows = heads * tile.task.rows;
   tile.make_scores(head, heads, result.p, result.tanh);
@@ -129,7 +129,7 @@ double row_sink_weight(const Tile &tile, int64_t g, double sum, float row_max) {
 
 // Runs the first pass over all blocks of a tile, then sets row_sum to the sums of P and row_delta to delta. If dsink
 // is not null, adds the sink gradients of the task's heads: a sink has a P too, and its dP is 0.
-void first_look(Tile &tile, const fdm_backward_args &args, bool need_dp, double *dsink) {
+void first_pass(Tile &tile, const fdm_backward_args &args, bool need_dp, double *dsink) {
   const TileTask &task = tile.task;
   const TileBuffers &b = tile.buffers;
   prepare(tile, args);
@@ -138,7 +138,7 @@ void first_look(Tile &tile, const fdm_backward_args &args, bool need_dp, double 
     if (need_dp) load_value_block(tile);
     for (int64_t head = 0; head < task.heads; head += tile.heads_at_once()) {
       const int64_t heads = min64(tile.heads_at_once(), task.heads - head);
-      look_at_block(tile, head, heads, score_block(tile, number, head), need_dp);
+      first_pass_block(tile, head, heads, score_block(tile, number, head), need_dp);
     }
   }
   for (int64_t g = 0; g < task.heads; ++g)
@@ -159,7 +159,7 @@ void first_look(Tile &tile, const fdm_backward_args &args, bool need_dp, double 
 }
 
 // Loads for the second pass: K of a block, and V if the results of the first pass are not saved.
-void load_again(Tile &tile, int64_t number, bool need_dp) {
+void load_second_pass_block(Tile &tile, int64_t number, bool need_dp) {
   if (tile.block_count() == 1) return; // the only block is still loaded
   if (number < tile.buffers.saved_blocks) {
     tile.open_block(number);
@@ -171,11 +171,11 @@ void load_again(Tile &tile, int64_t number, bool need_dp) {
 }
 
 // Writes P to scores and dS to dscores; returns the tanh of the block.
-const float *look_again(const Tile &tile, int64_t number, int64_t head, int64_t heads, bool need_dp) {
+const float *second_pass(const Tile &tile, int64_t number, int64_t head, int64_t heads, bool need_dp) {
   const TileBuffers &b = tile.buffers;
   const int64_t first = head * tile.task.rows;
   const ScoreBlock found = score_block(tile, number, head);
-  if (number >= b.saved_blocks) look_at_block(tile, head, heads, found, need_dp);
+  if (number >= b.saved_blocks) first_pass_block(tile, head, heads, found, need_dp);
   for (int64_t r = 0; r < heads * tile.task.rows; ++r) {
     const float inverse = 1.0f / b.row_sum[first + r], delta = b.row_delta[first + r];
     const int64_t row = r * kBlockKeys;
