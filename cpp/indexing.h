@@ -189,7 +189,7 @@ FDM_INLINE fdm_mask_kind mask_kind(const fdm_problem &p) {
 }
 
 // Whether each query lists its keys (fdm_problem.indices).
-FDM_INLINE bool lists_keys(const fdm_problem &p) { return present(p.indices); }
+FDM_INLINE bool has_key_lists(const fdm_problem &p) { return present(p.indices); }
 
 // The tensor whose first two dimensions enumerate the lists of the plan.
 FDM_INLINE const fdm_tensor &list_tensor(const fdm_problem &p) { return has_intervals(p) ? p.start : p.mask; }

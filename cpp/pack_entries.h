@@ -2,7 +2,7 @@
 // The entry points that every pack shares: the checks of pack_calls.h, then the pack's own work.
 //
 // A Pack has these static members:
-//   kLimits, kKeyMassBiases, kListsKeys                        limits and capabilities
+//   kLimits, kKeyMassBiases, kKeyLists                         limits and capabilities
 //   plan_layout(kind), plan_bytes(p), plan_workspace_bytes(p), forward_workspace_bytes(p), backward_workspace_bytes(p),
 //   key_mass_workspace_bytes(p), selection_workspace_bytes(s), forget_workspace_bytes(f)
 //   is_filled(p, plan)                                         whether forward and backward may read this plan
@@ -141,7 +141,7 @@ template <class Pack> struct PackEntries {
     table.describe = describe;
     table.key_mass = key_mass;
     table.key_mass_biases = Pack::kKeyMassBiases;
-    table.lists_keys = Pack::kListsKeys;
+    table.lists_keys = Pack::kKeyLists;
     table.narrow_head_dim = Pack::kLimits.narrow_head_dim;
     table.narrow_value_dim = Pack::kLimits.narrow_value_dim;
     table.forget_workspace_bytes = forget_workspace_bytes;
@@ -173,13 +173,13 @@ private:
     }
   }
 
-  static int32_t check_lists(const fdm_problem &p, int32_t pass, const Message &message) {
-    if (!lists_keys(p)) return FDM_OK;
-    if (Pack::kListsKeys == FDM_LISTS_NONE)
+  static int32_t check_key_lists(const fdm_problem &p, int32_t pass, const Message &message) {
+    if (!has_key_lists(p)) return FDM_OK;
+    if (Pack::kKeyLists == FDM_LISTS_NONE)
       return message.fail(FDM_UNSUPPORTED, "no kernel of this pack reads lists of keys");
     if (pass != FDM_PASS_FORWARD && pass != FDM_PASS_BACKWARD)
       return message.fail(FDM_UNSUPPORTED, "of calls that list keys there are a forward and a backward pass only");
-    if (Pack::kListsKeys != FDM_LISTS_IN_ORDER && pass == FDM_PASS_BACKWARD && p.flags & FDM_DETERMINISTIC)
+    if (Pack::kKeyLists != FDM_LISTS_IN_ORDER && pass == FDM_PASS_BACKWARD && p.flags & FDM_DETERMINISTIC)
       return message.fail(FDM_UNSUPPORTED, "the backward pass of calls that list keys adds in any order");
     if (mask_kind(p) == FDM_MASK_NONE && !has_rows(p.bias)) return FDM_OK;
     return message.fail(FDM_INVALID_ARGUMENT,
@@ -189,7 +189,7 @@ private:
   static int32_t check(const fdm_problem *p, int32_t pass, fdm_buffer plan, fdm_buffer workspace,
                        const Message &message) {
     if (int32_t status = check_problem(p, Pack::kLimits, message)) return status;
-    if (int32_t status = check_lists(*p, pass, message)) return status;
+    if (int32_t status = check_key_lists(*p, pass, message)) return status;
     if (int32_t status = check_buffer("plan", plan, Pack::plan_bytes(*p), message)) return status;
     if (int32_t status = check_buffer("workspace", workspace, workspace_needed(*p, pass), message)) return status;
     if (pass == FDM_PASS_PLAN || Pack::is_filled(*p, plan.data)) return FDM_OK;

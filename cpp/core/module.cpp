@@ -104,7 +104,7 @@ void bind_problem(nb::module_ &module) {
             new (self) Problem(pack.table(), read_record<AttentionRecord>(fields, named), {threads, stream});
           },
           "pack"_a, "fields"_a, "threads"_a = 1, "stream"_a = 0, "named"_a)
-      .def("list_keys", &Problem::list_keys, "indices"_a, "index_bias"_a.none())
+      .def("list_keys", &Problem::set_key_lists, "indices"_a, "index_bias"_a.none())
       .def_prop_ro("plan_bytes", &Problem::plan_bytes)
       .def_prop_ro("plan_workspace_bytes", [](const Problem &self) { return self.workspace_bytes(FDM_PASS_PLAN); })
       .def_prop_ro("forward_workspace_bytes",

@@ -297,8 +297,8 @@ std::string Problem::describe(nb::tuple gradients, const Selection *before) cons
   return text;
 }
 
-fdm_tensor Problem::read_listed(const TensorField &field, const char *name, DtypeSet allowed, bool may_be_per_head,
-                                int64_t length) const {
+fdm_tensor Problem::read_key_list_tensor(const TensorField &field, const char *name, DtypeSet allowed,
+                                         bool may_be_per_head, int64_t length) const {
   const TensorView &view = read_argument(field, name, allowed, device_);
   const int first = extents_.varlen ? 1 : 0;
   require_rank(view, name, 4 - first, extents_.varlen ? "(heads, total_q, length)" : "(batch, heads, queries, length)");
@@ -313,14 +313,14 @@ fdm_tensor Problem::read_listed(const TensorField &field, const char *name, Dtyp
   return t;
 }
 
-void Problem::list_keys(const TensorField &indices, const TensorField &index_bias) {
+void Problem::set_key_lists(const TensorField &indices, const TensorField &index_bias) {
   if (!pack_.lists_keys)
     raise(PyExc_NotImplementedError, std::string("kernel pack ") + pack_.name + " has no kernels for lists of keys");
   if (mask_kind_ != FDM_MASK_NONE || selects_) value_error("indices are given, but there is a mask or a window, too");
-  const fdm_tensor listed = read_listed(indices, "indices", only(FDM_INT32), false, 0);
+  const fdm_tensor listed = read_key_list_tensor(indices, "indices", only(FDM_INT32), false, 0);
   const fdm_tensor bias = is_absent(index_bias)
                               ? absent_tensor()
-                              : read_listed(index_bias, "index_bias", float_dtypes, true, listed.shape[3]);
+                              : read_key_list_tensor(index_bias, "index_bias", float_dtypes, true, listed.shape[3]);
   problem_.indices = listed;
   problem_.index_bias = bias;
   has_index_bias_ = !is_absent(index_bias);
@@ -596,8 +596,8 @@ fdm_backward_args Problem::read_gradients(const BackwardArguments &arguments, co
   args.dindex_bias = absent_tensor();
   if (!is_absent(gradients.index_bias)) {
     if (!has_index_bias_) value_error("dindex_bias is given, but the problem has no index_bias");
-    args.dindex_bias = read_listed(gradients.index_bias, "dindex_bias", only(problem_.index_bias.dtype), true,
-                                   problem_.index_bias.shape[3]);
+    args.dindex_bias = read_key_list_tensor(gradients.index_bias, "dindex_bias", only(problem_.index_bias.dtype), true,
+                                            problem_.index_bias.shape[3]);
     if (!same_shape(args.dindex_bias, problem_.index_bias))
       value_error("dindex_bias has shape ", shape_of(args.dindex_bias), ", but must have the shape of index_bias, ",
                   shape_of(problem_.index_bias));

@@ -13,7 +13,7 @@ namespace fdm {
 
 class Selection;
 
-// The requested gradients of a call, named by the fields of AttentionRecord, and that of Problem::list_keys. None:
+// The requested gradients of a call, named by the fields of AttentionRecord, and that of Problem::set_key_lists. None:
 // not requested.
 struct Gradients {
   TensorField query, key, value, bias, sink;
@@ -50,7 +50,7 @@ public:
   Problem(const fdm_pack &pack, const AttentionRecord &record, const Execution &execution);
 
   // Sets per-query key lists; index_bias may be None. The pack must have kernels for them.
-  void list_keys(const TensorField &indices, const TensorField &index_bias);
+  void set_key_lists(const TensorField &indices, const TensorField &index_bias);
 
   int64_t plan_bytes() const { return plan_bytes_; }
   // The same, or 0 if the pack needs no plan for this call. Traced calls lack the facts for this query.
@@ -117,8 +117,8 @@ private:
                        const char *model_name) const;
   fdm_tensor read_lse(const TensorField &field, const char *name) const;
   // A tensor with a row for each query, some heads, and `length` elements per row if that is above 0.
-  fdm_tensor read_listed(const TensorField &field, const char *name, DtypeSet allowed, bool may_be_per_head,
-                         int64_t length) const;
+  fdm_tensor read_key_list_tensor(const TensorField &field, const char *name, DtypeSet allowed, bool may_be_per_head,
+                                  int64_t length) const;
   // The shape and dtype of out: those of query, with the columns of value.
   fdm_tensor out_model() const;
   fdm_tensor read_out(const TensorField &field) const;

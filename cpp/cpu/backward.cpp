@@ -26,7 +26,7 @@ bool wants_key_bias(const fdm_problem &p) { return present(p.bias) && !per_query
 // The gradient of row_bias().
 const fdm_tensor &row_bias_gradient(const fdm_problem &p, const fdm_backward_args &args) {
   static const fdm_tensor absent{};
-  if (lists_keys(p)) return args.dindex_bias;
+  if (has_key_lists(p)) return args.dindex_bias;
   return wants_key_bias(p) ? absent : args.dbias;
 }
 
@@ -59,7 +59,7 @@ struct BackwardLayout {
   bool copies_by_head;               // units copy the rows of K and V that they read
 
   explicit BackwardLayout(const fdm_problem &p) {
-    const int64_t task_rows = lists_keys(p) ? kListRows : kMaxTileRows;
+    const int64_t task_rows = has_key_lists(p) ? kKeyListRows : kMaxTileRows;
     const int64_t threads = p.context.threads, tiles = ceil_div(p.queries, task_rows);
     heads = p.batch * p.kv_heads;
     parts = heads == 0 || threads == 1 ? 1 : max64(1, min64(tiles, ceil_div(2 * threads, heads)));
@@ -371,7 +371,7 @@ private:
       const float *row = sums + i * row_bias_width(p_);
       const int64_t offset =
           batch_index(t, s) * t.stride[0] + head * t.stride[1] + (s.q_begin + first + i) * t.stride[2];
-      if (t.shape[3] == 1 && !lists_keys(p_)) {
+      if (t.shape[3] == 1 && !has_key_lists(p_)) {
         double sum = 0.0;
         for (int64_t j = 0; j < s.k_count; ++j) sum += row[j];
         store_scalar(t.data, t.dtype, offset, sum);

@@ -80,7 +80,7 @@ void interval_columns(const IntervalList &list, const Sequence &s, const Scratch
 }
 
 // The list of a row without invalid keys.
-void listed_columns(const fdm_problem &p, const Sequence &s, int64_t h, const Scratch &a, TileColumns *out) {
+void key_list_columns(const fdm_problem &p, const Sequence &s, int64_t h, const Scratch &a, TileColumns *out) {
   const fdm_tensor &t = p.indices;
   const int64_t row = out->first_row;
   const int64_t limit = is_causal(p) ? clamp64(row + s.causal_off + 1, 0, s.k_count) : s.k_count;
@@ -115,12 +115,12 @@ void listed_columns(const fdm_problem &p, const Sequence &s, int64_t h, const Sc
 } // namespace
 
 int64_t column_scratch_bytes(const fdm_problem &p) {
-  const int64_t arrays = lists_keys(p) ? 2 : 6;
+  const int64_t arrays = has_key_lists(p) ? 2 : 6;
   return round_up(arrays * most_columns(p) * int64_t(sizeof(int32_t)), 64);
 }
 
 int64_t tile_rows(const fdm_problem &p, const void *plan) {
-  if (lists_keys(p)) return kListRows;
+  if (has_key_lists(p)) return kKeyListRows;
   return mask_kind(p) == FDM_MASK_NONE ? kMaxTileRows : static_cast<const PlanHeader *>(plan)->tile_rows;
 }
 
@@ -130,7 +130,7 @@ void tile_columns(const fdm_problem &p, const void *plan, const Sequence &s, int
   out->first_row = first_row;
   out->rows = rows;
   out->place = nullptr;
-  if (lists_keys(p)) return listed_columns(p, s, h, a, out);
+  if (has_key_lists(p)) return key_list_columns(p, s, h, a, out);
   const fdm_mask_kind kind = mask_kind(p);
   if (kind == FDM_MASK_NONE) return range_columns(p, s, a, out);
 

@@ -14,13 +14,13 @@ constexpr int64_t kMaxTileRows = 64;
 constexpr int64_t kMinTileRows = 8;
 
 // A row with a key list is a tile by itself. A task has up to this many of them.
-constexpr int64_t kListRows = 16;
+constexpr int64_t kKeyListRows = 16;
 
 // Rows of the largest tile of a problem.
-static inline int64_t most_tile_rows(const fdm_problem &p) { return lists_keys(p) ? 1 : kMaxTileRows; }
+static inline int64_t most_tile_rows(const fdm_problem &p) { return has_key_lists(p) ? 1 : kMaxTileRows; }
 
 // Columns of the longest row.
-static inline int64_t most_columns(const fdm_problem &p) { return lists_keys(p) ? p.indices.shape[3] : p.keys; }
+static inline int64_t most_columns(const fdm_problem &p) { return has_key_lists(p) ? p.indices.shape[3] : p.keys; }
 
 // The columns that at least one row of a tile keeps: first `full` columns that all rows keep, then the partial
 // columns.

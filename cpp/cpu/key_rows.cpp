@@ -10,7 +10,7 @@ namespace {
 constexpr int64_t kKeysOfTask = 64;
 
 bool is_copied(const fdm_problem &p, const fdm_tensor &t) {
-  if (!lists_keys(p) || present(p.block_table)) return false;
+  if (!has_key_lists(p) || present(p.block_table)) return false;
   const int64_t keys = t.shape[0] * t.shape[1], listed = p.q.shape[0] * p.q.shape[1] * p.indices.shape[3];
   const bool is_table = t.dtype == FDM_FLOAT32 && t.stride[3] == 1 && t.stride[1] == p.head_dim;
   return !is_table && listed >= 2 * keys;
@@ -65,7 +65,7 @@ fdm_tensor head_copied(const fdm_problem &p, const fdm_tensor &t, const Sequence
 
 bool copies_by_head(const fdm_problem &p) {
   constexpr int64_t kHeadsOfThread = 4; // limits the time that a thread waits for another
-  return lists_keys(p) && (p.context.threads == 1 || p.batch * p.kv_heads >= kHeadsOfThread * p.context.threads);
+  return has_key_lists(p) && (p.context.threads == 1 || p.batch * p.kv_heads >= kHeadsOfThread * p.context.threads);
 }
 
 int64_t key_row_bytes(const fdm_problem &p, bool by_head) {

@@ -16,7 +16,7 @@ struct CpuPack {
                                       1u << FDM_FLOAT64};
 
   static constexpr fdm_key_mass_biases kKeyMassBiases = FDM_KEY_MASS_ALL;
-  static constexpr fdm_lists kListsKeys = FDM_LISTS_IN_ORDER;
+  static constexpr fdm_lists kKeyLists = FDM_LISTS_IN_ORDER;
 
   static fdm_plan_layout plan_layout(fdm_mask_kind kind) { return cpu::plan_layout(kind); }
   static int64_t plan_bytes(const fdm_problem &p) { return cpu::plan_bytes(p); }

@@ -23,7 +23,7 @@ static inline int64_t added_heads(const fdm_problem &p, int64_t heads) {
 // The per-query bias or index_bias, or absent.
 static inline const fdm_tensor &row_bias(const fdm_problem &p) {
   static const fdm_tensor absent{};
-  if (lists_keys(p)) return p.index_bias;
+  if (has_key_lists(p)) return p.index_bias;
   return has_rows(p.bias) ? p.bias : absent;
 }
 static inline int64_t row_bias_heads(const fdm_problem &p, int64_t heads) {
@@ -37,7 +37,7 @@ static inline int64_t heads_per_task(const fdm_problem &p) { return lists_per_qu
 // An upper bound of the multiply-adds of a forward pass with tiles of `tile_rows` rows: it counts every key as kept.
 // Gathering and transposing a key counts as 20 multiply-adds per element.
 static inline double forward_work(const fdm_problem &p, int64_t tile_rows) {
-  const double tiles = double(lists_keys(p) ? p.queries : ceil_div(p.queries, tile_rows));
+  const double tiles = double(has_key_lists(p) ? p.queries : ceil_div(p.queries, tile_rows));
   const double of_key = double(p.head_dim) * (2.0 * double(group_size(p) * p.queries) + 20.0 * tiles);
   return double(p.batch) * double(p.kv_heads) * double(most_columns(p)) * of_key;
 }

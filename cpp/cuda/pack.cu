@@ -59,7 +59,7 @@ struct CudaPack {
                                       kNarrowHeadDim, int16_t(narrow_value_dim(kNarrowHeadDim))};
 
   static constexpr fdm_key_mass_biases kKeyMassBiases = FDM_KEY_MASS_KEYS;
-  static constexpr fdm_lists kListsKeys = FDM_LISTS_ANY_ORDER;
+  static constexpr fdm_lists kKeyLists = FDM_LISTS_ANY_ORDER;
 
   static fdm_plan_layout plan_layout(fdm_mask_kind kind) { return cuda::plan_layout(kind); }
   static int64_t plan_bytes(const fdm_problem &p) { return plan_route(p, any_device(built_for())).plan_bytes; }
@@ -68,11 +68,12 @@ struct CudaPack {
     return plan_route(p, any_device(built_for())).workspace_bytes;
   }
   static int64_t forward_workspace_bytes(const fdm_problem &p) {
-    return lists_keys(p) ? 0 : forward_workspace(p, any_device(built_for()));
+    return has_key_lists(p) ? 0 : forward_workspace(p, any_device(built_for()));
   }
   static int64_t backward_workspace_bytes(const fdm_problem &p) {
     const DeviceFacts any = any_device(built_for());
-    return lists_keys(p) ? list_backward_route(p, any, input_alignment(p)).workspace_bytes : backward_workspace(p, any);
+    return has_key_lists(p) ? list_backward_route(p, any, input_alignment(p)).workspace_bytes
+                            : backward_workspace(p, any);
   }
   static int64_t key_mass_workspace_bytes(const fdm_problem &p) {
     return key_mass_workspace(p, any_device(built_for()));
@@ -129,13 +130,13 @@ struct CudaPack {
   }
   static cudaError_t forward(const fdm_problem &p, const fdm_forward_args &args, const void *plan, void *workspace) {
     return with_facts(p, [&](const DeviceFacts &facts) {
-      return lists_keys(p) ? run_list_forward(p, args, facts) : run_forward(p, args, facts, plan, workspace);
+      return has_key_lists(p) ? run_list_forward(p, args, facts) : run_forward(p, args, facts, plan, workspace);
     });
   }
   static cudaError_t backward(const fdm_problem &p, const fdm_backward_args &args, const void *plan, void *workspace) {
     return with_facts(p, [&](const DeviceFacts &facts) {
-      return lists_keys(p) ? run_list_backward(p, args, facts, workspace)
-                           : run_backward(p, args, facts, plan, workspace);
+      return has_key_lists(p) ? run_list_backward(p, args, facts, workspace)
+                              : run_backward(p, args, facts, plan, workspace);
     });
   }
   static cudaError_t key_mass(const fdm_problem &p, const fdm_key_mass_args &args, const void *plan, void *workspace) {

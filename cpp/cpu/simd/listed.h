@@ -9,7 +9,7 @@ namespace fdm::cpu::FDM_SIMD_NAMESPACE {
 namespace {
 
 // With at least this many heads per list, transposed keys are faster.
-constexpr int64_t kHeadsOfCopy = 6;
+constexpr int64_t kMinHeadsToTranspose = 6;
 
 // The longest row, of zeros, in place of an invalid key.
 alignas(64) constexpr float kZeroRow[256] = {};

@@ -37,7 +37,7 @@ struct Tile {
 
   Tile(const fdm_problem &problem, const void *columns_plan, const TileTask &t, bool backward, void *scratch)
       : p(problem), plan(columns_plan), task(t), dim(padded_head_dim(problem)),
-        reads_rows(lists_keys(problem) && t.heads < kHeadsOfCopy) {
+        reads_rows(has_key_lists(problem) && t.heads < kMinHeadsToTranspose) {
     int64_t bytes;
     buffers = carve_tile_buffers(p, backward, scratch, &bytes);
   }
@@ -47,12 +47,12 @@ struct Tile {
   // so it is prefetched here.
   template <int kTensors, class Body> void for_each(const fdm_tensor *const (&next)[kTensors], const Body &body) {
     const int64_t past = task.first_row + task.rows;
-    if (lists_keys(p)) task.rows = 1;
+    if (has_key_lists(p)) task.rows = 1;
     for (; task.first_row < past; task.first_row += task.rows) {
       tile_columns(p, plan, task.sequence, task.sequence_index, task.head, task.first_row, task.rows, buffers.columns,
                    &columns);
       find_references();
-      if (task.first_row + 1 < past && lists_keys(p))
+      if (task.first_row + 1 < past && has_key_lists(p))
         for (const fdm_tensor *t : next) prefetch_row(*t, task.first_row + 1);
       body();
     }
