@@ -21,7 +21,7 @@
 
 namespace fdm::emulator {
 
-constexpr int kWarp = 32, kWarpRoom = 32, kBarriers = 16;
+constexpr int kWarpSize = 32, kMaxWarps = 32, kNamedBarriers = 16;
 constexpr size_t kStackBytes = 256 << 10;
 
 // A barrier in shared memory.
@@ -72,7 +72,7 @@ struct Fiber {
   Index3 thread, block;
   std::unique_ptr<Stack> stack = std::make_unique<Stack>();
   ucontext_t start;
-  jmp_buf at;
+  jmp_buf resume_point;
   bool started = false;
   Groups copies, bulk;
   uint64_t *awaited = nullptr; // an mbarrier in shared memory, and the parity of its phase
@@ -80,20 +80,20 @@ struct Fiber {
   int result = 0; // result of a reduction over the block
 };
 
-struct Meeting {
+struct Collective {
   uint32_t mask, arrived;
   Execute execute;
-  void *lanes[kWarp];
+  void *lanes[kWarpSize];
 };
 
 struct Warp {
   uint32_t ready = 0, yielding = 0; // lanes
-  std::vector<Meeting> meetings;
+  std::vector<Collective> collectives;
   Groups products;
 };
 
 struct NamedBarrier {
-  Place place; // call site of the threads that have arrived
+  CallSite call_site; // of the threads that have arrived
   int arrived = 0, any = 0, all = 1;
   std::vector<int> waiting;
 };
@@ -119,33 +119,33 @@ public:
   Cluster *cluster = nullptr;
 
   const Launch &launch() const { return *launch_; }
-  Warp &warp() { return warps_[current_number / kWarp]; }
-  uint32_t lane() const { return 1u << current_number % kWarp; }
+  Warp &warp() { return warps_[current_number / kWarpSize]; }
+  uint32_t lane() const { return 1u << current_number % kWarpSize; }
   // Leaves the fiber until another one makes it ready again.
   void leave();
-  int sync(int barrier, int threads, int value, const Place &place = {});
+  int sync(int barrier, int threads, int value, const CallSite &call_site = {});
   void arrive(int barrier, int threads);
-  bool lingers() { return random_() % 64 == 0; }
-  bool hurries() { return random_() % 8 == 0; }
+  bool should_linger() { return random_() % 64 == 0; }
+  bool should_complete_early() { return random_() % 8 == 0; }
   void phase_ended() { phases_ended_ = true; }
-  void put_off(Work work) { later_.push_back(std::move(work)); }
+  void defer(Work work) { deferred_.push_back(std::move(work)); }
   [[noreturn]] void fail(const std::string &what);
 
 private:
   static void enter();
   void resume(int number);
-  void release(int number) { warps_[number / kWarp].ready |= 1u << number % kWarp; }
+  void release(int number) { warps_[number / kWarpSize].ready |= 1u << number % kWarpSize; }
   void run_warp(int warp);
   bool release_waiting();
-  bool do_later();
+  bool run_deferred();
   void finish(NamedBarrier &barrier);
   void schedule();
   std::string describe() const;
 
   std::vector<std::unique_ptr<Fiber>> fibers_;
-  Warp warps_[kWarpRoom];
-  NamedBarrier barriers_[kBarriers];
-  std::deque<Work> later_;
+  Warp warps_[kMaxWarps];
+  NamedBarrier barriers_[kNamedBarriers];
+  std::deque<Work> deferred_;
   const Launch *launch_ = nullptr;
   jmp_buf scheduler_;
   std::mt19937_64 random_;

@@ -134,7 +134,7 @@ template <class T, class Combine> auto combine(uint32_t mask, T value, int argum
     uint32_t mask;
     Result result;
   } own{value, argument, mask, {}};
-  meet(mask, &own, [](void *const *lanes) {
+  run_collective(mask, &own, [](void *const *lanes) {
     for (int lane = 0; lane < 32; ++lane) {
       auto *to = static_cast<Own *>(lanes[lane]);
       if (!to) continue;
@@ -219,22 +219,22 @@ inline uint32_t __reduce_or_sync(uint32_t mask, uint32_t value) {
 
 template <class T> T atomicAdd(T *p, std::common_type_t<T> x) {
   if constexpr (std::is_floating_point_v<T>) {
-    T before;
-    __atomic_load(p, &before, __ATOMIC_RELAXED);
-    T after = before + x;
-    while (!__atomic_compare_exchange(p, &before, &after, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
-      after = before + x;
-    return before;
+    T previous;
+    __atomic_load(p, &previous, __ATOMIC_RELAXED);
+    T next = previous + x;
+    while (!__atomic_compare_exchange(p, &previous, &next, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
+      next = previous + x;
+    return previous;
   } else {
     return __atomic_fetch_add(p, x, __ATOMIC_RELAXED);
   }
 }
 template <class T> T atomicOr(T *p, std::common_type_t<T> x) { return __atomic_fetch_or(p, x, __ATOMIC_RELAXED); }
 template <class T, class Choose> T atomic_choose(T *p, T x, const Choose &choose) {
-  T before = __atomic_load_n(p, __ATOMIC_RELAXED);
-  while (!__atomic_compare_exchange_n(p, &before, choose(before, x), false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  T previous = __atomic_load_n(p, __ATOMIC_RELAXED);
+  while (!__atomic_compare_exchange_n(p, &previous, choose(previous, x), false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
   }
-  return before;
+  return previous;
 }
 template <class T> T atomicMin(T *p, std::common_type_t<T> x) {
   return atomic_choose(p, x, [](T a, T b) { return b < a ? b : a; });

@@ -61,7 +61,7 @@ void Machine::enter() {
 }
 
 void Machine::leave() {
-  if (!_setjmp(current->at)) std::longjmp(scheduler_, 1);
+  if (!_setjmp(current->resume_point)) std::longjmp(scheduler_, 1);
 }
 
 // No local variables: they may be lost when a fiber jumps back.
@@ -69,7 +69,7 @@ __attribute__((noinline)) void Machine::resume(int number) {
   current_number = number;
   current = fibers_[number].get();
   if (_setjmp(scheduler_)) return;
-  if (current->started) std::longjmp(current->at, 1);
+  if (current->started) std::longjmp(current->resume_point, 1);
   current->started = true;
   setcontext(&current->start);
 }
@@ -79,7 +79,7 @@ void Machine::run_warp(int number) {
   while (warp.ready && !failed_) {
     const int lane = __builtin_ctz(warp.ready);
     warp.ready &= warp.ready - 1;
-    resume(kWarp * number + lane);
+    resume(kWarpSize * number + lane);
   }
 }
 
@@ -96,19 +96,19 @@ bool Machine::release_waiting() {
 }
 
 // Runs one piece of deferred work, chosen at random.
-bool Machine::do_later() {
-  if (later_.empty()) return false;
-  const size_t chosen = random_() % later_.size();
-  const Work work = std::move(later_[chosen]);
-  later_.erase(later_.begin() + std::ptrdiff_t(chosen));
+bool Machine::run_deferred() {
+  if (deferred_.empty()) return false;
+  const size_t chosen = random_() % deferred_.size();
+  const Work work = std::move(deferred_[chosen]);
+  deferred_.erase(deferred_.begin() + std::ptrdiff_t(chosen));
   work();
   return true;
 }
 
 void Machine::schedule() {
-  const int warps = (threads_ + kWarp - 1) / kWarp;
+  const int warps = (threads_ + kWarpSize - 1) / kWarpSize;
   while (alive_ > 0 && !failed_) {
-    int ready[kWarpRoom], count = 0;
+    int ready[kMaxWarps], count = 0;
     for (int number = 0; number < warps; ++number)
       if (warps_[number].ready) ready[count++] = number;
     if (count > 0) run_warp(ready[random_() % uint64_t(count)]);
@@ -117,7 +117,7 @@ void Machine::schedule() {
       phases_ended_ = false;
       if (release_waiting()) continue;
     }
-    if ((idle || random_() % 16 == 0) && do_later()) continue;
+    if ((idle || random_() % 16 == 0) && run_deferred()) continue;
     if (!idle) continue;
     bool yielded = false;
     for (int number = 0; number < warps; ++number) {
@@ -132,13 +132,14 @@ void Machine::schedule() {
 }
 
 std::string Machine::describe() const {
-  int waiting = 0, at_barriers = 0, meeting = 0;
+  int waiting = 0, at_barriers = 0, in_collectives = 0;
   for (const auto &fiber : fibers_) waiting += fiber->awaited != nullptr;
   for (const NamedBarrier &barrier : barriers_) at_barriers += int(barrier.waiting.size());
   for (const Warp &warp : warps_)
-    for (const Meeting &m : warp.meetings) meeting += __builtin_popcount(m.arrived);
+    for (const Collective &c : warp.collectives) in_collectives += __builtin_popcount(c.arrived);
   return std::to_string(alive_) + " threads left, " + std::to_string(waiting) + " at barriers in shared memory, " +
-         std::to_string(at_barriers) + " at barriers of the block, " + std::to_string(meeting) + " at their warp's";
+         std::to_string(at_barriers) + " at barriers of the block, " + std::to_string(in_collectives) +
+         " at their warp's";
 }
 
 void Machine::finish(NamedBarrier &barrier) {
@@ -149,15 +150,16 @@ void Machine::finish(NamedBarrier &barrier) {
   barrier = {};
 }
 
-int Machine::sync(int number, int threads, int value, const Place &place) {
+int Machine::sync(int number, int threads, int value, const CallSite &call_site) {
   NamedBarrier &barrier = barriers_[number];
-  if (barrier.arrived == 0) barrier.place = place;
-  if (place.file && (barrier.place.line != place.line || std::strcmp(barrier.place.file, place.file) != 0))
+  if (barrier.arrived == 0) barrier.call_site = call_site;
+  if (call_site.file &&
+      (barrier.call_site.line != call_site.line || std::strcmp(barrier.call_site.file, call_site.file) != 0))
     fail("threads of a block call __syncthreads() in different places");
   barrier.any |= value != 0;
   barrier.all &= value != 0;
   barrier.waiting.push_back(current_number);
-  if (++barrier.arrived == (threads == kAll ? alive_ : threads)) finish(barrier);
+  if (++barrier.arrived == (threads == kAllThreads ? alive_ : threads)) finish(barrier);
   // The last thread to arrive may be delayed, too.
   leave();
   return current->result;
@@ -173,9 +175,9 @@ bool Machine::run(const Launch &launch, Index3 index) {
   launch_ = &launch;
   threads_ = alive_ = int(launch.block.x);
   failed_ = phases_ended_ = false;
-  later_.clear();
+  deferred_.clear();
   for (NamedBarrier &barrier : barriers_) barrier = {};
-  for (int number = 0; number < (threads_ + kWarp - 1) / kWarp; ++number) {
+  for (int number = 0; number < (threads_ + kWarpSize - 1) / kWarpSize; ++number) {
     warps_[number] = {};
     warps_[number].ready = ~0u;
   }
@@ -196,7 +198,7 @@ bool Machine::run(const Launch &launch, Index3 index) {
   std::memset(dynamic_shared, kUninitialised[launch.seed >> 63], launch.shared_bytes);
   std::memset(dynamic_shared + launch.shared_bytes, kBeyond, kSharedBytes - launch.shared_bytes);
   schedule();
-  while (!failed_ && do_later()) {
+  while (!failed_ && run_deferred()) {
   }
   const auto is_untouched = [](char c) { return c == char(kBeyond); };
   if (!failed_ && !std::all_of(dynamic_shared + launch.shared_bytes, dynamic_shared + kSharedBytes, is_untouched)) {
@@ -229,32 +231,33 @@ char *shared_pointer(uint32_t address) { return dynamic_shared + int32_t(address
 
 void sync_threads(int barrier, int threads) { machine.sync(barrier, threads, 0); }
 void arrive_threads(int barrier, int threads) { machine.arrive(barrier, threads); }
-int sync_block(int value, const Place &place) { return machine.sync(0, kAll, value, place); }
+int sync_block(int value, const CallSite &call_site) { return machine.sync(0, kAllThreads, value, call_site); }
 
 void sync_cluster() {
   if (!machine.cluster) machine.fail("the block is in no cluster");
-  sync_threads(0, kAll);
+  sync_threads(0, kAllThreads);
   if (machine.current_number == 0) machine.cluster->barrier.arrive_and_wait();
-  sync_threads(0, kAll);
+  sync_threads(0, kAllThreads);
 }
-const void *shared_of_block(const void *own, uint32_t rank) {
+const void *remote_shared(const void *own, uint32_t rank) {
   if (!machine.cluster || rank >= machine.cluster->shared.size()) machine.fail("there is no such block in the cluster");
   return machine.cluster->shared[rank] + int32_t(shared_address(own));
 }
 
-void meet(uint32_t mask, void *own, Execute execute) {
+void run_collective(uint32_t mask, void *own, Execute execute) {
   Warp &warp = machine.warp();
   const uint32_t lane = machine.lane();
   if (!(mask & lane)) machine.fail("a thread calls a function of its warp with a mask that lacks it");
-  // Lanes of the mask may still be in other meetings.
-  const auto is_same = [&](const Meeting &m) { return m.mask == mask && m.execute == execute; };
-  auto meeting = std::find_if(warp.meetings.begin(), warp.meetings.end(), is_same);
-  if (meeting == warp.meetings.end()) meeting = warp.meetings.insert(meeting, Meeting{mask, 0, execute, {}});
-  meeting->arrived |= lane;
-  meeting->lanes[__builtin_ctz(lane)] = own;
-  if (meeting->arrived != mask) return machine.leave();
-  execute(meeting->lanes);
-  warp.meetings.erase(meeting);
+  // Lanes of the mask may still be in other collectives.
+  const auto is_same = [&](const Collective &c) { return c.mask == mask && c.execute == execute; };
+  auto collective = std::find_if(warp.collectives.begin(), warp.collectives.end(), is_same);
+  if (collective == warp.collectives.end())
+    collective = warp.collectives.insert(collective, Collective{mask, 0, execute, {}});
+  collective->arrived |= lane;
+  collective->lanes[__builtin_ctz(lane)] = own;
+  if (collective->arrived != mask) return machine.leave();
+  execute(collective->lanes);
+  warp.collectives.erase(collective);
   warp.ready |= mask & ~lane;
 }
 
@@ -301,34 +304,34 @@ void wait(uint64_t &barrier, uint32_t parity) {
 }
 
 // Blocks of a cluster are OS threads, so changes of a shared barrier are atomic.
-template <class Change> static void change_at_once(void *barrier, const Change &change) {
+template <class Change> static void change_atomically(void *barrier, const Change &change) {
   const std::atomic_ref<uint64_t> shared(*static_cast<uint64_t *>(barrier));
-  uint64_t before = shared.load(std::memory_order_relaxed), after;
+  uint64_t previous = shared.load(std::memory_order_relaxed), next;
   do {
-    after = before;
-    Barrier state = Barrier::load(after);
+    next = previous;
+    Barrier state = Barrier::load(next);
     change(state);
     if (state.pending == 0 && state.bytes_and_phase >> 1 == 0) {
       state.pending = state.arrivals;
       state.bytes_and_phase ^= 1;
     }
-    state.store(after);
-  } while (!shared.compare_exchange_weak(before, after, std::memory_order_acq_rel));
+    state.store(next);
+  } while (!shared.compare_exchange_weak(previous, next, std::memory_order_acq_rel));
 }
 static void arrive_at(Barrier &state) {
   if (state.pending == 0) machine.fail("more threads arrive at a barrier in shared memory than it was made for");
   --state.pending;
 }
 
-void arrive_of_block(uint64_t &own, uint32_t rank) {
-  change_at_once(const_cast<void *>(shared_of_block(&own, rank)), arrive_at);
+void arrive_remote(uint64_t &own, uint32_t rank) {
+  change_atomically(const_cast<void *>(remote_shared(&own, rank)), arrive_at);
 }
-void complete_bytes_of_block(uint64_t &own, uint32_t rank, uint32_t bytes) {
-  change_at_once(const_cast<void *>(shared_of_block(&own, rank)),
-                 [&](Barrier &state) { state.bytes_and_phase -= 2 * int32_t(bytes); });
+void complete_remote_bytes(uint64_t &own, uint32_t rank, uint32_t bytes) {
+  change_atomically(const_cast<void *>(remote_shared(&own, rank)),
+                    [&](Barrier &state) { state.bytes_and_phase -= 2 * int32_t(bytes); });
 }
 void expect_of_cluster(uint64_t &barrier, uint32_t bytes) {
-  change_at_once(&barrier, [&](Barrier &state) {
+  change_atomically(&barrier, [&](Barrier &state) {
     arrive_at(state);
     state.bytes_and_phase += 2 * int32_t(bytes);
   });
@@ -350,11 +353,11 @@ void yield() {
 }
 
 void linger() {
-  if (machine.lingers()) yield();
+  if (machine.should_linger()) yield();
 }
 
-void put_off(Queue queue, Work work) { groups(queue).open.push_back(std::move(work)); }
-void put_off(Work work) { machine.put_off(std::move(work)); }
+void defer(Queue queue, Work work) { groups(queue).open.push_back(std::move(work)); }
+void defer(Work work) { machine.defer(std::move(work)); }
 
 void complete(Queue queue, int pending) {
   Groups &own = groups(queue);
@@ -366,7 +369,7 @@ void commit(Queue queue) {
   own.committed.push_back(std::move(own.open));
   own.open.clear();
   // Copies may also complete at once, while other threads still read the old data.
-  if (queue == Queue::copies && machine.hurries()) complete(queue, 0);
+  if (queue == Queue::copies && machine.should_complete_early()) complete(queue, 0);
 }
 
 std::vector<Work> share(Queue queue) {
@@ -395,7 +398,7 @@ std::vector<Work> share(Queue queue) {
 }
 
 bool launch(Launch launch) {
-  const bool is_possible = launch.shared_bytes <= size_t(kSharedBytes) && launch.block.x <= kWarp * kWarpRoom;
+  const bool is_possible = launch.shared_bytes <= size_t(kSharedBytes) && launch.block.x <= kWarpSize * kMaxWarps;
   if (!is_possible || (launch.cluster > 1 && launch.cluster != launch.grid.y)) {
     const std::lock_guard lock(error_mutex);
     last_error = "more shared memory or threads than an SM has, or a cluster that is no column of the grid";
@@ -433,10 +436,10 @@ bool launch(Launch launch) {
   const auto work = [&] {
     for (uint64_t index; succeeded && (index = next++) < blocks;) run_block(index);
   };
-  static const uint64_t most_threads =
+  static const uint64_t max_threads =
       number_from_environment("FDM_EMULATOR_THREADS", std::max(1u, std::thread::hardware_concurrency()));
   std::vector<std::thread> others;
-  for (uint64_t n = 1; n < std::min(most_threads, blocks); ++n) others.emplace_back(work);
+  for (uint64_t n = 1; n < std::min(max_threads, blocks); ++n) others.emplace_back(work);
   work();
   for (std::thread &other : others) other.join();
   return succeeded;

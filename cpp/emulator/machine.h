@@ -34,32 +34,32 @@ uint32_t shared_address(const void *p);
 char *shared_pointer(uint32_t address);
 constexpr int kSharedBytes = 227 << 10;
 
-// Waits until `threads` threads have reached the barrier; kAll: all threads left in the block.
-constexpr int kAll = 0;
+// Waits until `threads` threads have reached the barrier; kAllThreads: all threads left in the block.
+constexpr int kAllThreads = 0;
 void sync_threads(int barrier, int threads);
 void arrive_threads(int barrier, int threads);
-// A line of the source.
-struct Place {
+// A line of the source that calls __syncthreads().
+struct CallSite {
   const char *file = nullptr; // null: not checked
   int line = 0;
 };
 // Waits until all threads left in the block have called it, which must be in the same place. Bit 0 of the result is
 // set if any value is nonzero, bit 1 if all are.
-int sync_block(int value, const Place &place);
+int sync_block(int value, const CallSite &call_site);
 
 // Clusters: a barrier of all their threads, and the shared memory of another block at the address of `own`.
 void sync_cluster();
-const void *shared_of_block(const void *own, uint32_t rank);
+const void *remote_shared(const void *own, uint32_t rank);
 // Barriers that blocks of a cluster share. Other blocks arrive or report bytes; this block waits, or arrives and
 // expects bytes.
-void arrive_of_block(uint64_t &own, uint32_t rank);
-void complete_bytes_of_block(uint64_t &own, uint32_t rank, uint32_t bytes);
+void arrive_remote(uint64_t &own, uint32_t rank);
+void complete_remote_bytes(uint64_t &own, uint32_t rank, uint32_t bytes);
 void expect_of_cluster(uint64_t &barrier, uint32_t bytes);
 void wait_for_cluster(uint64_t &barrier, uint32_t parity);
 
-// The lanes of the mask meet. The last one calls execute(lanes) with the argument of each lane.
+// A collective of the lanes of the mask: the last one to arrive calls execute(lanes) with the argument of each lane.
 using Execute = void (*)(void *const *lanes);
-void meet(uint32_t mask, void *own, Execute execute);
+void run_collective(uint32_t mask, void *own, Execute execute);
 
 // The barriers of ptx/barrier.cuh.
 void init_barrier(uint64_t &barrier, int arrivals);
@@ -79,13 +79,13 @@ void linger();
 // groups.
 using Work = std::function<void()>;
 enum class Queue { copies, bulk, products };
-void put_off(Queue queue, Work work);
+void defer(Queue queue, Work work);
 void commit(Queue queue);
 void complete(Queue queue, int pending);
 // Returns all work of a queue. Each item runs once, for the queue or for the holder of the result.
 std::vector<Work> share(Queue queue);
 // Work without a queue: it signals a barrier when it is done.
-void put_off(Work work);
+void defer(Work work);
 
 struct Launch {
   Index3 grid, block;

@@ -14,7 +14,7 @@ inline void arrive(uint64_t &barrier) {
   emulator::linger();
 }
 inline void arrive_after_copies(uint64_t &barrier) {
-  emulator::put_off([copies = emulator::share(emulator::Queue::copies), &barrier] {
+  emulator::defer([copies = emulator::share(emulator::Queue::copies), &barrier] {
     for (const emulator::Work &copy : copies) copy();
     emulator::arrive(barrier);
   });

@@ -11,7 +11,7 @@ inline void arrive_at_cluster() {}
 inline void wait_at_cluster() { emulator::sync_cluster(); }
 inline void leave_cluster() { emulator::sync_cluster(); }
 inline float load_of_block(const float *own, uint32_t rank) {
-  return *static_cast<const float *>(emulator::shared_of_block(own, rank));
+  return *static_cast<const float *>(emulator::remote_shared(own, rank));
 }
 
 class RoomOfBlock {
@@ -21,8 +21,8 @@ public:
   void store(int first, const float4 &x) const {
     float *const own = own_ + first;
     if (reinterpret_cast<uintptr_t>(own) % 16 != 0) emulator::fail("a store of 16 bytes is not aligned");
-    *static_cast<float4 *>(const_cast<void *>(emulator::shared_of_block(own, rank_))) = x;
-    emulator::complete_bytes_of_block(barrier_, rank_, sizeof x);
+    *static_cast<float4 *>(const_cast<void *>(emulator::remote_shared(own, rank_))) = x;
+    emulator::complete_remote_bytes(barrier_, rank_, sizeof x);
   }
 
 private:
@@ -32,7 +32,7 @@ private:
 };
 inline void expect_of_cluster(uint64_t &barrier, uint32_t bytes) { emulator::expect_of_cluster(barrier, bytes); }
 inline void arrive_of_block(uint64_t &own, uint32_t rank) {
-  emulator::arrive_of_block(own, rank);
+  emulator::arrive_remote(own, rank);
   emulator::linger();
 }
 inline void wait_for_cluster(uint64_t &barrier, uint32_t parity) { emulator::wait_for_cluster(barrier, parity); }

@@ -21,7 +21,7 @@ template <class T> T &at(uint32_t smem) {
 inline void cp_async_up_to_16(uint32_t smem, const void *gmem, int bytes) {
   if (smem % 16 != 0 || (bytes > 0 && reinterpret_cast<uintptr_t>(gmem) % 16 != 0))
     emulator::fail("cp.async of 16 bytes is not aligned");
-  emulator::put_off(emulator::Queue::copies, [=] {
+  emulator::defer(emulator::Queue::copies, [=] {
     char *to = emulator::shared_pointer(smem);
     if (bytes > 0) std::memcpy(to, gmem, size_t(bytes));
     std::memset(to + bytes, 0, size_t(16 - bytes));
@@ -31,7 +31,7 @@ inline void cp_async_16(uint32_t smem, const void *gmem, bool valid) { cp_async_
 
 inline void cp_async_4(uint32_t smem, const void *gmem) {
   if (smem % 4 != 0 || reinterpret_cast<uintptr_t>(gmem) % 4 != 0) emulator::fail("cp.async of 4 bytes is not aligned");
-  emulator::put_off(emulator::Queue::copies, [=] { std::memcpy(emulator::shared_pointer(smem), gmem, 4); });
+  emulator::defer(emulator::Queue::copies, [=] { std::memcpy(emulator::shared_pointer(smem), gmem, 4); });
 }
 inline void prefetch_l2(const void *) {}
 

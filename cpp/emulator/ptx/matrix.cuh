@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// cuda/ptx/matrix.cuh. The lanes of a warp meet, and the last one does the work of all.
+// cuda/ptx/matrix.cuh. Products are collectives of a warp, in which the last lane to arrive does the work of all.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -34,7 +34,7 @@ template <bool kTransposed> void load_matrices(uint32_t (&m)[4], uint32_t addres
   struct Own {
     uint32_t address, *words;
   } own{address, m};
-  emulator::meet(kAllLanes, &own, [](void *const *lanes) {
+  emulator::run_collective(kAllLanes, &own, [](void *const *lanes) {
     for (int lane = 0; lane < 32; ++lane)
       for (int matrix = 0; matrix < 4; ++matrix) {
         uint32_t word = 0;
@@ -59,7 +59,7 @@ void multiply(float (&sum)[4], const float (&c)[4], const uint32_t (&a)[4], uint
     const uint32_t *a;
     uint32_t b[2];
   } own{sum, c, a, {b0, b1}};
-  emulator::meet(kAllLanes, &own, [](void *const *lanes) {
+  emulator::run_collective(kAllLanes, &own, [](void *const *lanes) {
     float left[16][16], right[16][8], sums[16][8];
     const auto of = [&](int lane) -> const Own & { return *static_cast<Own *>(lanes[lane]); };
     for (int lane = 0; lane < 32; ++lane) {
@@ -99,7 +99,7 @@ inline uint32_t transpose(uint32_t pair) {
   struct Own {
     uint32_t pair, transposed;
   } own{pair, 0};
-  emulator::meet(emulated::kAllLanes, &own, [](void *const *lanes) {
+  emulator::run_collective(emulated::kAllLanes, &own, [](void *const *lanes) {
     const auto element = [&](int row, int column) {
       return static_cast<Own *>(lanes[4 * row + column / 2])->pair >> column % 2 * 16 & 0xffff;
     };

@@ -13,7 +13,7 @@ inline void stmatrix(uint32_t address, const uint32_t (&m)[4]) {
     uint32_t address;
     const uint32_t *words;
   } own{address, m};
-  emulator::meet(emulated::kAllLanes, &own, [](void *const *lanes) {
+  emulator::run_collective(emulated::kAllLanes, &own, [](void *const *lanes) {
     for (int lane = 0; lane < 32; ++lane)
       for (int matrix = 0; matrix < 4; ++matrix) {
         const uint32_t to = static_cast<Own *>(lanes[8 * matrix + lane / 4])->address;
@@ -32,7 +32,7 @@ inline void add_global(float *sums, const float (&x)[4]) {
 inline void add_global_bulk(float *sums, uint32_t shared_sums, uint32_t bytes) {
   if (reinterpret_cast<uintptr_t>(sums) % 16 != 0 || shared_sums % 16 != 0 || bytes % 16 != 0)
     emulator::fail("a bulk addition is not aligned");
-  emulator::put_off(emulator::Queue::bulk, [=] {
+  emulator::defer(emulator::Queue::bulk, [=] {
     const char *from = emulator::shared_pointer(shared_sums);
     for (uint32_t i = 0; i < bytes / sizeof(float); ++i) {
       float x;

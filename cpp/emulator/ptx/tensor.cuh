@@ -22,7 +22,7 @@ inline void expect_bytes(uint64_t &barrier, uint32_t bytes) { emulator::expect_b
 inline void copy_box(uint32_t shared, const CUtensorMap &map, int32_t x, int32_t y, int32_t z, int32_t w,
                      uint64_t &barrier) {
   if (shared % 1024 != 0) emulator::fail("a box is not aligned to its swizzle");
-  emulator::put_off([=, &barrier] {
+  emulator::defer([=, &barrier] {
     const int64_t first[4] = {x, y, z, w};
     uint32_t row = 0;
     for (uint32_t l = 0; l < map.box[3]; ++l)

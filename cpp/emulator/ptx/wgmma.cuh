@@ -71,10 +71,10 @@ template <int kTiles> struct Product {
 
 // The lanes pass their sums and operands, and the product is deferred.
 template <int kTiles, class Run> void start(Product<kTiles> own, Run) {
-  emulator::meet(kAllLanes, &own, [](void *const *lanes) {
+  emulator::run_collective(kAllLanes, &own, [](void *const *lanes) {
     std::array<Product<kTiles>, 32> all;
     for (int lane = 0; lane < 32; ++lane) all[lane] = *static_cast<Product<kTiles> *>(lanes[lane]);
-    emulator::put_off(emulator::Queue::products, [all] {
+    emulator::defer(emulator::Queue::products, [all] {
       float *sums[32];
       for (int lane = 0; lane < 32; ++lane) sums[lane] = all[lane].sums;
       Run{}(all, sums);
@@ -83,7 +83,7 @@ template <int kTiles, class Run> void start(Product<kTiles> own, Run) {
 }
 
 inline void commit_products() {
-  emulator::meet(kAllLanes, nullptr, [](void *const *) { emulator::commit(emulator::Queue::products); });
+  emulator::run_collective(kAllLanes, nullptr, [](void *const *) { emulator::commit(emulator::Queue::products); });
 }
 
 } // namespace emulated
@@ -94,8 +94,8 @@ template <int kTiles> void warpgroup_fence_operand(float (&)[kTiles][4]) {}
 template <int kTiles> void warpgroup_fence_operand(uint32_t (&)[kTiles][4]) {}
 
 template <int kPending, int kMark = 0> void warpgroup_wait() {
-  emulator::meet(emulated::kAllLanes, nullptr,
-                 [](void *const *) { emulator::complete(emulator::Queue::products, kPending); });
+  emulator::run_collective(emulated::kAllLanes, nullptr,
+                           [](void *const *) { emulator::complete(emulator::Queue::products, kPending); });
 }
 
 enum class Major { k, mn };
