@@ -73,8 +73,8 @@ FDM_INLINE int64_t quotient(int64_t n, int64_t d) {
 FDM_INLINE int64_t clamp64(int64_t x, int64_t least, int64_t most) { return max64(least, min64(x, most)); }
 
 // Whether a mask or bias is per query. With a single query both forms are equivalent; the per-key form is cheaper.
-FDM_INLINE bool per_query(const fdm_tensor &t) { return t.shape[2] > 1; }
-FDM_INLINE bool has_rows(const fdm_tensor &t) { return present(t) && per_query(t); }
+FDM_INLINE bool is_per_query(const fdm_tensor &t) { return t.shape[2] > 1; }
+FDM_INLINE bool has_query_rows(const fdm_tensor &t) { return present(t) && is_per_query(t); }
 
 // The room for rows and keys in the tensors of a packed batch: in total, and for the longest sequence.
 struct PackedRoom {
@@ -83,7 +83,7 @@ struct PackedRoom {
 
 FDM_INLINE void limit_room(PackedRoom *room, const fdm_tensor &scores) {
   if (!present(scores)) return;
-  if (per_query(scores))
+  if (is_per_query(scores))
     room->rows = min64(room->rows, scores.shape[2]);
   else
     room->keys = min64(room->keys, scores.shape[3]);
@@ -185,7 +185,7 @@ FDM_INLINE bool has_intervals(const fdm_problem &p) { return present(p.start) ||
 FDM_INLINE fdm_mask_kind mask_kind(const fdm_problem &p) {
   if (has_intervals(p)) return FDM_MASK_INTERVALS;
   if (!present(p.mask)) return FDM_MASK_NONE;
-  return per_query(p.mask) ? FDM_MASK_ROWS : FDM_MASK_KEYS;
+  return is_per_query(p.mask) ? FDM_MASK_ROWS : FDM_MASK_KEYS;
 }
 
 // Whether each query lists its keys (fdm_problem.indices).
@@ -204,7 +204,7 @@ struct Matrix {
 // of the sequence. A dimension of size 1 is broadcast.
 FDM_INLINE Matrix score_matrix(const fdm_problem &p, const fdm_tensor &t, const Sequence &s, int64_t h,
                                int64_t element_size) {
-  const bool rows = per_query(t);
+  const bool rows = is_per_query(t);
   const int64_t row = rows ? t.stride[2] : 0;
   const int64_t col = t.shape[3] == 1 ? 0 : t.stride[3];
   int64_t offset = batch_index(t, s) * t.stride[0] + head_index(p, t, h) * t.stride[1];

@@ -43,7 +43,7 @@ static inline int32_t check_problem(const fdm_problem *p, const PackLimits &limi
   const int64_t value_dim = p->v.shape[3];
   const bool is_narrow = value_dim <= limits.narrow_value_dim && value_dim % 8 == 0 && p->head_dim % 8 == 0 &&
                          p->head_dim > limits.narrow_value_dim && p->head_dim <= limits.narrow_head_dim &&
-                         !present(p->block_table) && !has_key_lists(*p) && !has_rows(p->bias);
+                         !present(p->block_table) && !has_key_lists(*p) && !has_query_rows(p->bias);
   if (value_dim != p->head_dim && !is_narrow)
     return message.fail(FDM_UNSUPPORTED, "values of %lld columns beside keys of %lld are not supported",
                         static_cast<long long>(value_dim), static_cast<long long>(p->head_dim));

@@ -63,7 +63,7 @@ template <class Pack> struct PackEntries {
     if (int32_t status = check_args(args, "fdm_key_mass_args", message)) return status;
     if (int32_t status = check_problem(p, Pack::kLimits, message)) return status; // before p is read
     if (present(p->block_table)) return message.fail(FDM_UNSUPPORTED, "paged keys have no key mass");
-    if (Pack::kKeyMassBiases != FDM_KEY_MASS_ALL && has_rows(p->bias))
+    if (Pack::kKeyMassBiases != FDM_KEY_MASS_ALL && has_query_rows(p->bias))
       return message.fail(FDM_UNSUPPORTED, "no kernel computes the key mass with a bias for each query");
     if (int32_t status = check(p, FDM_PASS_KEY_MASS, plan, workspace, message)) return status;
     return Pack::run(p->context, message, [&] { return Pack::key_mass(*p, *args, plan.data, workspace.data); });
@@ -181,7 +181,7 @@ private:
       return message.fail(FDM_UNSUPPORTED, "of calls that list keys there are a forward and a backward pass only");
     if (Pack::kKeyLists != FDM_LISTS_IN_ORDER && pass == FDM_PASS_BACKWARD && p.flags & FDM_DETERMINISTIC)
       return message.fail(FDM_UNSUPPORTED, "the backward pass of calls that list keys adds in any order");
-    if (mask_kind(p) == FDM_MASK_NONE && !has_rows(p.bias)) return FDM_OK;
+    if (mask_kind(p) == FDM_MASK_NONE && !has_query_rows(p.bias)) return FDM_OK;
     return message.fail(FDM_INVALID_ARGUMENT,
                         "queries that list keys have no mask and no bias with a row for each query");
   }

@@ -21,7 +21,7 @@ namespace {
 // Five matrix products in place of two.
 double backward_work(const fdm_problem &p, int64_t tile_rows) { return 2.5 * forward_work(p, tile_rows); }
 
-bool wants_key_bias(const fdm_problem &p) { return present(p.bias) && !per_query(p.bias); }
+bool wants_key_bias(const fdm_problem &p) { return present(p.bias) && !is_per_query(p.bias); }
 
 // The gradient of row_bias().
 const fdm_tensor &row_bias_gradient(const fdm_problem &p, const fdm_backward_args &args) {

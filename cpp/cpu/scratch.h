@@ -24,13 +24,13 @@ static inline int64_t added_heads(const fdm_problem &p, int64_t heads) {
 static inline const fdm_tensor &row_bias(const fdm_problem &p) {
   static const fdm_tensor absent{};
   if (has_key_lists(p)) return p.index_bias;
-  return has_rows(p.bias) ? p.bias : absent;
+  return has_query_rows(p.bias) ? p.bias : absent;
 }
 static inline int64_t row_bias_heads(const fdm_problem &p, int64_t heads) {
   return is_per_query_head(p, row_bias(p)) ? heads : 1;
 }
 static inline int64_t bias_rows(const fdm_problem &p, int64_t rows) {
-  return present(p.bias) && per_query(p.bias) ? rows : 1;
+  return present(p.bias) && is_per_query(p.bias) ? rows : 1;
 }
 static inline int64_t heads_per_task(const fdm_problem &p) { return lists_per_query_head(p) ? 1 : group_size(p); }
 

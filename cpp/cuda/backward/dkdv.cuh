@@ -57,7 +57,7 @@ template <class Config> struct DkdvBlock : StepRows<Config> {
 
   // Copies the bias of a step's rows and the warp's keys, if it is a bias per query.
   __device__ void load_row_bias(const KeyStep &step) const {
-    if (!has_rows(params.p.bias) || !step.valid) return;
+    if (!has_query_rows(params.p.bias) || !step.valid) return;
     constexpr int kWarpKeys = 16 * kKeyTiles;
     const int first_key = threadIdx.x / 32 * kWarpKeys, first = step.tile * kRows;
     bias_tile(step).template copy<kRows, kWarpKeys, Config::kBiasPitch>(&shared.sBias[0][first_key],

@@ -255,7 +255,7 @@ private:
     own_task.same_rows = has_same_rows();
     own_task.words = params.plan.words;
     const bool has_unmapped_rows = kind == FDM_MASK_ROWS && !(kRowPlans && own_task.words);
-    own_task.test_all = !kSameKeys && (has_unmapped_rows || !own_task.same_rows || has_rows(p.bias));
+    own_task.test_all = !kSameKeys && (has_unmapped_rows || !own_task.same_rows || has_query_rows(p.bias));
     own_task.part_sums = item.parts > 1
                              ? params.keys.part_sums + int64_t(item.stored_part + item.part) * params.keys.part_floats
                              : nullptr;
@@ -271,7 +271,7 @@ private:
     for (RowRange &group : shared.group_rows) group = {INT32_MAX, 0};
   }
 
-  __device__ bool bias_is_of_keys() const { return present(params.p.bias) && !per_query(params.p.bias); }
+  __device__ bool bias_is_of_keys() const { return present(params.p.bias) && !is_per_query(params.p.bias); }
   __device__ bool bias_is_of_heads() const { return bias_is_of_keys() && params.p.bias.shape[1] == params.p.heads; }
   __device__ bool has_same_rows() const { return kSameKeys || group_shares_mask(params.p); }
 

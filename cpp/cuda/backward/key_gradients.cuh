@@ -108,7 +108,7 @@ struct KeyGradients {
                             float (&gradients)[kKeyTiles][kRowTiles][4], const RowBias &row_bias) {
     const ScoreFactors factors(params.p);
     const KeyStep &step = stage.step;
-    const bool has_row_bias = kGeneral && has_rows(params.p.bias);
+    const bool has_row_bias = kGeneral && has_query_rows(params.p.bias);
 #pragma unroll
     for (int m = 0; m < kKeyTiles; ++m)
 #pragma unroll

@@ -80,8 +80,8 @@ template <class Config> struct DbiasBlock {
                                      division.slots * division.tile_rows * 2 * int(sizeof(float)));
   }
   __device__ typename Config::Bias bias_at(int panel) const {
-    const int bias =
-        division.stages * stage_bytes + panel * Config::panel_bytes(division, float32_bias, has_rows(problem().mask));
+    const int bias = division.stages * stage_bytes +
+                     panel * Config::panel_bytes(division, float32_bias, has_query_rows(problem().mask));
     return {work.call, memory, bias, bias + Config::Bias::bytes(division.tile_rows, float32_bias), float32_bias};
   }
 
@@ -319,7 +319,7 @@ template <class Element, int kHeadDim>
 cudaError_t launch_pair_bias_dbias(const PairBiasBackward &work, cudaStream_t stream) {
   using Config = DbiasConfig<Element, kHeadDim>;
   const fdm_problem &p = work.call.p;
-  const int bytes = Config::shared_bytes(work.dbias, p.bias.dtype == FDM_FLOAT32, has_rows(p.mask));
+  const int bytes = Config::shared_bytes(work.dbias, p.bias.dtype == FDM_FLOAT32, has_query_rows(p.mask));
   return launch_pair_bias<dbias_kernel<Config>>(work, work.dbias.blocks, Config::kThreads, bytes, stream);
 }
 

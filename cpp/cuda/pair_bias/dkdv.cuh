@@ -76,10 +76,11 @@ template <class Config> struct PairBiasDkdvBlock {
         first_tile(own_first_tile), tiles(int(ceil_div(own_work.call.p.queries, kStepRows)) - own_first_tile),
         group(int(group_size(own_work.call.p))),
         stage_bytes(Config::stage_bytes(own_work.slots, own_work.call.p.bias.dtype == FDM_FLOAT32,
-                                        has_rows(own_work.call.p.mask))),
-        stages(
-            Config::stages(own_work.slots, own_work.call.p.bias.dtype == FDM_FLOAT32, has_rows(own_work.call.p.mask))),
-        panel_bytes(Config::panel_bytes(own_work.call.p.bias.dtype == FDM_FLOAT32, has_rows(own_work.call.p.mask))),
+                                        has_query_rows(own_work.call.p.mask))),
+        stages(Config::stages(own_work.slots, own_work.call.p.bias.dtype == FDM_FLOAT32,
+                              has_query_rows(own_work.call.p.mask))),
+        panel_bytes(
+            Config::panel_bytes(own_work.call.p.bias.dtype == FDM_FLOAT32, has_query_rows(own_work.call.p.mask))),
         drops_keys(mask_kind(own_work.call.p) == FDM_MASK_KEYS &&
                    own_work.call.p.mask.shape[1] > own_work.call.p.kv_heads),
         float32_bias(own_work.call.p.bias.dtype == FDM_FLOAT32), causal(is_causal(own_work.call.p)) {}
@@ -380,7 +381,7 @@ template <class Element, int kHeadDim>
 cudaError_t launch_pair_bias_dkdv(const PairBiasBackward &work, cudaStream_t stream) {
   using Config = PairBiasDkdvConfig<Element, kHeadDim>;
   const fdm_problem &p = work.call.p;
-  const int bytes = Config::shared_bytes(work.slots, p.bias.dtype == FDM_FLOAT32, has_rows(p.mask));
+  const int bytes = Config::shared_bytes(work.slots, p.bias.dtype == FDM_FLOAT32, has_query_rows(p.mask));
   return launch_pair_bias<pair_bias_dkdv_kernel<Config>>(work, p.kv_heads * work.groups * work.tiles, Config::kThreads,
                                                          bytes, stream);
 }

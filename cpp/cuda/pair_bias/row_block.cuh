@@ -91,9 +91,9 @@ template <class Config> struct RowBlock {
         rows(Config::kRows / own_work.slots), slot(int(threadIdx.x) / 32 * kWarpRows / rows),
         warp_row(int(threadIdx.x) / 32 * kWarpRows - slot * rows), first_row(row),
         stage_bytes(Config::stage_bytes(own_work.slots, own_work.call.p.bias.dtype == FDM_FLOAT32,
-                                        has_rows(own_work.call.p.mask))),
-        stages(
-            Config::stages(own_work.slots, own_work.call.p.bias.dtype == FDM_FLOAT32, has_rows(own_work.call.p.mask))),
+                                        has_query_rows(own_work.call.p.mask))),
+        stages(Config::stages(own_work.slots, own_work.call.p.bias.dtype == FDM_FLOAT32,
+                              has_query_rows(own_work.call.p.mask))),
         float32_bias(own_work.call.p.bias.dtype == FDM_FLOAT32), causal(is_causal(own_work.call.p)) {}
 
   __device__ const fdm_problem &problem() const { return work.call.p; }
@@ -134,7 +134,7 @@ template <class Config> struct RowBlock {
   __device__ void find_own_addresses() {
     const fdm_problem &p = problem();
     whole = slots == 1 && work.call.aligned && work.call.bias_chunks && first_row + rows <= int(p.queries) &&
-            kThreadsPerRow * 8 == int(p.head_dim) && !has_rows(p.mask);
+            kThreadsPerRow * 8 == int(p.head_dim) && !has_query_rows(p.mask);
     if (!whole) return;
     const int row = threadIdx.x / kThreadsPerRow, chunk = threadIdx.x % kThreadsPerRow;
     own_keys = shared.slots.first[0][0] + row * p.k.stride[1] + chunk * 8;

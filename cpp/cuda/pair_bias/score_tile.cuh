@@ -50,7 +50,7 @@ __device__ __forceinline__ void drop_words(uint4 &words, uint32_t kept) {
 }
 
 // Whether the mask is folded into tiles of the bias.
-FDM_INLINE bool folds_mask(const fdm_problem &p) { return has_rows(p.mask) || present(p.start); }
+FDM_INLINE bool folds_mask(const fdm_problem &p) { return has_query_rows(p.mask) || present(p.start); }
 
 template <class ElementType, int kThreads, int kPitch> struct ScoreTile {
   using Element = ElementType;
@@ -66,7 +66,7 @@ template <class ElementType, int kThreads, int kPitch> struct ScoreTile {
   int bias, mask; // byte offsets of the bias, a multiple of 128, and of the mask
   bool float32_bias;
 
-  __device__ bool has_mask_rows() const { return has_rows(call.p.mask); }
+  __device__ bool has_mask_rows() const { return has_query_rows(call.p.mask); }
 
   // Starts the copies of `rows` rows from first_row on, and of the keys from first_key on, of a source.
   __device__ __forceinline__ void copy(const Source &source, int rows, int first_row, int first_key) const {

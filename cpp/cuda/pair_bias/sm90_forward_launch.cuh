@@ -43,7 +43,7 @@ cudaError_t launch_pair_bias_forward_sm90(const PairBiasForwardLaunch &launch, c
     if constexpr (has_room_for_mask(kHeadDim, decltype(bias_type)::value == BiasType::float32)) {
       if (work.pairs) return launch_for(kOne, bias_type, kAnyMask, kHeads);
       if (work.halves) return launch_for(kOne, bias_type, kAnyMask, kKeys);
-      if (has_rows(p.mask)) return launch_for(kOne, bias_type, kMask, kRows);
+      if (has_query_rows(p.mask)) return launch_for(kOne, bias_type, kMask, kRows);
     } else if (work.halves) {
       return launch_for(kOne, bias_type, kNoMask, kKeys);
     }

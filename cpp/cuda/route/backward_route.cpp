@@ -19,7 +19,7 @@ bool takes_listed_keys(const fdm_problem &p) {
   return is_interval_plan(mask_kind(p)) && group_shares_mask(p) && !plans_runs(p);
 }
 
-bool sums_bias_of_keys(const fdm_problem &p) { return present(p.bias) && !per_query(p.bias); }
+bool sums_bias_of_keys(const fdm_problem &p) { return present(p.bias) && !is_per_query(p.bias); }
 
 // Whether the kernel that computes all gradients supports the form of a per-query bias. A key block serves the query
 // heads of a group, and it must write the complete bias gradient. Heads may have separate per-query masks: the kernel
@@ -35,7 +35,8 @@ bool has_usual_row_bias(const fdm_problem &p) {
 bool can_fuse(const fdm_problem &p, const DeviceFacts &device) {
   const BuiltFor &built = *device.built;
   if (has_narrow_values(p) && (p.softcap > 0 || mask_kind(p) == FDM_MASK_ROWS)) return false;
-  if (has_rows(p.bias)) return has_usual_row_bias(p) && fuses_row_bias(built.tile_arch, built.all.serving(p.head_dim));
+  if (has_query_rows(p.bias))
+    return has_usual_row_bias(p) && fuses_row_bias(built.tile_arch, built.all.serving(p.head_dim));
   const auto has_heads = [&](const fdm_tensor &t) { return t.shape[1] == p.heads; };
   // Heads may have separate per-query masks: the kernel tests each pair and makes K finite.
   if (mask_kind(p) == FDM_MASK_ROWS)
@@ -171,7 +172,7 @@ struct KeyChoice {
   // if a schedule keeps blocks of the same heads together. A head dimension of 192 with narrow values has blocks of
   // 128 keys and took 0 to 2 % more (H200). The small blocks have an order of their own.
   HeadsInside heads_inside() const {
-    if (has_rows(p.bias)) return HeadsInside::all; // the bias gradient is summed over heads that share it
+    if (has_query_rows(p.bias)) return HeadsInside::all; // the bias gradient is summed over heads that share it
     if (!device.has_wgmma() || keys.small) return HeadsInside::none;
     const bool usual = keys.block_keys < 128 || keys.sum_dim <= table.rows_inside_head_dim;
     if (mask_kind(p) == FDM_MASK_KEYS && keys.listed) {
@@ -366,7 +367,7 @@ KeyKernel key_kernel(const fdm_problem &p, const DeviceFacts &device, const Back
   if (fused) {
     if (!device.has_wgmma()) return KeyKernel::all;
     if (route.division.small) return route.division.chained ? KeyKernel::chained : KeyKernel::shared;
-    if (has_rows(p.bias)) return KeyKernel::row_bias;
+    if (has_query_rows(p.bias)) return KeyKernel::row_bias;
     return mask_kind(p) == FDM_MASK_ROWS ? KeyKernel::row_mask : KeyKernel::fused;
   }
   if (route.general) return KeyKernel::general;
@@ -516,7 +517,7 @@ BackwardRoute backward_route(const fdm_problem &p, const DeviceFacts &device, co
   route.wants_keys = route.wants_dkdv || route.wants_bias_sums;
   route.inputs_aligned = lies.inputs;
   route.dout_aligned = lies.dout;
-  route.general = has_rows(p.bias) || !lies.inputs || !lies.dout;
+  route.general = has_query_rows(p.bias) || !lies.inputs || !lies.dout;
   const bool fused = lies.inputs && lies.dout && wanted.dq && route.wants_keys && may_fuse(p, device);
   route.head_dim = backward_head_dim(p, device, route.general && !fused);
   route.value_dim = device.value_instantiation(p, route.head_dim);

@@ -8,7 +8,7 @@ namespace {
 
 // Whether the rows of a mask or bias can be copied 16 bytes at a time.
 bool has_chunks(const fdm_tensor &t, int64_t element_bytes) {
-  if (!has_rows(t)) return false;
+  if (!has_query_rows(t)) return false;
   const int64_t elements = 16 / element_bytes;
   bool aligned = reinterpret_cast<uintptr_t>(t.data) % 16 == 0 && t.shape[3] > 1 && t.stride[3] == 1;
   for (int d = 0; d < 3; ++d) aligned &= t.shape[d] <= 1 || t.stride[d] % elements == 0;

@@ -48,7 +48,7 @@ struct ForwardChoice {
     const int64_t group = group_size(p), group_rows = p.queries * group;
     const bool share = heads_share_columns(p), shared_decode = share && group_rows <= kDecodeRows;
     // The general kernel supports a per-query bias only for rows of one head.
-    const bool shared_forward = share && !has_rows(p.bias) && tile.rows % group == 0 && group_rows <= tile.rows;
+    const bool shared_forward = share && !has_query_rows(p.bias) && tile.rows % group == 0 && group_rows <= tile.rows;
     narrow = has_narrow_values(p);
     decode = !narrow && (shared_decode || (!shared_forward && p.queries <= kDecodeRows));
     heads_per_tile = !narrow && (shared_decode || (!decode && shared_forward)) ? int(group) : 1;
@@ -61,12 +61,12 @@ struct ForwardChoice {
     if ((undivided && has_few_columns()) || narrow) most_splits = 1;
     // Twice as many blocks as are resident finish closer together where their work is unequal, as with a causal mask.
     // The merge costs little where a block has as much work as with a per-query bias.
-    const bool has_much_work = has_rows(p.bias) && p.head_dim <= table.row_bias_most_head_dim;
+    const bool has_much_work = has_query_rows(p.bias) && p.head_dim <= table.row_bias_most_head_dim;
     wanted_blocks = has_much_work ? table.row_bias_blocks_of_sm : table.blocks_of_sm;
     if (decode) wanted_blocks = p.head_dim <= 64 ? table.decode_blocks_64 : table.decode_blocks_256;
   }
 
-  bool may_use_wgmma() const { return device.has_wgmma() && !decode && heads_per_tile == 1 && !has_rows(p.bias); }
+  bool may_use_wgmma() const { return device.has_wgmma() && !decode && heads_per_tile == 1 && !has_query_rows(p.bias); }
 
   // Whether small_tiles.cuh serves the problem rather than the persistent kernel: its tiles have few columns.
   bool has_few_columns() const {
@@ -137,7 +137,7 @@ struct ForwardChoice {
   bool decodes_directly(const Alignment &lies, int64_t splits) const {
     if (p.queries != 1 || p.keys > INT32_MAX / 2 || splits > 0 || p.head_dim > device.built->direct.most())
       return false;
-    if (has_rows(p.bias) || narrow) return false; // a bias with rows: packed sequences of one query each
+    if (has_query_rows(p.bias) || narrow) return false; // a bias with rows: packed sequences of one query each
     if (has_relative_bias(p)) return false;
     const fdm_mask_kind kind = mask_kind(p);
     if (present(p.block_table)) return false;
@@ -166,7 +166,7 @@ struct ForwardChoice {
 
   // The kernel for problems that are not decode.
   ForwardKernel kernel(const Alignment &lies, int64_t splits) const {
-    if (!lies.inputs || !lies.out || !lies.row_places || has_rows(p.bias)) return ForwardKernel::general;
+    if (!lies.inputs || !lies.out || !lies.row_places || has_query_rows(p.bias)) return ForwardKernel::general;
     const int head_dim = device.instantiation(p, false);
     if (device.has_wgmma()) {
       if (heads_per_tile > 1 || splits > 1) return ForwardKernel::usual;

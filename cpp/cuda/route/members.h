@@ -12,7 +12,7 @@ namespace fdm::cuda {
 // have no data during the workspace query.
 inline bool has_members(const fdm_problem &p) {
   const auto has_heads = [&](const fdm_tensor &t) { return t.shape[1] == p.heads; };
-  if (group_size(p) == 1 || has_rows(p.bias) || mask_kind(p) == FDM_MASK_ROWS) return false;
+  if (group_size(p) == 1 || has_query_rows(p.bias) || mask_kind(p) == FDM_MASK_ROWS) return false;
   return has_heads(p.bias) || has_heads(p.mask) || has_heads(p.start);
 }
 

@@ -17,7 +17,7 @@ bool shares_mask(const fdm_problem &p, int64_t batches, int64_t heads) {
     return (batches == 1 || t.shape[0] == 1) &&
            (heads == 1 || t.shape[1] == 1 || (t.shape[1] == p.kv_heads && p.bias.shape[1] == p.kv_heads));
   };
-  if (has_rows(p.mask)) return shared(p.mask);
+  if (has_query_rows(p.mask)) return shared(p.mask);
   return !present(p.start) || shared(p.start);
 }
 
@@ -26,7 +26,7 @@ int64_t batches_of(const fdm_problem &p) { return p.bias.shape[0] == 1 ? p.batch
 
 // Whether all sequences read the same bias and mask.
 bool shares_sequences(const fdm_problem &p) {
-  return p.bias.shape[0] == 1 && (!has_rows(p.mask) || p.mask.shape[0] == 1) &&
+  return p.bias.shape[0] == 1 && (!has_query_rows(p.mask) || p.mask.shape[0] == 1) &&
          (!present(p.start) || p.start.shape[0] == 1);
 }
 
@@ -85,7 +85,7 @@ struct PairBiasChoice {
 
   // The search for live tiles of a mask takes a launch, so it requires many tiles.
   bool finds_live_tiles() const {
-    return has_rows(p.mask) && facts.mask_chunks && facts.shares_mask && p.keys > table.pair_bias_keys;
+    return has_query_rows(p.mask) && facts.mask_chunks && facts.shares_mask && p.keys > table.pair_bias_keys;
   }
   // The forward pass may save little with them.
   bool finds_live_tiles_forward() const {
@@ -106,7 +106,7 @@ struct PairBiasChoice {
                        int64_t all) const {
     const int rows = 16 * tile.tiles * tile.warps, least = 16 * tile.tiles;
     const auto fits = [&](int slots) {
-      return sizes.shared_bytes(slots, has_float32_bias(p), has_rows(p.mask)) <= pair_bias_shared_limit(arch);
+      return sizes.shared_bytes(slots, has_float32_bias(p), has_query_rows(p.mask)) <= pair_bias_shared_limit(arch);
     };
     int slots = 1;
     while (2 * slots <= side_by_side && rows / slots > least && rows / slots / 2 >= length && fits(2 * slots))
@@ -127,7 +127,7 @@ struct PairBiasChoice {
   // longer than one, because they mostly wait. On an H200 a block of 64 keys took 3.6 us with a mask, and the merge
   // of 1024 rows of partial results took about as long; without a mask a block takes less.
   int64_t splits_for(const PairBiasForwardWork &work, int64_t sms) const {
-    const bool mask = has_rows(p.mask);
+    const bool mask = has_query_rows(p.mask);
     const int bytes = row_sizes(1).shared_bytes(work.slots, has_float32_bias(p), mask);
     const int64_t resident =
         std::min(pair_bias_forward_tile(int(p.head_dim)).blocks, pair_bias_shared_limit(arch) / bytes);
@@ -225,10 +225,10 @@ struct PairBiasChoice {
   // may_take_halves = false: another device may have too few SMs for halves, and split the keys.
   bool divide_sm90(PairBiasForwardWork *work, int64_t sms, bool may_take_halves) const {
     if (!has_sm90_tiles() || !facts.bias_chunks || present(p.start)) return false;
-    if (has_rows(p.mask) && (!facts.mask_chunks || !facts.shares_mask || !has_mask_room())) return false;
+    if (has_query_rows(p.mask) && (!facts.mask_chunks || !facts.shares_mask || !has_mask_room())) return false;
     const int64_t most = sm90_sources(sm90_head_dim);
     work->pairs = has_head_pairs();
-    const bool shares = work->pairs || has_rows(p.mask);
+    const bool shares = work->pairs || has_query_rows(p.mask);
     work->tiles = int32_t(ceil_div(p.queries, sm90_rows(*work)));
     work->slots = work->pairs ? 2 : 1;
     if (!shares) {
@@ -254,7 +254,7 @@ struct PairBiasChoice {
     work->slots = sizes.elements() / (work->tile_rows * work->tile_keys);
     for (work->stages = 2; work->stages > 0; --work->stages) {
       const int bytes = sizes.shared_bytes(work->slots, work->tile_rows, work->tile_keys, work->stages,
-                                           has_float32_bias(p), has_rows(p.mask));
+                                           has_float32_bias(p), has_query_rows(p.mask));
       if (bytes <= pair_bias_shared_limit(arch)) return true;
     }
     return false;
@@ -462,10 +462,10 @@ FusedDivision FusedPlan::launch(int64_t first, int64_t *batches) const {
 
 bool is_pair_bias(const fdm_problem &p, const DeviceFacts &device) {
   const RouteTable &table = *device.table;
-  if (!has_rows(p.bias) || p.bias.shape[3] != p.keys || p.queries <= kDecodeRows || is_varlen(p)) return false;
+  if (!has_query_rows(p.bias) || p.bias.shape[3] != p.keys || p.queries <= kDecodeRows || is_varlen(p)) return false;
   if (p.head_dim > device.built->pair_bias.most() || present(p.sink)) return false;
   const bool one_source = p.bias.shape[0] == p.batch && p.bias.shape[1] == p.heads;
-  if (p.keys <= table.pair_bias_keys || !(one_source || has_rows(p.mask))) return true;
+  if (p.keys <= table.pair_bias_keys || !(one_source || has_query_rows(p.mask))) return true;
   const bool fuses = device.has_wgmma() && p.softcap <= 0 && p.head_dim <= device.built->pair_bias_sm90.most();
   if (!one_source && fuses && p.keys <= table.pair_bias_few_rows_keys && partial_rows(p) <= table.pair_bias_few_rows)
     return true;
@@ -474,7 +474,7 @@ bool is_pair_bias(const fdm_problem &p, const DeviceFacts &device) {
   // rows (divide_sm90).
   const bool even = p.keys % 16 == 0 && p.head_dim % 8 == 0;
   if (!even || !has_sm90_sizes(p, device) || p.flags & FDM_DETERMINISTIC || present(p.start)) return false;
-  if (!has_rows(p.mask)) return partial_rows(p) > table.pair_bias_few_rows;
+  if (!has_query_rows(p.mask)) return partial_rows(p) > table.pair_bias_few_rows;
   return has_room_for_mask(device.built->pair_bias_sm90.serving(p.head_dim), has_float32_bias(p)) &&
          shares_mask(p, batches_of(p), p.heads / p.bias.shape[1]);
 }

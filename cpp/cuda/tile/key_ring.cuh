@@ -55,7 +55,7 @@ __device__ __forceinline__ ScoreView score_view(const fdm_problem &p, const fdm_
                                                 int64_t head) {
   if (!present(t)) return {};
   const Matrix m = score_matrix(p, t, s, head, t.dtype == FDM_FLOAT32 ? 4 : 2);
-  return {m.base, m.row, m.col, t.dtype, per_query(t)};
+  return {m.base, m.row, m.col, t.dtype, is_per_query(t)};
 }
 
 // The bias of the rows of a tile of kTileRows rows. A table of RelativeBias, one for each sequence, query head and

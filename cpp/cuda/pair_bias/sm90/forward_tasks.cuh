@@ -30,7 +30,7 @@ struct PairBiasForwardConfigSm90 {
   static constexpr bool kPairs = kParts == TaskParts::heads, kHalves = kParts == TaskParts::keys;
   static constexpr bool kWindows = kParts == TaskParts::sources;
   __device__ static bool folds_mask(const fdm_problem &p) {
-    return kMaskRows == MaskRows::each_query || (kMaskRows == MaskRows::either && has_rows(p.mask));
+    return kMaskRows == MaskRows::each_query || (kMaskRows == MaskRows::either && has_query_rows(p.mask));
   }
   static constexpr bool kHalfRows = kPairs || kHalves || kWindows; // each consumer warpgroup has all rows of a task
   static constexpr bool kHalfKeys = kHalves || kWindows;           // and half of a stage's keys

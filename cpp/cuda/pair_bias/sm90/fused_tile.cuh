@@ -135,8 +135,9 @@ private:
                   last_key = int64_t(task.key_tile + 1) * Config::kWindowSide;
     const bool sees_all = !is_causal(p) || last_key <= last_row - Config::kWindowSide + p.keys - p.queries + 1;
     if (work.call.bias_chunks && last_row <= p.queries && last_key <= p.keys && !present(p.start)) {
-      if (!has_rows(p.mask) && sees_all) return load_whole_bias(bias, [](int, int) { return kNoneDropped; });
-      if (!has_rows(p.mask)) return load_whole_bias(bias, [&](int half, int n) { return dropped_later(half, n); });
+      if (!has_query_rows(p.mask) && sees_all) return load_whole_bias(bias, [](int, int) { return kNoneDropped; });
+      if (!has_query_rows(p.mask))
+        return load_whole_bias(bias, [&](int half, int n) { return dropped_later(half, n); });
       if (work.call.mask_chunks) {
         const Matrix mask = score_matrix(p, p.mask, s, source.head, 1);
         const auto *const first = static_cast<const char *>(mask.base) + key(0);

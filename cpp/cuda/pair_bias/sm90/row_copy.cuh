@@ -38,7 +38,7 @@ __device__ __forceinline__ const uint8_t *kept_key(const fdm_problem &p, int64_t
 __device__ __forceinline__ bool is_kept_pair(const fdm_problem &p, const Sequence &s, int64_t head, int64_t r,
                                              int64_t k) {
   if (r >= p.queries || k >= p.keys || (is_causal(p) && k > r + p.keys - p.queries)) return false;
-  if (has_rows(p.mask)) {
+  if (has_query_rows(p.mask)) {
     const Matrix mask = score_matrix(p, p.mask, s, head, 1);
     return static_cast<const uint8_t *>(mask.base)[r * mask.row + k * mask.col] != 0;
   }
