@@ -70,23 +70,23 @@ FDM_INLINE int64_t quotient(int64_t n, int64_t d) {
   return n / d;
 }
 
-FDM_INLINE int64_t clamp64(int64_t x, int64_t least, int64_t most) { return max64(least, min64(x, most)); }
+FDM_INLINE int64_t clamp64(int64_t x, int64_t low, int64_t high) { return max64(low, min64(x, high)); }
 
 // Whether a mask or bias is per query. With a single query both forms are equivalent; the per-key form is cheaper.
 FDM_INLINE bool is_per_query(const fdm_tensor &t) { return t.shape[2] > 1; }
 FDM_INLINE bool has_query_rows(const fdm_tensor &t) { return present(t) && is_per_query(t); }
 
-// The room for rows and keys in the tensors of a packed batch: in total, and for the longest sequence.
-struct PackedRoom {
-  int64_t rows, keys, longest_rows, longest_keys;
+// The capacity for rows and keys in the tensors of a packed batch: in total, and for the longest sequence.
+struct PackedCapacity {
+  int64_t rows, keys, max_rows, max_keys;
 };
 
-FDM_INLINE void limit_room(PackedRoom *room, const fdm_tensor &scores) {
+FDM_INLINE void limit_capacity(PackedCapacity *capacity, const fdm_tensor &scores) {
   if (!present(scores)) return;
   if (is_per_query(scores))
-    room->rows = min64(room->rows, scores.shape[2]);
+    capacity->rows = min64(capacity->rows, scores.shape[2]);
   else
-    room->keys = min64(room->keys, scores.shape[3]);
+    capacity->keys = min64(capacity->keys, scores.shape[3]);
 }
 
 FDM_INLINE int64_t cu_bound(const fdm_tensor &cu_seqlens, int64_t i) {
@@ -96,12 +96,12 @@ FDM_INLINE int64_t cu_bound(const fdm_tensor &cu_seqlens, int64_t i) {
 // Clamps the bounds of cu_seqlens to the tensors and to the lengths that the caller gave. On a GPU the host cannot
 // check them.
 FDM_INLINE Sequence packed_sequence(const fdm_tensor &cu_seqlens_q, const fdm_tensor &cu_seqlens_k, int64_t b,
-                                    const PackedRoom &room) {
-  const int64_t q0 = clamp64(cu_bound(cu_seqlens_q, b), 0, room.rows);
-  const int64_t k0 = clamp64(cu_bound(cu_seqlens_k, b), 0, room.keys);
-  const int64_t q1 = clamp64(cu_bound(cu_seqlens_q, b + 1), q0, room.rows);
-  const int64_t k1 = clamp64(cu_bound(cu_seqlens_k, b + 1), k0, room.keys);
-  const int64_t q_count = min64(q1 - q0, room.longest_rows), k_count = min64(k1 - k0, room.longest_keys);
+                                    const PackedCapacity &capacity) {
+  const int64_t q0 = clamp64(cu_bound(cu_seqlens_q, b), 0, capacity.rows);
+  const int64_t k0 = clamp64(cu_bound(cu_seqlens_k, b), 0, capacity.keys);
+  const int64_t q1 = clamp64(cu_bound(cu_seqlens_q, b + 1), q0, capacity.rows);
+  const int64_t k1 = clamp64(cu_bound(cu_seqlens_k, b + 1), k0, capacity.keys);
+  const int64_t q_count = min64(q1 - q0, capacity.max_rows), k_count = min64(k1 - k0, capacity.max_keys);
   return {0, q0, q_count, k0, k_count, k_count - q_count};
 }
 
@@ -112,27 +112,27 @@ FDM_INLINE Sequence whole_sequence(const fdm_problem &p, int64_t b) {
 
 FDM_INLINE Sequence sequence(const fdm_problem &p, int64_t b) {
   if (!is_varlen(p)) return whole_sequence(p, b);
-  PackedRoom room{p.q.shape[1], p.k.shape[1], p.queries, p.keys};
+  PackedCapacity capacity{p.q.shape[1], p.k.shape[1], p.queries, p.keys};
   if (present(p.block_table)) {
     // The shapes of pages do not bound the total number of keys. The shapes of per-key masks and biases do.
-    room.keys = INT32_MAX;
-    room.longest_keys = min64(p.keys, p.block_table.shape[1] * p.k.shape[1]);
-    limit_room(&room, p.mask);
-    limit_room(&room, p.start);
-    limit_room(&room, p.bias);
+    capacity.keys = INT32_MAX;
+    capacity.max_keys = min64(p.keys, p.block_table.shape[1] * p.k.shape[1]);
+    limit_capacity(&capacity, p.mask);
+    limit_capacity(&capacity, p.start);
+    limit_capacity(&capacity, p.bias);
   }
-  return packed_sequence(p.cu_seqlens_q, p.cu_seqlens_k, b, room);
+  return packed_sequence(p.cu_seqlens_q, p.cu_seqlens_k, b, capacity);
 }
 
 // A sequence of a selection. Without cu_seqlens, b is an index into the batch of the result.
 FDM_INLINE Sequence sequence(const fdm_selection &s, int64_t b) {
   if (!present(s.cu_seqlens_q)) return {b, 0, s.queries, 0, s.keys, s.keys - s.queries};
-  PackedRoom room{INT32_MAX, INT32_MAX, s.queries, s.keys};
-  limit_room(&room, s.bias);
-  limit_room(&room, s.mask);
-  limit_room(&room, s.start);
-  limit_room(&room, s.keep);
-  return packed_sequence(s.cu_seqlens_q, s.cu_seqlens_k, b, room);
+  PackedCapacity capacity{INT32_MAX, INT32_MAX, s.queries, s.keys};
+  limit_capacity(&capacity, s.bias);
+  limit_capacity(&capacity, s.mask);
+  limit_capacity(&capacity, s.start);
+  limit_capacity(&capacity, s.keep);
+  return packed_sequence(s.cu_seqlens_q, s.cu_seqlens_k, b, capacity);
 }
 
 // The first token of the sequence that contains `token`, and one past its last. Invalid cu_seqlens give a range that
@@ -157,7 +157,7 @@ FDM_INLINE TokenRange sequence_of(const fdm_forgetting &f, int64_t token) {
 }
 
 // A gate clamped below at `least`. NaN stays NaN.
-FDM_INLINE double bounded_gate(const fdm_forgetting &f, double gate) { return gate < f.least ? f.least : gate; }
+FDM_INLINE double clamped_gate(const fdm_forgetting &f, double gate) { return gate < f.least ? f.least : gate; }
 
 // The number of sequences in each list of a plan. Without cu_seqlens a list belongs to one batch element, or to the
 // whole batch if it is broadcast.
@@ -191,8 +191,8 @@ FDM_INLINE fdm_mask_kind mask_kind(const fdm_problem &p) {
 // Whether each query lists its keys (fdm_problem.indices).
 FDM_INLINE bool has_key_lists(const fdm_problem &p) { return present(p.indices); }
 
-// The tensor whose first two dimensions enumerate the lists of the plan.
-FDM_INLINE const fdm_tensor &list_tensor(const fdm_problem &p) { return has_intervals(p) ? p.start : p.mask; }
+// The tensor of the mask, whose first two dimensions enumerate the lists of the plan.
+FDM_INLINE const fdm_tensor &mask_tensor(const fdm_problem &p) { return has_intervals(p) ? p.start : p.mask; }
 
 // A matrix of scalars: element (i, j) at base + i * row + j * col, in elements.
 struct Matrix {
@@ -216,7 +216,8 @@ FDM_INLINE Matrix score_matrix(const fdm_problem &p, const fdm_tensor &t, const 
 FDM_INLINE int64_t row_offset(const fdm_tensor &t, const Sequence &s, int64_t i, int64_t h) {
   return s.batch * t.stride[0] + (s.q_begin + i) * t.stride[1] + h * t.stride[2];
 }
-FDM_INLINE int64_t lse_offset(const fdm_tensor &t, const Sequence &s, int64_t i, int64_t h) {
+// The same in a (B, heads, rows, ...) tensor such as lse or indices.
+FDM_INLINE int64_t head_major_offset(const fdm_tensor &t, const Sequence &s, int64_t i, int64_t h) {
   return s.batch * t.stride[0] + h * t.stride[1] + (s.q_begin + i) * t.stride[2];
 }
 

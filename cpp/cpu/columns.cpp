@@ -84,7 +84,7 @@ void key_list_columns(const fdm_problem &p, const Sequence &s, int64_t h, const 
   const fdm_tensor &t = p.indices;
   const int64_t row = out->first_row;
   const int64_t limit = is_causal(p) ? clamp64(row + s.causal_off + 1, 0, s.k_count) : s.k_count;
-  const int32_t *list = static_cast<const int32_t *>(t.data) + lse_offset(t, s, row, head_index(p, t, h));
+  const int32_t *list = static_cast<const int32_t *>(t.data) + head_major_offset(t, s, row, head_index(p, t, h));
   int32_t count = 0;
   out->place = a.start;
   out->start = nullptr;
@@ -134,7 +134,7 @@ void tile_columns(const fdm_problem &p, const void *plan, const Sequence &s, int
   const fdm_mask_kind kind = mask_kind(p);
   if (kind == FDM_MASK_NONE) return range_columns(p, s, a, out);
 
-  const fdm_tensor &lists = list_tensor(p);
+  const fdm_tensor &lists = mask_tensor(p);
   const int64_t list = batch_index(lists, s) * lists.shape[1] + head_index(p, lists, h);
   void *mutable_plan = const_cast<void *>(plan); // the plan builder uses the same accessors
   if (kind != FDM_MASK_ROWS)

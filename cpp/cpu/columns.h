@@ -63,7 +63,7 @@ int64_t tile_rows(const fdm_problem &p, const void *plan);
 
 // Whether each query head has a separate list. Otherwise the heads of a group share one.
 static inline bool lists_per_query_head(const fdm_problem &p) {
-  return mask_kind(p) != FDM_MASK_NONE && list_tensor(p).shape[1] == p.heads && p.heads != p.kv_heads;
+  return mask_kind(p) != FDM_MASK_NONE && mask_tensor(p).shape[1] == p.heads && p.heads != p.kv_heads;
 }
 
 } // namespace fdm::cpu

@@ -86,7 +86,7 @@ void forget_pass(const fdm_forgetting &f, void *workspace) {
       RunningSum running;
       for (int64_t j = begin; j < past; ++j) {
         const bool is_token = row.is_token(j);
-        sums[j] = running.add(is_token ? bounded_gate(f, row.load(f.log_forget, j)) : 0.0);
+        sums[j] = running.add(is_token ? clamped_gate(f, row.load(f.log_forget, j)) : 0.0);
         row.write(f.bias, j, is_token ? -sums[j] : -INFINITY);
       }
       if (!present(f.end)) continue;

@@ -17,7 +17,7 @@ constexpr double kWorkOfKey = 200.0;
 constexpr int64_t kTileRowChoices[] = {64, 32, 16, 8};
 constexpr int kBlocksTried = 4;
 
-int64_t list_count(const fdm_problem &p) { return list_tensor(p).shape[0] * list_tensor(p).shape[1]; }
+int64_t list_count(const fdm_problem &p) { return mask_tensor(p).shape[0] * mask_tensor(p).shape[1]; }
 
 int64_t heads_per_list(const fdm_problem &p) { return lists_per_query_head(p) ? 1 : group_size(p); }
 
@@ -79,7 +79,7 @@ void add_tile_columns(const Interval &rows, int64_t *columns) {
 }
 
 void make_interval_list(const fdm_problem &p, void *plan, int64_t list_number, int64_t *columns) {
-  const fdm_tensor &lists = list_tensor(p);
+  const fdm_tensor &lists = mask_tensor(p);
   const int64_t list_batch = list_number / lists.shape[1], list_head = list_number % lists.shape[1];
   const IntervalList list = IntervalList::in_plan(plan, list_number, total_keys(p));
   for (int64_t b = 0; b < list_sequences(p); ++b) {

@@ -71,7 +71,7 @@ void write_rows(const Tile &tile, const fdm_forward_args &args) {
       store_row(args.out, row_offset(args.out, task.sequence, row, task.head + g), args.out.stride[3], tile.p.head_dim,
                 out);
       const float lse = sum == 0.0f ? -kInfinity : tile.buffers.row_max[r] + __builtin_logf(sum);
-      const int64_t offset = lse_offset(args.lse, task.sequence, row, task.head + g);
+      const int64_t offset = head_major_offset(args.lse, task.sequence, row, task.head + g);
       store_scalar(args.lse.data, args.lse.dtype, offset, double(lse) + tile.reference(g));
     }
 }

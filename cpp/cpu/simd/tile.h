@@ -238,7 +238,7 @@ private:
     const fdm_tensor &t = p.index_bias;
     for (int64_t g = 0; g < heads; ++g) {
       float *out = buffers.bias + g * kBlockKeys;
-      const int64_t row = lse_offset(t, task.sequence, task.first_row, head_index(p, t, task.head + g));
+      const int64_t row = head_major_offset(t, task.sequence, task.first_row, head_index(p, t, task.head + g));
       for (int64_t c = 0; c < block.count; ++c)
         out[c] += load_scalar(t.data, t.dtype, row + block.place[c] * t.stride[3]);
     }

@@ -25,7 +25,7 @@ void load_shifts(Tile &tile, const fdm_tensor &row_lse) {
   bool recompute = false;
   for (int64_t g = 0; g < task.heads; ++g)
     for (int64_t i = 0; i < task.rows; ++i) {
-      const int64_t offset = lse_offset(row_lse, task.sequence, task.first_row + i, task.head + g);
+      const int64_t offset = head_major_offset(row_lse, task.sequence, task.first_row + i, task.head + g);
       const float lse = float(load_double(row_lse.data, row_lse.dtype, offset) - tile.reference(g));
       b.row_max[g * task.rows + i] = lse == -kInfinity ? kInfinity : lse;
       recompute |= __builtin_fabsf(lse) >= kCoarseLse && lse != -kInfinity;
@@ -150,7 +150,7 @@ void first_pass(Tile &tile, const fdm_backward_args &args, bool need_dp, double 
       double delta = empty ? 0.0 : (b.row_delta[r] * sum + moment) / total;
       if (dsink && !empty) dsink[g] -= sink / total * delta;
       if (present(args.dlse) && !empty) {
-        const int64_t offset = lse_offset(args.dlse, task.sequence, task.first_row + i, task.head + g);
+        const int64_t offset = head_major_offset(args.dlse, task.sequence, task.first_row + i, task.head + g);
         delta -= load_double(args.dlse.data, args.dlse.dtype, offset) * (total / sum);
       }
       b.row_sum[r] = empty ? 1.0f : float(total);

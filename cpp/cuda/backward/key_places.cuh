@@ -109,7 +109,7 @@ struct SegmentPlace {
       kv_head = head - sequence_index * static_cast<uint32_t>(p.kv_heads);
     }
     s = sequence(p, sequence_index);
-    const fdm_tensor &lists = list_tensor(p); // one list for all heads, or one for each KV head
+    const fdm_tensor &lists = mask_tensor(p); // one list for all heads, or one for each KV head
     list = batch_index(lists, s) * params.plan.batch_lists + (lists.shape[1] == 1 ? 0 : kv_head);
   }
 };

@@ -54,7 +54,7 @@ template <int kThreads> struct SegmentOrder {
     list = static_cast<int32_t>(place.list);
     number = list * segments.count + of_list;
     const ListSegments list_segments(params, s, place.sequence_index, list);
-    const fdm_tensor &t = list_tensor(p);
+    const fdm_tensor &t = mask_tensor(p);
     writes = (t.shape[0] > 1 || s.batch == 0) && (t.shape[1] > 1 || place.kv_head == 0);
     sequence_number = static_cast<int32_t>(list_sequence(p, list, place.sequence_index));
     base = list * params.plan.list_keys + s.k_begin;

@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
       if (d + k < head_dim) store_out(params.a, offset + k * out.stride[3], merged[k] * inverse);
   }
   if (d == 0)
-    static_cast<float *>(params.a.lse.data)[lse_offset(params.a.lse, row.s, row.query, row.head)] =
+    static_cast<float *>(params.a.lse.data)[head_major_offset(params.a.lse, row.s, row.query, row.head)] =
         total == 0.0f ? -INFINITY : (largest + log2f(total)) / kLog2E;
 }
 

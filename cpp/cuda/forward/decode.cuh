@@ -338,7 +338,7 @@ struct DecodeWarp
     store_out(params.a, row_offset(t, task->s, this->query(r), this->head(r)) + d * t.stride[3],
               x.sum == 0.0f ? 0.0f : x.value * row_factor(this->sink(r), x.maximum, x.sum));
     if (d == 0)
-      static_cast<float *>(params.a.lse.data)[lse_offset(params.a.lse, task->s, this->query(r), this->head(r))] =
+      static_cast<float *>(params.a.lse.data)[head_major_offset(params.a.lse, task->s, this->query(r), this->head(r))] =
           x.sum == 0.0f ? -INFINITY : (x.maximum + log2f(x.sum)) / kLog2E;
   }
 

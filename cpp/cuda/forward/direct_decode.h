@@ -50,7 +50,7 @@ struct DirectDecodeParams {
   bool capped;
   bool packed; // varlen, by cu_seqlens
   fdm_tensor cu_seqlens_q, cu_seqlens_k;
-  PackedRoom room;
+  PackedCapacity room;
 };
 
 // The part of the problem that a thread block computes.

@@ -287,7 +287,8 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
     const int lse_row = first + lane % 4 * 8 + lane / 4;
     if (lane % 4 < 2 * kRowTiles && this->query_of_block(lse_row) < there)
       static_cast<float *>(
-          params.a.lse.data)[lse_offset(params.a.lse, task->s, this->query(lse_row), this->head(lse_row))] = own_lse;
+          params.a.lse.data)[head_major_offset(params.a.lse, task->s, this->query(lse_row), this->head(lse_row))] =
+          own_lse;
     store_accumulators<Element, Tile>(out, q_base, first, 0);
     __syncwarp();
     write_rows<RowPart::rounded>(params.a.out, first, there);

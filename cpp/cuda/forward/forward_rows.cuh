@@ -106,7 +106,7 @@ struct ForwardTask {
   __device__ void set_results(const ForwardParams &params) {
     const fdm_tensor &t = params.a.out;
     out = static_cast<uint16_t *>(t.data) + row_offset(t, s, first_row, head);
-    lse = static_cast<float *>(params.a.lse.data) + lse_offset(params.a.lse, s, first_row, head);
+    lse = static_cast<float *>(params.a.lse.data) + head_major_offset(params.a.lse, s, first_row, head);
     rows = static_cast<int32_t>(min64(s.q_count - first_row, INT32_MAX));
   }
 };

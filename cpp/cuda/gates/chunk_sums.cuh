@@ -61,7 +61,7 @@ template <bool kBackward> struct GateRow {
   // The number that is summed.
   __device__ double operator()(int32_t place) const {
     if (!is_token(place)) return 0;
-    return kBackward ? load_number(f.dbias, offset(f.dbias, place)) : bounded_gate(f, gate(place));
+    return kBackward ? load_number(f.dbias, offset(f.dbias, place)) : clamped_gate(f, gate(place));
   }
 };
 

@@ -73,7 +73,7 @@ template <class Config> struct ListForward : ListTile<Config> {
   }
   __device__ void write_lse(int r, float maximum, float sum) const {
     const fdm_tensor &t = params.forward.lse;
-    static_cast<float *>(t.data)[lse_offset(t, task.s, task.query, task.head + r)] =
+    static_cast<float *>(t.data)[head_major_offset(t, task.s, task.query, task.head + r)] =
         sum == 0.0f ? -INFINITY : (maximum + ptx::log2_approximate(sum)) * (1.0f / kLog2E);
   }
 

@@ -21,7 +21,7 @@ struct ListRow {
                                  bool adds) {
     const fdm_backward_args &a = params.backward;
     const auto number = [&](const fdm_tensor &t) {
-      return static_cast<const float *>(t.data)[lse_offset(t, task.s, task.query, head)];
+      return static_cast<const float *>(t.data)[head_major_offset(t, task.s, task.query, head)];
     };
     const float lse = number(a.lse) * kLog2E;
     if (lse == -INFINITY) return none();

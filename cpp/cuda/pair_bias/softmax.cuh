@@ -140,7 +140,7 @@ __device__ __forceinline__ void write_pair_bias_row(const PairBiasForward &work,
   write_row(static_cast<Element *>(t.data) + row_offset(t, s, i, source.head), t.stride[3], int(work.call.p.head_dim),
             out, half, inverse, exists, sum == 0.0f);
   if (exists && threadIdx.x % 4 == 0)
-    static_cast<float *>(lse.data)[lse_offset(lse, s, i, source.head)] =
+    static_cast<float *>(lse.data)[head_major_offset(lse, s, i, source.head)] =
         sum == 0.0f ? -INFINITY : (log2f(sum) - shift) / kLog2E;
 }
 

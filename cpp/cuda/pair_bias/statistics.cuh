@@ -16,7 +16,8 @@ __device__ __forceinline__ RowStatistics fetch_statistics(const PairBiasBackward
                                                           int64_t row) {
   const fdm_problem &p = work.call.p;
   const fdm_tensor &lse = work.a.lse;
-  return {static_cast<const float *>(lse.data)[lse_offset(lse, pair_bias_sequence(p, source.batch), row, source.head)],
+  return {static_cast<const float *>(
+              lse.data)[head_major_offset(lse, pair_bias_sequence(p, source.batch), row, source.head)],
           delta_of(work, source.batch, source.head, row)};
 }
 __device__ __forceinline__ RowStatistics to_base_2(const RowStatistics &fetched) {

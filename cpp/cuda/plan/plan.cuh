@@ -100,7 +100,7 @@ FDM_INLINE int64_t align_256(int64_t bytes) { return (bytes + 255) / 256 * 256; 
 FDM_INLINE int64_t list_keys(const fdm_problem &p) {
   if (!is_varlen(p)) return p.keys;
   if (!present(p.block_table)) return p.k.shape[1];
-  return mask_kind(p) == FDM_MASK_ROWS ? 0 : list_tensor(p).shape[3];
+  return mask_kind(p) == FDM_MASK_ROWS ? 0 : mask_tensor(p).shape[3];
 }
 
 FDM_INLINE bool is_interval_plan(fdm_mask_kind kind) { return kind == FDM_MASK_KEYS || kind == FDM_MASK_INTERVALS; }
@@ -126,7 +126,7 @@ inline Plan lay_out_plan(const fdm_problem &p, void *base, int64_t *bytes) {
   *bytes = 0;
   const fdm_mask_kind kind = mask_kind(p);
   if (kind == FDM_MASK_NONE) return {};
-  const fdm_tensor &mask = list_tensor(p);
+  const fdm_tensor &mask = mask_tensor(p);
   Plan plan{};
   plan.lists = mask.shape[0] * mask.shape[1];
   plan.batch_lists = int32_t(mask.shape[1]);
@@ -197,7 +197,7 @@ FDM_INLINE int64_t sequence_tiles(const fdm_problem &p) {
 // Whether the query heads of a group share the mask. Masks with rows count as shared.
 FDM_INLINE bool group_shares_mask(const fdm_problem &p) {
   const fdm_mask_kind kind = mask_kind(p);
-  return !is_interval_plan(kind) || group_size(p) == 1 || list_tensor(p).shape[1] != p.heads;
+  return !is_interval_plan(kind) || group_size(p) == 1 || mask_tensor(p).shape[1] != p.heads;
 }
 
 // A part of a packed dimension. The parts of all sequences have `size` each, and those of a sequence are numbered
@@ -244,7 +244,7 @@ FDM_INLINE int64_t list_sequence(const fdm_problem &p, int64_t list, int64_t seq
 }
 
 FDM_INLINE int64_t list_number(const fdm_problem &p, const Plan &plan, const Sequence &s, int64_t head) {
-  const fdm_tensor &mask = list_tensor(p);
+  const fdm_tensor &mask = mask_tensor(p);
   return batch_index(mask, s) * plan.batch_lists + head_index(p, mask, head);
 }
 

@@ -249,7 +249,7 @@ bool may_fuse(const fdm_problem &p, const DeviceFacts &device) {
 void lay_out_segments(const fdm_problem &p, int64_t rows, WorkspaceParts &parts, BackwardRoute *route) {
   KeyDivision &keys = route->division;
   SegmentWork &segments = route->segments;
-  const int64_t lists = list_tensor(p).shape[0] * list_tensor(p).shape[1], size = keys.block_keys;
+  const int64_t lists = mask_tensor(p).shape[0] * mask_tensor(p).shape[1], size = keys.block_keys;
   const int64_t count = segment_count(p, rows);
   if (is_varlen(p)) keys.heads = int32_t(p.kv_heads);
   segments.rows = int32_t(rows);
@@ -275,7 +275,7 @@ void divide_blocks(const fdm_problem &p, const KeyChoice &choice, WorkspaceParts
   const RouteTable &table = choice.table;
   KeyDivision &keys = route->division;
   if (keys.listed) {
-    const int64_t lists = list_tensor(p).shape[0] * list_tensor(p).shape[1];
+    const int64_t lists = mask_tensor(p).shape[0] * mask_tensor(p).shape[1];
     route->ordered = parts.take<KeyRows>(lists * list_keys(p));
     route->ranges = parts.take<RowRange>(lists * list_sequences(p) * keys.blocks);
   }
@@ -416,7 +416,7 @@ void divide_helpers(const fdm_problem &p, const RouteTable &table, const Alignme
   route->statistics_division = statistics_division(p, table, lies);
   if (route->wants_keys) {
     PreparationWork &work = route->preparation;
-    const int64_t lists = keys.listed ? list_tensor(p).shape[0] * list_tensor(p).shape[1] * list_sequences(p) : 0;
+    const int64_t lists = keys.listed ? mask_tensor(p).shape[0] * mask_tensor(p).shape[1] * list_sequences(p) : 0;
     work.order = route->segments.rows > 0 ? int64_t(keys.heads) * route->segments.count : lists * keys.buckets;
     work.vectors = lies.dk_dv;
     const int64_t units = p.k.shape[0] * p.kv_heads * ceil_div(p.k.shape[1], kUnitKeys);
