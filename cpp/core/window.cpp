@@ -53,8 +53,9 @@ fdm_selection selection_of(const fdm_problem &problem, const Extents &extents, c
 }
 
 int64_t most_kept(const fdm_selection &selection) {
-  const int64_t by_place = selection.keep_last + selection.keep_first;
-  return std::max<int64_t>(1, std::min(selection.window, std::numeric_limits<int64_t>::max() - by_place) + by_place);
+  const int64_t by_position = selection.keep_last + selection.keep_first;
+  return std::max<int64_t>(1,
+                           std::min(selection.window, std::numeric_limits<int64_t>::max() - by_position) + by_position);
 }
 
 int64_t bound_bytes(const fdm_selection &selection) {

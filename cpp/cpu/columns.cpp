@@ -86,26 +86,26 @@ void key_list_columns(const fdm_problem &p, const Sequence &s, int64_t h, const 
   const int64_t limit = is_causal(p) ? clamp64(row + s.causal_off + 1, 0, s.k_count) : s.k_count;
   const int32_t *list = static_cast<const int32_t *>(t.data) + head_major_offset(t, s, row, head_index(p, t, h));
   int32_t count = 0;
-  out->place = a.start;
+  out->list_position = a.start;
   out->start = nullptr;
   out->end = nullptr;
   out->words = nullptr;
   // sign bit set: an index is negative or beyond the last visible key
   uint32_t signs = t.stride[3] == 1 ? 0 : ~0u;
-  for (int64_t place = 0; place < t.shape[3] && t.stride[3] == 1; ++place)
-    signs |= uint32_t(list[place]) | (uint32_t(limit) - 1 - uint32_t(list[place]));
+  for (int64_t position = 0; position < t.shape[3] && t.stride[3] == 1; ++position)
+    signs |= uint32_t(list[position]) | (uint32_t(limit) - 1 - uint32_t(list[position]));
   if (int32_t(signs) >= 0) { // usual case: the list is the columns
     if (present(p.index_bias))
-      for (int64_t place = 0; place < t.shape[3]; ++place) a.start[place] = int32_t(place);
+      for (int64_t position = 0; position < t.shape[3]; ++position) a.start[position] = int32_t(position);
     out->full = out->count = int32_t(t.shape[3]);
     out->index = list;
     return;
   }
   // The arrays have room for every list position, so every index can be written.
-  for (int64_t place = 0; place < t.shape[3]; ++place) {
-    const int32_t key = list[place * t.stride[3]];
+  for (int64_t position = 0; position < t.shape[3]; ++position) {
+    const int32_t key = list[position * t.stride[3]];
     a.index[count] = key;
-    a.start[count] = int32_t(place);
+    a.start[count] = int32_t(position);
     count += int32_t(uint32_t(key) < uint64_t(limit));
   }
   out->full = out->count = count;
@@ -116,7 +116,7 @@ void key_list_columns(const fdm_problem &p, const Sequence &s, int64_t h, const 
 
 int64_t column_scratch_bytes(const fdm_problem &p) {
   const int64_t arrays = has_key_lists(p) ? 2 : 6;
-  return round_up(arrays * most_columns(p) * int64_t(sizeof(int32_t)), 64);
+  return round_up(arrays * max_columns(p) * int64_t(sizeof(int32_t)), 64);
 }
 
 int64_t tile_rows(const fdm_problem &p, const void *plan) {
@@ -126,10 +126,10 @@ int64_t tile_rows(const fdm_problem &p, const void *plan) {
 
 void tile_columns(const fdm_problem &p, const void *plan, const Sequence &s, int64_t sequence_index, int64_t h,
                   int64_t first_row, int64_t rows, void *scratch, TileColumns *out) {
-  const Scratch a = scratch_arrays(scratch, most_columns(p));
+  const Scratch a = scratch_arrays(scratch, max_columns(p));
   out->first_row = first_row;
   out->rows = rows;
-  out->place = nullptr;
+  out->list_position = nullptr;
   if (has_key_lists(p)) return key_list_columns(p, s, h, a, out);
   const fdm_mask_kind kind = mask_kind(p);
   if (kind == FDM_MASK_NONE) return range_columns(p, s, a, out);

@@ -17,10 +17,10 @@ constexpr int64_t kMinTileRows = 8;
 constexpr int64_t kKeyListRows = 16;
 
 // Rows of the largest tile of a problem.
-static inline int64_t most_tile_rows(const fdm_problem &p) { return has_key_lists(p) ? 1 : kMaxTileRows; }
+static inline int64_t max_tile_rows(const fdm_problem &p) { return has_key_lists(p) ? 1 : kMaxTileRows; }
 
 // Columns of the longest row.
-static inline int64_t most_columns(const fdm_problem &p) { return has_key_lists(p) ? p.indices.shape[3] : p.keys; }
+static inline int64_t max_columns(const fdm_problem &p) { return has_key_lists(p) ? p.indices.shape[3] : p.keys; }
 
 // The columns that at least one row of a tile keeps: first `full` columns that all rows keep, then the partial
 // columns.
@@ -29,7 +29,7 @@ struct TileColumns {
   int32_t count, full;
   const int32_t *index; // key of each column
   // Position of each column in the row's list, used if there is an index_bias; null if rows list no keys.
-  const int32_t *place;
+  const int32_t *list_position;
   // The mask of the partial columns: the rows with start[c] <= row < end[c] keep column c ...
   int32_t *start, *end;
   // ... or, if words is not null, the rows whose bit is set in column_word().
@@ -62,7 +62,7 @@ void tile_columns(const fdm_problem &p, const void *plan, const Sequence &s, int
 int64_t tile_rows(const fdm_problem &p, const void *plan);
 
 // Whether each query head has a separate list. Otherwise the heads of a group share one.
-static inline bool lists_per_query_head(const fdm_problem &p) {
+static inline bool has_mask_per_query_head(const fdm_problem &p) {
   return mask_kind(p) != FDM_MASK_NONE && mask_tensor(p).shape[1] == p.heads && p.heads != p.kv_heads;
 }
 

@@ -11,16 +11,16 @@ namespace fdm::cpu {
 namespace {
 
 // The cost of a gate in multiply-adds, the unit of useful_threads(): a few loads, stores and additions.
-constexpr double kWorkOfGate = 200.0;
+constexpr double kWorkPerGate = 200.0;
 // Numbers that are summed separately before they are added to the running sum, so that a long row has fewer
 // roundings.
-constexpr int64_t kSummedTogether = 128;
+constexpr int64_t kTermsPerPartialSum = 128;
 
 int64_t rows_of(const fdm_forgetting &f) { return f.log_forget.shape[0] * f.log_forget.shape[1]; }
 
 int threads_of(const fdm_forgetting &f) {
   const auto gates = double(rows_of(f)) * double(f.log_forget.shape[3]);
-  return int(clamp64(rows_of(f), 1, useful_threads(f.context.threads, kWorkOfGate * gates)));
+  return int(clamp64(rows_of(f), 1, useful_threads(f.context.threads, kWorkPerGate * gates)));
 }
 
 double load_number(const fdm_tensor &t, int64_t offset) {
@@ -33,35 +33,35 @@ struct GateRow {
   int64_t batch, head;
 
   int64_t tokens() const { return f.log_forget.shape[3]; }
-  int64_t place(const fdm_tensor &t, int64_t token) const {
+  int64_t offset(const fdm_tensor &t, int64_t token) const {
     return batch * t.stride[0] + head * t.stride[1] + token * t.stride[3];
   }
-  double load(const fdm_tensor &t, int64_t token) const { return load_number(t, place(t, token)); }
+  double load(const fdm_tensor &t, int64_t token) const { return load_number(t, offset(t, token)); }
   bool is_token(int64_t token) const {
     const fdm_tensor &t = f.padding;
     return !present(t) || static_cast<const uint8_t *>(t.data)[batch * t.stride[0] + token * t.stride[3]];
   }
   void write(const fdm_tensor &t, int64_t token, double value) const {
-    store_scalar(t.data, t.dtype, place(t, token), value);
+    store_scalar(t.data, t.dtype, offset(t, token), value);
   }
   void write_row(const fdm_tensor &t, int64_t token, int64_t row) const {
-    static_cast<int32_t *>(t.data)[place(t, token)] = int32_t(row);
+    static_cast<int32_t *>(t.data)[offset(t, token)] = int32_t(row);
   }
 };
 
 class RunningSum {
 public:
   double add(double value) {
-    if (count_++ % kSummedTogether == 0) {
-      before_ += within_;
-      within_ = 0;
+    if (count_++ % kTermsPerPartialSum == 0) {
+      finished_ += current_;
+      current_ = 0;
     }
-    within_ += value;
-    return before_ + within_;
+    current_ += value;
+    return finished_ + current_;
   }
 
 private:
-  double before_ = 0, within_ = 0;
+  double finished_ = 0, current_ = 0;
   int64_t count_ = 0;
 };
 

@@ -32,10 +32,10 @@ struct KeyGradients {
   double *dbias;  // K sums for each bias head of the task; null if not requested
   double *dsink;  // one sum for each head of the task; null if not requested
   // The gradient of a per-query bias or of index_bias; null if not requested. Consecutive bias heads of the task are
-  // `row_bias_head` floats apart. Each has a row for each row of the tile, `row_bias_stride` floats apart, with a
+  // `dbias_head_stride` floats apart. Each has a row for each row of the tile, `dbias_row_stride` floats apart, with a
   // float for each key or list position.
-  float *row_bias;
-  int64_t row_bias_stride, row_bias_head;
+  float *per_query_dbias;
+  int64_t dbias_row_stride, dbias_head_stride;
 };
 
 struct Kernels {
@@ -45,8 +45,8 @@ struct Kernels {
   void (*backward_tile)(const fdm_problem &, const fdm_backward_args &, const void *plan, const TileTask &,
                         const KeyGradients &, void *scratch);
   // Adds only to the gradient of a per-query bias or of index_bias, for a task of one head.
-  void (*bias_gradient_tile)(const fdm_problem &, const fdm_backward_args &, const void *plan, const TileTask &,
-                             const KeyGradients &, void *scratch);
+  void (*per_query_dbias_tile)(const fdm_problem &, const fdm_backward_args &, const void *plan, const TileTask &,
+                               const KeyGradients &, void *scratch);
   // Adds the probabilities of the tile's rows to the sums of their keys. Each head of the task has a row of sums; the
   // rows are `stride` floats apart.
   void (*key_mass_tile)(const fdm_problem &, const fdm_tensor &lse, const void *plan, const TileTask &, float *mass,

@@ -7,7 +7,7 @@
 namespace fdm::cpu {
 namespace {
 
-constexpr int64_t kKeysOfTask = 64;
+constexpr int64_t kKeysPerTask = 64;
 
 bool is_copied(const fdm_problem &p, const fdm_tensor &t) {
   if (!has_key_lists(p) || present(p.block_table)) return false;
@@ -39,15 +39,15 @@ fdm_tensor copied(const fdm_problem &p, const fdm_tensor &t, void *memory) {
   if (!is_copied(p, t)) return t;
   const fdm_tensor copy = copy_at(p, t, memory);
   const Kernels &kernels = best_kernels();
-  const int64_t parts = ceil_div(t.shape[1], kKeysOfTask);
+  const int64_t parts = ceil_div(t.shape[1], kKeysPerTask);
   const int threads = useful_threads(p.context.threads, double(p.kv_heads * copy.stride[2]));
   parallel_for(threads, p.kv_heads * t.shape[0] * parts, [&](int64_t number, int) {
-    const int64_t first = number % parts * kKeysOfTask, batch = number / parts % t.shape[0];
-    const int64_t head = number / parts / t.shape[0], count = min64(kKeysOfTask, t.shape[1] - first);
-    const auto place = [&](const fdm_tensor &of) {
+    const int64_t first = number % parts * kKeysPerTask, batch = number / parts % t.shape[0];
+    const int64_t head = number / parts / t.shape[0], count = min64(kKeysPerTask, t.shape[1] - first);
+    const auto offset = [&](const fdm_tensor &of) {
       return batch * of.stride[0] + first * of.stride[1] + head * of.stride[2];
     };
-    kernels.load_rows(t, place(t), count, p.head_dim, static_cast<float *>(memory) + place(copy));
+    kernels.load_rows(t, offset(t), count, p.head_dim, static_cast<float *>(memory) + offset(copy));
   });
   return copy;
 }
@@ -64,8 +64,8 @@ fdm_tensor head_copied(const fdm_problem &p, const fdm_tensor &t, const Sequence
 } // namespace
 
 bool copies_by_head(const fdm_problem &p) {
-  constexpr int64_t kHeadsOfThread = 4; // limits the time that a thread waits for another
-  return has_key_lists(p) && (p.context.threads == 1 || p.batch * p.kv_heads >= kHeadsOfThread * p.context.threads);
+  constexpr int64_t kMinHeadsPerThread = 4; // limits the time that a thread waits for another
+  return has_key_lists(p) && (p.context.threads == 1 || p.batch * p.kv_heads >= kMinHeadsPerThread * p.context.threads);
 }
 
 int64_t key_row_bytes(const fdm_problem &p, bool by_head) {

@@ -13,22 +13,22 @@ namespace {
 constexpr int64_t kGatherCostInRows = 16;
 
 // The cost of a list key in multiply-adds: about 5 ns.
-constexpr double kWorkOfKey = 200.0;
+constexpr double kWorkPerKey = 200.0;
 constexpr int64_t kTileRowChoices[] = {64, 32, 16, 8};
-constexpr int kBlocksTried = 4;
+constexpr int kTileRowChoiceCount = 4;
 
 int64_t list_count(const fdm_problem &p) { return mask_tensor(p).shape[0] * mask_tensor(p).shape[1]; }
 
-int64_t heads_per_list(const fdm_problem &p) { return lists_per_query_head(p) ? 1 : group_size(p); }
+int64_t heads_per_list(const fdm_problem &p) { return has_mask_per_query_head(p) ? 1 : group_size(p); }
 
 // The tile size with the least sum over tiles of columns * (gather + rows). columns[c] is for the c-th choice.
 int cheapest(const fdm_problem &p, const int64_t *columns, const bool *allowed) {
-  int best = kBlocksTried - 1; // 8 rows always fit
+  int best = kTileRowChoiceCount - 1; // 8 rows always fit
   double best_cost = 0;
-  for (int c = kBlocksTried - 1; c >= 0; --c) {
+  for (int c = kTileRowChoiceCount - 1; c >= 0; --c) {
     if (!allowed[c]) continue;
     const double cost = double(columns[c]) * double(kGatherCostInRows + kTileRowChoices[c] * heads_per_list(p));
-    if (c < kBlocksTried - 1 && cost >= best_cost) continue;
+    if (c < kTileRowChoiceCount - 1 && cost >= best_cost) continue;
     best = c;
     best_cost = cost;
   }
@@ -72,7 +72,7 @@ void summarize(const IntervalList &list, int64_t keys) {
 }
 
 void add_tile_columns(const Interval &rows, int64_t *columns) {
-  for (int c = 0; c < kBlocksTried; ++c) {
+  for (int c = 0; c < kTileRowChoiceCount; ++c) {
     const int64_t size = kTileRowChoices[c];
     columns[c] += ceil_div(rows.end, size) - rows.start / size;
   }
@@ -106,13 +106,13 @@ void make_interval_list(const fdm_problem &p, void *plan, int64_t list_number, i
 void make_interval_plan(const fdm_problem &p, void *plan, void *workspace) {
   const int64_t lists = list_count(p);
   auto *columns = static_cast<int64_t *>(workspace);
-  std::memset(columns, 0, size_t(lists * kBlocksTried) * sizeof(int64_t));
-  const int threads = useful_threads(p.context.threads, kWorkOfKey * double(lists * p.keys));
+  std::memset(columns, 0, size_t(lists * kTileRowChoiceCount) * sizeof(int64_t));
+  const int threads = useful_threads(p.context.threads, kWorkPerKey * double(lists * p.keys));
   parallel_for(threads, lists,
-               [&](int64_t list, int) { make_interval_list(p, plan, list, columns + list * kBlocksTried); });
+               [&](int64_t list, int) { make_interval_list(p, plan, list, columns + list * kTileRowChoiceCount); });
   for (int64_t list = 1; list < lists; ++list)
-    for (int c = 0; c < kBlocksTried; ++c) columns[c] += columns[list * kBlocksTried + c];
-  const bool allowed[kBlocksTried] = {true, true, true, true};
+    for (int c = 0; c < kTileRowChoiceCount; ++c) columns[c] += columns[list * kTileRowChoiceCount + c];
+  const bool allowed[kTileRowChoiceCount] = {true, true, true, true};
   static_cast<PlanHeader *>(plan)->tile_rows = kTileRowChoices[lists ? cheapest(p, columns, allowed) : 0];
 }
 
@@ -180,14 +180,14 @@ int64_t key_flag_bytes(const fdm_problem &p) { return round_up(max64(1, p.keys),
 
 // Counts columns in a few blocks of 64 rows spread over the problem, and chooses the tile size from the counts.
 int64_t choose_row_tile(const fdm_problem &p, void *workspace) {
-  bool allowed[kBlocksTried];
-  for (int c = 0; c < kBlocksTried; ++c) {
+  bool allowed[kTileRowChoiceCount];
+  for (int c = 0; c < kTileRowChoiceCount; ++c) {
     const int64_t rows = kTileRowChoices[c];
     const int64_t needed = list_count(p) * (total_rows(p) / rows + list_sequences(p)) * RowTile::bytes(p.keys, rows);
     allowed[c] = int64_t(sizeof(PlanHeader)) + needed <= plan_bytes(p);
   }
   auto *any = static_cast<uint8_t *>(workspace), *all = any + p.keys;
-  int64_t columns[kBlocksTried] = {};
+  int64_t columns[kTileRowChoiceCount] = {};
   constexpr int64_t kSamples = 8;
   const int64_t lists = list_count(p), sequences = list_sequences(p);
   for (int64_t sample = 0; sample < kSamples; ++sample) {
@@ -196,7 +196,7 @@ int64_t choose_row_tile(const fdm_problem &p, void *workspace) {
     const int64_t blocks = ceil_div(s.q_count, kMaxTileRows);
     const int64_t begin = (2 * sample + 1) * blocks / (2 * kSamples) * kMaxTileRows;
     const int64_t past = min64(s.q_count, begin + kMaxTileRows);
-    for (int c = 0; c < kBlocksTried; ++c)
+    for (int c = 0; c < kTileRowChoiceCount; ++c)
       for (int64_t first = begin; first < past; first += kTileRowChoices[c]) {
         reduce_rows(p, mask, s, first, min64(kTileRowChoices[c], past - first), any, all);
         for (int64_t j = 0; j < s.k_count; ++j) columns[c] += any[j];
@@ -253,7 +253,7 @@ int64_t plan_workspace_bytes(const fdm_problem &p) {
   switch (mask_kind(p)) {
   case FDM_MASK_KEYS:
   case FDM_MASK_INTERVALS:
-    return list_count(p) * kBlocksTried * int64_t(sizeof(int64_t));
+    return list_count(p) * kTileRowChoiceCount * int64_t(sizeof(int64_t));
   case FDM_MASK_ROWS:
     return 2 * p.context.threads * key_flag_bytes(p);
   default:

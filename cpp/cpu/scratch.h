@@ -17,29 +17,29 @@ static inline int64_t bias_heads(const fdm_problem &p, int64_t heads) {
   return is_per_query_head(p, p.bias) ? heads : 1;
 }
 // The same for the sum of bias and index_bias.
-static inline int64_t added_heads(const fdm_problem &p, int64_t heads) {
+static inline int64_t summed_bias_heads(const fdm_problem &p, int64_t heads) {
   return is_per_query_head(p, p.bias) || is_per_query_head(p, p.index_bias) ? heads : 1;
 }
 // The per-query bias or index_bias, or absent.
-static inline const fdm_tensor &row_bias(const fdm_problem &p) {
+static inline const fdm_tensor &per_query_bias(const fdm_problem &p) {
   static const fdm_tensor absent{};
   if (has_key_lists(p)) return p.index_bias;
   return has_query_rows(p.bias) ? p.bias : absent;
 }
-static inline int64_t row_bias_heads(const fdm_problem &p, int64_t heads) {
-  return is_per_query_head(p, row_bias(p)) ? heads : 1;
+static inline int64_t per_query_bias_heads(const fdm_problem &p, int64_t heads) {
+  return is_per_query_head(p, per_query_bias(p)) ? heads : 1;
 }
 static inline int64_t bias_rows(const fdm_problem &p, int64_t rows) {
   return present(p.bias) && is_per_query(p.bias) ? rows : 1;
 }
-static inline int64_t heads_per_task(const fdm_problem &p) { return lists_per_query_head(p) ? 1 : group_size(p); }
+static inline int64_t heads_per_task(const fdm_problem &p) { return has_mask_per_query_head(p) ? 1 : group_size(p); }
 
 // An upper bound of the multiply-adds of a forward pass with tiles of `tile_rows` rows: it counts every key as kept.
 // Gathering and transposing a key counts as 20 multiply-adds per element.
 static inline double forward_work(const fdm_problem &p, int64_t tile_rows) {
   const double tiles = double(has_key_lists(p) ? p.queries : ceil_div(p.queries, tile_rows));
   const double of_key = double(p.head_dim) * (2.0 * double(group_size(p) * p.queries) + 20.0 * tiles);
-  return double(p.batch) * double(p.kv_heads) * double(most_columns(p)) * of_key;
+  return double(p.batch) * double(p.kv_heads) * double(max_columns(p)) * of_key;
 }
 
 // Floats of each matrix that the backward pass saves from its first pass over a tile.
@@ -74,7 +74,7 @@ static inline TileBuffers carve_tile_buffers(const fdm_problem &p, bool backward
     return buffer;
   };
   const auto floats = [&](int64_t count) { return static_cast<float *>(take(count * int64_t(sizeof(float)))); };
-  const int64_t dim = padded_head_dim(p), heads = heads_per_task(p), rows = heads * most_tile_rows(p);
+  const int64_t dim = padded_head_dim(p), heads = heads_per_task(p), rows = heads * max_tile_rows(p);
   const int64_t block = kBlockKeys * dim, scores = kBlockRows * kBlockKeys;
   TileBuffers b{};
   b.columns = take(column_scratch_bytes(p));
@@ -85,13 +85,13 @@ static inline TileBuffers carve_tile_buffers(const fdm_problem &p, bool backward
   b.keys = floats(block);
   b.keys_t = floats(block);
   b.values = floats(block);
-  b.bias = floats(added_heads(p, heads) * bias_rows(p, most_tile_rows(p)) * kBlockKeys);
+  b.bias = floats(summed_bias_heads(p, heads) * bias_rows(p, max_tile_rows(p)) * kBlockKeys);
   b.references = static_cast<double *>(take(bias_heads(p, heads) * int64_t(sizeof(double))));
   b.scores = floats(scores);
-  if (backward) b.saved_blocks = clamp64(kSavedFloats / (rows * kBlockKeys), 1, ceil_div(most_columns(p), kBlockKeys));
+  if (backward) b.saved_blocks = clamp64(kSavedFloats / (rows * kBlockKeys), 1, ceil_div(max_columns(p), kBlockKeys));
   const int64_t slots = b.saved_blocks + 1;
   b.index = static_cast<int32_t *>(take(slots * kBlockKeys * int64_t(sizeof(int32_t))));
-  b.dropped = static_cast<uint8_t *>(take(slots * added_heads(p, heads) * kBlockKeys));
+  b.dropped = static_cast<uint8_t *>(take(slots * summed_bias_heads(p, heads) * kBlockKeys));
   b.mixed = static_cast<uint8_t *>(take(slots));
   if (backward) {
     b.dout = floats(rows * dim);

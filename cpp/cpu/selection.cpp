@@ -13,7 +13,7 @@ namespace fdm::cpu {
 namespace {
 
 // The cost of a key of a row in multiply-adds: 12 ns, measured for 8192 keys.
-constexpr double kWorkOfKey = 500.0;
+constexpr double kWorkPerKey = 500.0;
 
 struct Candidate {
   float bias;
@@ -51,7 +51,7 @@ bool candidate(const fdm_selection &s, const Row &r, int64_t i, int64_t j, Candi
   return out->bias > -INFINITY; // false for NaN too
 }
 
-int64_t last_visible(const fdm_selection &s, const Row &r, int64_t i) {
+int64_t visible_count(const fdm_selection &s, const Row &r, int64_t i) {
   return (s.flags & FDM_CAUSAL) ? min64(r.k_count, i + r.causal_off + 1) : r.k_count;
 }
 
@@ -69,12 +69,12 @@ void select_intervals(const fdm_selection &s, const Row &r, Candidate *heap, int
     start[key * start_stride] = selected ? int32_t(row_of(key)) : 0;
     end[key * end_stride] = selected ? int32_t(past_row) : 0;
   };
-  int64_t held = 0, before = 0; // keys in the heap; seen keys before key j
+  int64_t held = 0, previous_seen = 0; // keys in the heap; seen keys before key j
   for (int64_t j = 0; j < r.k_count; ++j) {
     Candidate c;
-    const bool is_seen = before < seen_count && seen[before] == j;
-    const int64_t number = before, leaver_number = number + s.keep_last;
-    before += is_seen;
+    const bool is_seen = previous_seen < seen_count && seen[previous_seen] == j;
+    const int64_t number = previous_seen, leaver_number = number + s.keep_last;
+    previous_seen += is_seen;
     if (!is_seen || !candidate(s, r, 0, j, &c)) {
       write(j, 0);
       continue;
@@ -104,14 +104,14 @@ void select_row(const fdm_selection &s, const Row &r, int64_t i, Candidate *cand
                 int64_t columns) {
   for (int64_t j = 0; j < columns; ++j) keep[j * stride] = 0;
   int64_t count = 0, number = 0;
-  const int64_t visible = last_visible(s, r, i);
+  const int64_t visible = visible_count(s, r, i);
   int64_t first_of_last = visible; // the last keep_last seen keys begin here
   for (int64_t last = s.keep_last; last > 0 && first_of_last > 0;) last -= mask_keeps(s, r, i, --first_of_last);
   for (int64_t j = 0; j < visible; ++j) {
     if (!mask_keeps(s, r, i, j)) continue;
-    const bool by_place = number++ < s.keep_first || j >= first_of_last;
+    const bool by_position = number++ < s.keep_first || j >= first_of_last;
     if (!candidate(s, r, i, j, candidates + count)) continue;
-    if (by_place)
+    if (by_position)
       keep[j * stride] = 1;
     else
       ++count;
@@ -141,7 +141,7 @@ void select_keys(const fdm_selection &s, void *workspace) {
   const int64_t batches = varlen ? s.batch : out.shape[0], heads = out.shape[1];
   const int64_t rows = keep ? (varlen && out.shape[2] > 1 ? s.queries : out.shape[2]) : 1;
   const int64_t query_heads_each = s.heads / max64(1, heads);
-  const int threads = useful_threads(s.context.threads, kWorkOfKey * double(batches * heads * rows * s.keys));
+  const int threads = useful_threads(s.context.threads, kWorkPerKey * double(batches * heads * rows * s.keys));
   parallel_for(threads, batches * heads * rows, [&](int64_t task, int worker) {
     const int64_t i = task % rows, head = task / rows % heads, b = task / rows / heads;
     const Row r{sequence(s, b), head * query_heads_each};

@@ -17,17 +17,17 @@ struct Job {
   TaskFunction function;
   void *context;
   int64_t tasks;
-  std::atomic<int64_t> next{0};
+  std::atomic<int64_t> next_task{0};
   int wanted;      // helpers that may still join; guarded by the pool's mutex
   int joined = 0;  // number of helpers that have joined, for their numbering; guarded
   int running = 0; // helpers at work; guarded
-  Job *link = nullptr;
+  Job *next_job = nullptr;
 
   Job(TaskFunction f, void *c, int64_t n, int helpers) : function(f), context(c), tasks(n), wanted(helpers) {}
 
   void work(int worker) {
-    for (int64_t task = next.fetch_add(1, std::memory_order_relaxed); task < tasks;
-         task = next.fetch_add(1, std::memory_order_relaxed))
+    for (int64_t task = next_task.fetch_add(1, std::memory_order_relaxed); task < tasks;
+         task = next_task.fetch_add(1, std::memory_order_relaxed))
       function(context, task, worker);
   }
 };
@@ -40,7 +40,7 @@ public:
       std::unique_lock<std::mutex> lock(mutex_);
       while (threads_ < job.wanted && add_thread()) {
       }
-      job.link = jobs_;
+      job.next_job = jobs_;
       jobs_ = &job;
     }
     for (int helper = 0; helper < helpers; ++helper) wake_.notify_one();
@@ -62,16 +62,16 @@ private:
   }
 
   void unlink(Job &job) {
-    for (Job **link = &jobs_; *link; link = &(*link)->link)
+    for (Job **link = &jobs_; *link; link = &(*link)->next_job)
       if (*link == &job) {
-        *link = job.link;
+        *link = job.next_job;
         return;
       }
   }
 
   Job *open_job() {
-    for (Job *job = jobs_; job; job = job->link)
-      if (job->wanted > 0 && job->next.load(std::memory_order_relaxed) < job->tasks) return job;
+    for (Job *job = jobs_; job; job = job->next_job)
+      if (job->wanted > 0 && job->next_task.load(std::memory_order_relaxed) < job->tasks) return job;
     return nullptr;
   }
 

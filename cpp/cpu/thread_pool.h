@@ -24,9 +24,9 @@ template <class Body> void parallel_for(int threads, int64_t tasks, const Body &
 // The number of threads that `work` multiply-adds justify. One thread computes about 40 of them per nanosecond, and
 // waking another thread takes as long as millions (50 us, on two cores of an EPYC).
 inline int useful_threads(int threads, double work) {
-  constexpr double kThreadWork = 4e6;
-  const double most = work / kThreadWork;
-  return most >= threads ? threads : most < 1 ? 1 : int(most);
+  constexpr double kMinWorkPerThread = 4e6;
+  const double max_threads = work / kMinWorkPerThread;
+  return max_threads >= threads ? threads : max_threads < 1 ? 1 : int(max_threads);
 }
 
 } // namespace fdm::cpu

@@ -11,7 +11,7 @@ namespace fdm::cpu::FDM_SIMD_NAMESPACE {
 namespace {
 
 // Sums dS over the rows that share a bias: in float32 within a tile, in four partial sums, and in float64 over tiles.
-void add_bias_gradients(const Tile &tile, int64_t head, int64_t heads) {
+void add_per_key_dbias(const Tile &tile, int64_t head, int64_t heads) {
   constexpr int64_t kSums = 4;
   const int64_t rows = tile.task.rows;
   for (int64_t g = 0; g < heads; ++g) {
@@ -27,16 +27,16 @@ void add_bias_gradients(const Tile &tile, int64_t head, int64_t heads) {
 }
 
 // Adds dS to the gradient of a per-query bias or of index_bias, for heads from `head` on.
-void add_row_bias(const Tile &tile, int64_t head, int64_t heads, const KeyGradients &sums) {
+void add_per_query_dbias(const Tile &tile, int64_t head, int64_t heads, const KeyGradients &sums) {
   const Block &block = tile.block;
   const int64_t rows = tile.task.rows;
-  const bool run = !block.place && is_run(block.index, block.count);
-  const int32_t *const to = block.place ? block.place : block.index;
+  const bool run = !block.list_position && is_run(block.index, block.count);
+  const int32_t *const to = block.list_position ? block.list_position : block.index;
   for (int64_t g = 0; g < heads; ++g)
     for (int64_t i = 0; i < rows; ++i) {
       const float *ds = tile.buffers.dscores + (g * rows + i) * kBlockKeys;
-      float *row = sums.row_bias + i * sums.row_bias_stride;
-      if (row_bias_heads(tile.p, tile.task.heads) > 1) row += (head + g) * sums.row_bias_head;
+      float *row = sums.per_query_dbias + i * sums.dbias_row_stride;
+      if (per_query_bias_heads(tile.p, tile.task.heads) > 1) row += (head + g) * sums.dbias_head_stride;
       if (run)
         for (int64_t c = 0, key = block.index[0]; c < block.count; ++c) row[key + c] += ds[c];
       else
@@ -92,7 +92,7 @@ void backward_rows(Tile &tile, const fdm_backward_args &args, const KeyGradients
   const fdm_problem &p = tile.p;
   const TileTask &task = tile.task;
   const TileBuffers &b = tile.buffers;
-  const bool need_dq = present(args.dq), need_ds = need_dq || sums.dk || sums.dbias || sums.row_bias;
+  const bool need_dq = present(args.dq), need_ds = need_dq || sums.dk || sums.dbias || sums.per_query_dbias;
   first_pass(tile, args, need_ds || sums.dsink, sums.dsink);
   if (!need_ds && !sums.dv) return;
   float *dq = b.out;
@@ -106,8 +106,8 @@ void backward_rows(Tile &tile, const fdm_backward_args &args, const KeyGradients
       const float *tanh = second_pass(tile, number, head, heads, need_ds);
       if (sums.dv) add_key_products(tile, head, heads, b.scores, b.dout, b.dv, sums.dv);
       if (!need_ds) continue;
-      if (sums.dbias) add_bias_gradients(tile, head, heads);
-      if (sums.row_bias) add_row_bias(tile, head, heads, sums);
+      if (sums.dbias) add_per_key_dbias(tile, head, heads);
+      if (sums.per_query_dbias) add_per_query_dbias(tile, head, heads, sums);
       undo_cap(tile, heads, tanh);
       if (sums.dk) add_key_products(tile, head, heads, b.dscores, b.q, b.dk, sums.dk);
       if (need_dq) tile.add_weighted(head, heads, b.dscores, b.keys, b.values, tile.key_rows, dq);
@@ -127,7 +127,7 @@ template <class Body>
 void for_each_with_sums(Tile &tile, const fdm_backward_args &args, KeyGradients sums, const Body &body) {
   tile.for_each({&tile.p.q, &args.out, &args.dout}, [&] {
     body(sums);
-    if (sums.row_bias) sums.row_bias += tile.task.rows * sums.row_bias_stride;
+    if (sums.per_query_dbias) sums.per_query_dbias += tile.task.rows * sums.dbias_row_stride;
   });
 }
 
@@ -137,15 +137,15 @@ void backward_tile(const fdm_problem &p, const fdm_backward_args &args, const vo
   for_each_with_sums(tile, args, sums, [&](const KeyGradients &head_sums) { backward_rows(tile, args, head_sums); });
 }
 
-void bias_gradient_tile(const fdm_problem &p, const fdm_backward_args &args, const void *plan, const TileTask &task,
-                        const KeyGradients &sums, void *scratch) {
+void per_query_dbias_tile(const fdm_problem &p, const fdm_backward_args &args, const void *plan, const TileTask &task,
+                          const KeyGradients &sums, void *scratch) {
   Tile tile(p, plan, task, true, scratch);
   for_each_with_sums(tile, args, sums, [&](const KeyGradients &head_sums) {
     first_pass(tile, args, true, nullptr);
     for (int64_t number = 0; number < tile.block_count(); ++number) {
       load_second_pass_block(tile, number, true);
       second_pass(tile, number, 0, 1, true);
-      add_row_bias(tile, 0, 1, head_sums);
+      add_per_query_dbias(tile, 0, 1, head_sums);
     }
   });
 }

@@ -10,7 +10,7 @@ namespace fdm::cpu::FDM_SIMD_NAMESPACE {
 
 const Kernels &kernels() {
   static constexpr Kernels table{FDM_TEXT(FDM_SIMD_NAMESPACE), forward_tile,  backward_tile,
-                                 bias_gradient_tile,           key_mass_tile, load_rows};
+                                 per_query_dbias_tile,         key_mass_tile, load_rows};
   return table;
 }
 

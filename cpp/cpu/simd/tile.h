@@ -14,14 +14,14 @@ constexpr float kInfinity = __builtin_inff();
 
 // A gathered block of at most kBlockKeys columns of a tile.
 struct Block {
-  int64_t count, padded;    // padded to whole vectors
-  bool masked;              // true if a row drops one of the columns
-  int32_t low[kBlockKeys];  // bit r: row r keeps the column, for rows 0 ... 31
-  int32_t high[kBlockKeys]; // for rows 32 ... 63
-  int32_t *index;           // key, or -1 if the bias drops it from all rows of all heads: such keys are not read
-  const int32_t *place;     // list position of each column, if rows list their keys
-  uint8_t *dropped;         // for each bias head: true if it drops the column from all rows
-  uint8_t *mixed;           // true if a head drops a column that another head keeps
+  int64_t count, padded;        // padded to whole vectors
+  bool masked;                  // true if a row drops one of the columns
+  int32_t low[kBlockKeys];      // bit r: row r keeps the column, for rows 0 ... 31
+  int32_t high[kBlockKeys];     // for rows 32 ... 63
+  int32_t *index;               // key, or -1 if the bias drops it from all rows of all heads: such keys are not read
+  const int32_t *list_position; // of each column, if rows have key lists
+  uint8_t *dropped;             // for each bias head: true if it drops the column from all rows
+  uint8_t *mixed;               // true if a head drops a column that another head keeps
 };
 
 struct Tile {
@@ -74,7 +74,7 @@ struct Tile {
   }
 
   float *bias_row(int64_t g, int64_t i) const {
-    const int64_t heads = added_heads(p, task.heads), rows = bias_rows(p, task.rows);
+    const int64_t heads = summed_bias_heads(p, task.heads), rows = bias_rows(p, task.rows);
     return buffers.bias + ((heads > 1 ? g : 0) * rows + (rows > 1 ? i : 0)) * kBlockKeys;
   }
 
@@ -82,11 +82,11 @@ struct Tile {
 
   // Makes a block the current one. Its column data lasts until another block of the same slot is loaded.
   void open_block(int64_t number) {
-    const int64_t slot = min64(number, buffers.saved_blocks), heads = added_heads(p, task.heads);
+    const int64_t slot = min64(number, buffers.saved_blocks), heads = summed_bias_heads(p, task.heads);
     block.count = min64(kBlockKeys, columns.count - number * kBlockKeys);
     block.padded = round_up(block.count, kLanes);
     block.index = buffers.index + slot * kBlockKeys;
-    block.place = columns.place ? columns.place + number * kBlockKeys : nullptr;
+    block.list_position = columns.list_position ? columns.list_position + number * kBlockKeys : nullptr;
     block.dropped = buffers.dropped + slot * heads * kBlockKeys;
     block.mixed = buffers.mixed + slot;
   }
@@ -222,7 +222,7 @@ private:
   }
 
   void load_bias() {
-    const int64_t heads = added_heads(p, task.heads), rows = bias_rows(p, task.rows);
+    const int64_t heads = summed_bias_heads(p, task.heads), rows = bias_rows(p, task.rows);
     if (!present(p.bias))
       for (int64_t g = 0; g < heads; ++g) {
         float *out = buffers.bias + g * kBlockKeys;
@@ -240,7 +240,7 @@ private:
       float *out = buffers.bias + g * kBlockKeys;
       const int64_t row = head_major_offset(t, task.sequence, task.first_row, head_index(p, t, task.head + g));
       for (int64_t c = 0; c < block.count; ++c)
-        out[c] += load_scalar(t.data, t.dtype, row + block.place[c] * t.stride[3]);
+        out[c] += load_scalar(t.data, t.dtype, row + block.list_position[c] * t.stride[3]);
     }
   }
 
@@ -267,7 +267,7 @@ private:
   void find_dropped() {
     *block.mixed = 0;
     if (!present(p.bias) && !present(p.index_bias)) return;
-    const int64_t heads = added_heads(p, task.heads), rows = bias_rows(p, task.rows);
+    const int64_t heads = summed_bias_heads(p, task.heads), rows = bias_rows(p, task.rows);
     const bool by_row = block.masked && rows > 1;
     for (int64_t g = 0; g < heads; ++g) {
       uint8_t *dropped = block.dropped + g * kBlockKeys;

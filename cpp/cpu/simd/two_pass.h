@@ -123,8 +123,8 @@ double exact_sum(const float *lanes) {
 // 0, but it must not be 0: P times dlse, which excludes the sink, is divided by it again.
 double row_sink_weight(const Tile &tile, int64_t g, double sum, float row_max) {
   constexpr double kSinkWeightLimit = 0x1p64;
-  const double weight = sink_weight(tile, g, row_max), most = kSinkWeightLimit * sum;
-  return weight > most ? most : weight;
+  const double weight = sink_weight(tile, g, row_max), max_weight = kSinkWeightLimit * sum;
+  return weight > max_weight ? max_weight : weight;
 }
 
 // Runs the first pass over all blocks of a tile, then sets row_sum to the sums of P and row_delta to delta. If dsink
