@@ -16,16 +16,17 @@ namespace nb = nanobind;
 
 class Allocator {
 public:
-  // empty_like, its `memory_format` argument for a contiguous tensor, and the dtypes of sums() and bytes().
+  // empty_like of the library, its `memory_format` argument for a contiguous tensor, and the dtypes of empty_floats()
+  // and empty_bytes().
   Allocator(nb::object empty_like, nb::object contiguous, nb::object float32, nb::object float64, nb::object uint8)
       : empty_like_(std::move(empty_like)), contiguous_(std::move(contiguous)), float32_(std::move(float32)),
         float64_(std::move(float64)), uint8_(std::move(uint8)) {}
 
   // A contiguous tensor with the shape and dtype of `tensor`, whose view has been read.
-  nb::object like(nb::handle tensor, const TensorView &view) const;
+  nb::object empty_like(nb::handle tensor, const TensorView &view) const;
   // Contiguous tensors on the device of `tensor`: float32 or float64 of the given sizes, and uint8.
-  nb::object sums(nb::handle tensor, nb::handle sizes, int32_t dtype) const;
-  nb::object bytes(nb::handle tensor, int64_t count) const;
+  nb::object empty_floats(nb::handle tensor, nb::handle sizes, int32_t dtype) const;
+  nb::object empty_bytes(nb::handle tensor, int64_t count) const;
 
 private:
   nb::object empty_like_, contiguous_, float32_, float64_, uint8_;

@@ -93,11 +93,11 @@ fdm_tensor map_varlen_scores(const TensorView &view, const char *name, const Ext
 } // namespace
 
 fdm_tensor map_scores(const TensorView &view, const char *name, const Extents &extents) {
-  return extents.varlen ? map_varlen_scores(view, name, extents) : map_batch_scores(view, name, extents);
+  return extents.is_varlen ? map_varlen_scores(view, name, extents) : map_batch_scores(view, name, extents);
 }
 
 fdm_tensor map_intervals(const TensorView &view, const char *name, const Extents &e) {
-  if (e.varlen) {
+  if (e.is_varlen) {
     if (view.rank == 2 && fits_heads(view.shape[0], e) && equals(view.shape[1], e.total_keys))
       return with_axes(view, {new_axis, 0, new_axis, 1});
     value_error(name, " has shape ", shape_of(view), ", but must have shape (heads, total_k) = (", HeadChoice{e}, ", ",
@@ -110,7 +110,7 @@ fdm_tensor map_intervals(const TensorView &view, const char *name, const Extents
 }
 
 fdm_tensor map_lse(const TensorView &view, const char *name, const Extents &e) {
-  if (e.varlen) {
+  if (e.is_varlen) {
     if (view.rank == 2 && view.shape[0] == e.heads && view.shape[1] == e.total_queries)
       return with_axes(view, {new_axis, 0, 1, new_axis});
     value_error(name, " has shape ", shape_of(view), ", but must have shape (heads, total_q) = (", e.heads, ", ",
@@ -123,12 +123,12 @@ fdm_tensor map_lse(const TensorView &view, const char *name, const Extents &e) {
 }
 
 int64_t lse_bytes(const Extents &e, int32_t dtype) {
-  const int64_t rows = e.varlen ? e.total_queries : e.batch * e.queries;
+  const int64_t rows = e.is_varlen ? e.total_queries : e.batch * e.queries;
   return rows * e.heads * static_cast<int64_t>(dtype == FDM_FLOAT64 ? sizeof(double) : sizeof(float));
 }
 
 fdm_tensor contiguous_lse(void *data, const Extents &e, int32_t dtype) {
-  const int64_t batch = e.varlen ? 1 : e.batch, rows = e.varlen ? e.total_queries : e.queries;
+  const int64_t batch = e.is_varlen ? 1 : e.batch, rows = e.is_varlen ? e.total_queries : e.queries;
   return {lse_bytes(e, dtype) == 0 ? nullptr : data, {batch, e.heads, rows, 1}, {e.heads * rows, rows, 1, 1}, dtype, 0};
 }
 

@@ -14,7 +14,7 @@ struct Extents {
   int64_t batch, heads, kv_heads;
   int64_t queries, keys;             // for varlen, of the longest sequence
   int64_t total_queries, total_keys; // varlen: of the packed dimensions; else queries and keys
-  bool varlen;
+  bool is_varlen;
 };
 
 // A mask, a bias, or an output tensor of their form.

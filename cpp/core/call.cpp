@@ -13,34 +13,34 @@ namespace fdm {
 namespace {
 
 // Visits the tensors of a record in order, with their index and name.
-template <class Visit> void each_tensor(AttentionRecord &record, Visit &&visit) {
-  size_t place = 0;
-  record.each_field([&](const char *name, auto &field) {
-    if constexpr (std::is_same_v<std::decay_t<decltype(field)>, TensorField>) visit(place++, name, field);
+template <class Visit> void for_each_tensor(AttentionRecord &record, Visit &&visit) {
+  size_t index = 0;
+  record.for_each_field([&](const char *name, auto &field) {
+    if constexpr (std::is_same_v<std::decay_t<decltype(field)>, TensorField>) visit(index++, name, field);
   });
 }
 
 // The indices of tensors among those of a record.
-struct Places {
+struct TensorIndices {
   size_t count = 0, given_plan = 0;
   std::vector<size_t> gradients; // of the fields of Gradients, in their order
 };
 
 // Computed once, because comparing all names takes a measurable part of a small call.
-const Places &places() {
-  static const Places found = [] {
-    Places made;
+const TensorIndices &tensor_indices() {
+  static const TensorIndices found = [] {
+    TensorIndices made;
     AttentionRecord record;
-    const auto place_of = [&](const char *wanted) {
-      size_t place_found = 0;
-      each_tensor(record, [&](size_t place, const char *name, TensorField &) {
-        if (std::strcmp(name, wanted) == 0) place_found = place;
+    const auto index_of = [&](const char *wanted) {
+      size_t found_index = 0;
+      for_each_tensor(record, [&](size_t index, const char *name, TensorField &) {
+        if (std::strcmp(name, wanted) == 0) found_index = index;
       });
-      return place_found;
+      return found_index;
     };
-    each_tensor(record, [&](size_t, const char *, TensorField &) { ++made.count; });
-    made.given_plan = place_of("given_plan");
-    Gradients{}.each_field([&](const char *name, TensorField &) { made.gradients.push_back(place_of(name)); });
+    for_each_tensor(record, [&](size_t, const char *, TensorField &) { ++made.count; });
+    made.given_plan = index_of("given_plan");
+    Gradients{}.for_each_field([&](const char *name, TensorField &) { made.gradients.push_back(index_of(name)); });
     return made;
   }();
   return found;
@@ -48,7 +48,7 @@ const Places &places() {
 
 // (B, H, Q), or (H, total_q).
 nb::tuple lse_sizes(const Extents &e) {
-  if (e.varlen) return nb::make_tuple(e.heads, e.total_queries);
+  if (e.is_varlen) return nb::make_tuple(e.heads, e.total_queries);
   return nb::make_tuple(e.batch, e.heads, e.queries);
 }
 
@@ -157,7 +157,7 @@ nb::object usual_call(nb::handle query_object, nb::handle key_object, nb::handle
 nb::object Call::make_out(const Allocator &allocator, const Problem &problem) const {
   const nb::handle query = record_->query.object();
   const TensorView &view = record_->query.view();
-  if (!problem.has_narrow_values()) return allocator.like(query, view);
+  if (!problem.has_narrow_values()) return allocator.empty_like(query, view);
   nb::object sizes = nb::steal(PyTuple_New(view.rank));
   if (!sizes.is_valid()) nb::raise_python_error();
   for (int i = 0; i < view.rank; ++i) {
@@ -169,91 +169,93 @@ nb::object Call::make_out(const Allocator &allocator, const Problem &problem) co
 
 nb::object Call::attend(const Pack &pack, int32_t threads, const Allocator &allocator, bool need_lse) {
   const Exchange exchange(record_->query.object());
-  if (!exchange.offers_memory()) return nb::none();
+  if (!exchange.can_allocate()) return nb::none();
   Problem problem(pack.table(), *record_, {threads});
-  if (problem.copies_rows()) return nb::none();
+  if (problem.needs_row_copies()) return nb::none();
   const nb::object out = make_out(allocator, problem);
   nb::object lse = nb::none();
-  if (need_lse) lse = allocator.sums(out, lse_sizes(problem.extents()), problem.lse_dtype());
+  if (need_lse) lse = allocator.empty_floats(out, lse_sizes(problem.extents()), problem.lse_dtype());
   if (!problem.attend(out, lse, record_->given_plan, Workspace(exchange))) return nb::none();
   return nb::make_tuple(out, lse);
 }
 
 nb::object Call::keep(const Pack &pack, int32_t threads, const Allocator &allocator, bool need_lse) {
   const Exchange exchange(record_->query.object());
-  if (!exchange.offers_memory()) return nb::none();
+  if (!exchange.can_allocate()) return nb::none();
   auto made = std::make_unique<Computed>(Computed{Problem(pack.table(), *record_, {threads}), {}, {}, {}});
-  auto &[problem, out, lse, more] = *made;
-  if (problem.copies_rows()) return nb::none();
+  auto &[problem, out, lse, other_kept] = *made;
+  if (problem.needs_row_copies()) return nb::none();
   const bool is_planned = !is_absent(record_->given_plan), has_lse = need_lse || is_planned;
   out = TensorField(make_out(allocator, problem));
-  if (has_lse) lse = TensorField(allocator.sums(out.object(), lse_sizes(problem.extents()), problem.lse_dtype()));
+  if (has_lse)
+    lse = TensorField(allocator.empty_floats(out.object(), lse_sizes(problem.extents()), problem.lse_dtype()));
   const int64_t bytes = problem.kept_bytes(has_lse, is_planned);
-  if (bytes > 0) more = TensorField(allocator.bytes(out.object(), bytes));
-  if (!problem.keep(out, lse, record_->given_plan, more, Workspace(exchange))) return nb::none();
+  if (bytes > 0) other_kept = TensorField(allocator.empty_bytes(out.object(), bytes));
+  if (!problem.keep(out, lse, record_->given_plan, other_kept, Workspace(exchange))) return nb::none();
 
-  const size_t count = places().count;
+  const size_t count = tensor_indices().count;
   nb::object kept = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(count + 3)));
   if (!kept.is_valid()) nb::raise_python_error();
-  const auto give = [&](size_t place, const char *, TensorField &field) {
-    PyTuple_SetItem(kept.ptr(), static_cast<Py_ssize_t>(place), field.release().release().ptr());
+  const auto give = [&](size_t index, const char *, TensorField &field) {
+    PyTuple_SetItem(kept.ptr(), static_cast<Py_ssize_t>(index), field.release().release().ptr());
   };
-  each_tensor(*record_, give);
+  for_each_tensor(*record_, give);
   give(count, "out", out);
   give(count + 1, "lse", lse);
-  give(count + 2, "kept", more);
+  give(count + 2, "kept", other_kept);
   kept_ = std::move(made);
   return kept;
 }
 
-bool Call::are_kept(nb::tuple tensors) {
+bool Call::are_unchanged(nb::tuple tensors) {
   bool are = true;
-  const auto compare = [&](size_t place, const char *, TensorField &field) {
-    are = are && field.reads_as(tensors[place]);
+  const auto compare = [&](size_t index, const char *, TensorField &field) {
+    are = are && field.matches(tensors[index]);
   };
-  const size_t count = places().count;
-  each_tensor(*record_, compare);
+  const size_t count = tensor_indices().count;
+  for_each_tensor(*record_, compare);
   compare(count, "out", kept_->out);
   compare(count + 1, "lse", kept_->lse);
-  compare(count + 2, "kept", kept_->more);
+  compare(count + 2, "kept", kept_->other_kept);
   return are;
 }
 
 nb::object Call::differentiate(const Pack &pack, int32_t threads, const Allocator &allocator, nb::tuple kept,
                                nb::handle dout, nb::handle dlse, nb::tuple flags) {
-  const size_t count = places().count;
+  const size_t count = tensor_indices().count;
   if (kept.size() != count + 3)
     type_error("kept must be a tuple of ", count, " tensors of a record, out, lse and what else is kept, but has ",
                kept.size(), " items");
-  if (kept_ && !are_kept(kept)) return nb::none();
+  if (kept_ && !are_unchanged(kept)) return nb::none();
   const Exchange exchange(kept[0]);
-  if (!exchange.offers_memory()) return nb::none();
+  if (!exchange.can_allocate()) return nb::none();
   Problem problem = kept_ ? kept_->problem : Problem(pack.table(), *record_, {threads});
   const bool wants_all =
       flags.size() >= 3 && flags[0].ptr() == Py_True && flags[1].ptr() == Py_True && flags[2].ptr() == Py_True;
-  const bool serves_narrow = wants_all && !problem.copies_rows() && problem.takes_rows(TensorField(dout));
+  const bool serves_narrow = wants_all && !problem.needs_row_copies() && problem.can_read_rows(TensorField(dout));
   if (problem.has_narrow_values() && !serves_narrow) return nb::none();
-  problem.use_threads(threads);
+  problem.set_threads(threads);
 
   BackwardArguments arguments{dout, dlse, nb::handle(kept[count]), nb::handle(kept[count + 1]), {}};
   nb::object results = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(flags.size())));
   if (!results.is_valid()) nb::raise_python_error();
-  size_t place = 0;
+  size_t index = 0;
   const auto append = [&](nb::object result) {
-    PyTuple_SetItem(results.ptr(), static_cast<Py_ssize_t>(place++), result.release().ptr());
+    PyTuple_SetItem(results.ptr(), static_cast<Py_ssize_t>(index++), result.release().ptr());
   };
-  arguments.gradients.each_field([&](const char *of, TensorField &gradient) {
-    if (place == flags.size()) return;
-    if (flags[place].ptr() == Py_True) {
-      TensorField like = nb::handle(kept[places().gradients[place]]);
+  arguments.gradients.for_each_field([&](const char *of, TensorField &gradient) {
+    if (index == flags.size()) return;
+    if (flags[index].ptr() == Py_True) {
+      TensorField like = nb::handle(kept[tensor_indices().gradients[index]]);
       if (is_absent(like)) value_error("the gradient of ", of, " is wanted, but the call has no ", of);
-      gradient = TensorField(allocator.like(like.object(), like.read(of)));
+      gradient = TensorField(allocator.empty_like(like.object(), like.read(of)));
     }
     append(nb::borrow(gradient.object()));
   });
-  while (place < flags.size()) append(nb::none());
-  const TensorField given_plan = nb::handle(kept[places().given_plan]), more = nb::handle(kept[count + 2]);
-  if (!problem.backward(arguments, given_plan, more, Workspace(exchange))) return nb::none();
+  while (index < flags.size()) append(nb::none());
+  const TensorField given_plan = nb::handle(kept[tensor_indices().given_plan]),
+                    other_kept = nb::handle(kept[count + 2]);
+  if (!problem.backward(arguments, given_plan, other_kept, Workspace(exchange))) return nb::none();
   return results;
 }
 

@@ -45,10 +45,10 @@ private:
   // The results and the problem of keep().
   struct Computed {
     Problem problem;
-    TensorField out, lse, more;
+    TensorField out, lse, other_kept;
   };
 
-  bool are_kept(nb::tuple tensors);
+  bool are_unchanged(nb::tuple tensors);
   nb::object make_out(const Allocator &allocator, const Problem &problem) const;
 
   std::unique_ptr<AttentionRecord> record_;

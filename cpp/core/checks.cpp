@@ -64,8 +64,8 @@ void require_distinct_elements(const fdm_tensor &tensor, const char *name) {
                   ", but is written to, so no dimension of size above 1 may have stride 0");
 }
 
-void require_at_least(int64_t value, const char *name, int64_t least) {
-  if (value < least) value_error(name, " is ", value, ", but must be at least ", least);
+void require_at_least(int64_t value, const char *name, int64_t minimum) {
+  if (value < minimum) value_error(name, " is ", value, ", but must be at least ", minimum);
 }
 
 void require_heads(int64_t heads, int64_t kv_heads) {
@@ -104,7 +104,7 @@ bool Workspace::take(int64_t bytes, Device device, void *&stream, fdm_buffer &ta
 fdm_tensor with_axes(const TensorView &view, const int (&axes)[4]) {
   fdm_tensor tensor;
   // An empty tensor has no address, whatever the producer reports.
-  tensor.data = view.empty() ? nullptr : view.data;
+  tensor.data = view.is_empty() ? nullptr : view.data;
   tensor.dtype = view.dtype->pack_code;
   tensor.reserved = 0;
   for (int i = 0; i < 4; ++i) {

@@ -32,7 +32,7 @@ void require_rank(const TensorView &view, const char *name, int rank, const char
 // Requires that no two elements share memory, for an output tensor.
 void require_distinct_elements(const fdm_tensor &tensor, const char *name);
 
-void require_at_least(int64_t value, const char *name, int64_t least);
+void require_at_least(int64_t value, const char *name, int64_t minimum);
 void require_heads(int64_t heads, int64_t kv_heads);
 
 // A 1-D contiguous uint8 tensor of at least `needed` bytes, or None if `needed` is 0.

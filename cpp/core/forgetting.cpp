@@ -11,7 +11,7 @@ namespace fdm {
 
 Forgetting::Forgetting(const fdm_pack &pack, const TensorField &log_forget, const TensorField &padding,
                        const TensorField &cu_seqlens, double least, const Execution &execution)
-    : pack_(pack), forgetting_{}, varlen_(!is_absent(cu_seqlens)) {
+    : pack_(pack), forgetting_{}, is_varlen_(!is_absent(cu_seqlens)) {
   if (pack.forget == nullptr)
     raise(PyExc_NotImplementedError, std::string("kernel pack ") + pack.name + " has no kernels for forget gates");
   require_at_least(execution.threads, "threads", 1);
@@ -23,7 +23,7 @@ Forgetting::Forgetting(const fdm_pack &pack, const TensorField &log_forget, cons
   f.context = {device_.index, execution.threads, reinterpret_cast<void *>(execution.stream)};
   f.least = least;
   f.padding = f.cu_seqlens = f.bias = f.start = f.end = f.dbias = f.dlog_forget = absent_tensor();
-  if (varlen_) {
+  if (is_varlen_) {
     require_rank(gates, "log_forget", 2, "(heads, total)");
     f.log_forget = with_axes(gates, {new_axis, 0, new_axis, 1});
     const SequenceLengths lengths = read_bounds(cu_seqlens, "cu_seqlens", "N", device_);
@@ -39,17 +39,17 @@ Forgetting::Forgetting(const fdm_pack &pack, const TensorField &log_forget, cons
   const TensorView &tokens = read_argument(padding, "padding", only(FDM_BOOL), device_);
   require_rank(tokens, "padding", 2, "(batch, N)");
   f.padding = with_axes(tokens, {0, new_axis, new_axis, 1});
-  if (varlen_ || f.padding.shape[0] != f.log_forget.shape[0] || f.padding.shape[3] != f.log_forget.shape[3])
+  if (is_varlen_ || f.padding.shape[0] != f.log_forget.shape[0] || f.padding.shape[3] != f.log_forget.shape[3])
     value_error("padding has shape ", shape_of(tokens), ", but must have the sizes (batch, N) of log_forget, ",
                 shape_of(gates), ", which is not packed");
 }
 
 fdm_tensor Forgetting::read_like(const TensorField &field, const char *name, DtypeSet allowed, bool is_bias) const {
   const TensorView &view = read_argument(field, name, allowed, device_);
-  const int rank = (varlen_ ? 2 : 3) + (is_bias ? 1 : 0);
+  const int rank = (is_varlen_ ? 2 : 3) + (is_bias ? 1 : 0);
   require_rank(view, name, rank, is_bias ? "([batch,] heads, 1, N)" : "([batch,] heads, N)");
   const fdm_tensor tensor =
-      with_axes(view, {varlen_ ? new_axis : 0, varlen_ ? 0 : 1, is_bias ? rank - 2 : new_axis, rank - 1});
+      with_axes(view, {is_varlen_ ? new_axis : 0, is_varlen_ ? 0 : 1, is_bias ? rank - 2 : new_axis, rank - 1});
   if (!same_shape(tensor, forgetting_.log_forget))
     value_error(name, " has in 4 dimensions the shape ", shape_of(tensor), ", but must have the shape ",
                 shape_of(forgetting_.log_forget), " of log_forget");

@@ -35,7 +35,7 @@ private:
   const fdm_pack &pack_;
   fdm_forgetting forgetting_;
   Device device_;
-  bool varlen_;
+  bool is_varlen_;
 };
 
 } // namespace fdm

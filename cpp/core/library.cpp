@@ -52,7 +52,7 @@ Pack::Pack(std::string path) : path_(std::move(path)), table_(nullptr) {
 
 namespace {
 
-int64_t most_tile_keys(const fdm_plan_layout &layout, int64_t max_kept) {
+int64_t max_tile_keys(const fdm_plan_layout &layout, int64_t max_kept) {
   if (max_kept <= 0 || layout.most_tile_keys == INT64_MAX) return layout.most_tile_keys;
   return std::min<int64_t>(max_kept, INT32_MAX) + layout.tile_rows - 1;
 }
@@ -62,7 +62,7 @@ int64_t most_tile_keys(const fdm_plan_layout &layout, int64_t max_kept) {
 int64_t plan_bytes(const fdm_plan_layout &layout, int64_t lists, int64_t keys, int64_t row_keys, int64_t rows,
                    int64_t sequences, int64_t max_kept) {
   const int64_t tiles = layout.tile_rows > 0 ? rows / layout.tile_rows + sequences : 0;
-  const int64_t tile_keys = std::min(row_keys, most_tile_keys(layout, max_kept));
+  const int64_t tile_keys = std::min(row_keys, max_tile_keys(layout, max_kept));
   return layout.fixed + lists * (layout.per_list + keys * layout.per_key +
                                  tiles * (layout.per_tile + tile_keys * layout.per_tile_key));
 }

@@ -152,13 +152,13 @@ void bind_selection(nb::module_ &module) {
       .def(
           "intervals",
           [](const Selection &self, const TensorField &start, const TensorField &end, const TensorField &workspace) {
-            self.intervals(start, end, {workspace, "workspace"});
+            self.write_intervals(start, end, {workspace, "workspace"});
           },
           "start"_a, "end"_a, "workspace"_a.none())
       .def(
           "keep",
           [](const Selection &self, const TensorField &keep, const TensorField &workspace) {
-            self.keep(keep, {workspace, "workspace"});
+            self.write_keep(keep, {workspace, "workspace"});
           },
           "keep"_a, "workspace"_a.none());
 }
@@ -194,11 +194,11 @@ void bind_select(nb::module_ &module) {
       [](const Pack &pack, int32_t threads, nb::tuple results, nb::handle inputs) {
         const auto record = read_record<SelectionRecord>(inputs);
         const Exchange exchange(record.bias.object());
-        if (!exchange.offers_memory()) return false;
+        if (!exchange.can_allocate()) return false;
         const Selection selection(pack.table(), record, {threads});
         Workspace workspace(exchange);
-        if (results.size() == 1) return selection.keep(nb::handle(results[0]), std::move(workspace));
-        return selection.intervals(nb::handle(results[0]), nb::handle(results[1]), std::move(workspace));
+        if (results.size() == 1) return selection.write_keep(nb::handle(results[0]), std::move(workspace));
+        return selection.write_intervals(nb::handle(results[0]), nb::handle(results[1]), std::move(workspace));
       },
       "pack"_a, "threads"_a, "results"_a, "inputs"_a);
 }
@@ -207,7 +207,7 @@ void bind_select(nb::module_ &module) {
 template <class Compute>
 bool with_gates(const Pack &pack, int32_t threads, nb::tuple gates, double least, const Compute &compute) {
   const Exchange exchange(gates[0]);
-  if (!exchange.offers_memory()) return false;
+  if (!exchange.can_allocate()) return false;
   const TensorField log_forget = nb::handle(gates[0]), padding = nb::handle(gates[1]), bounds = nb::handle(gates[2]);
   return compute(Forgetting(pack.table(), log_forget, padding, bounds, least, {threads}), Workspace(exchange));
 }
@@ -233,7 +233,7 @@ void bind_forget(nb::module_ &module) {
 }
 
 template <class Record> Record without_memory(Record record) {
-  record.each_field([](const char *, auto &field) {
+  record.for_each_field([](const char *, auto &field) {
     if constexpr (std::is_same_v<std::decay_t<decltype(field)>, TensorField>) field.allow_no_memory();
   });
   return record;

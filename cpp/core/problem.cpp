@@ -32,7 +32,7 @@ fdm_tensor bytes_like(const fdm_tensor &t, void *data) {
   return result;
 }
 
-bool same_places(const fdm_tensor &a, const fdm_tensor &b) {
+bool same_strides(const fdm_tensor &a, const fdm_tensor &b) {
   for (int d = 0; d < 4; ++d)
     if (a.shape[d] > 1 && a.stride[d] != b.stride[d]) return false;
   return true;
@@ -48,13 +48,13 @@ void *take_last(fdm_buffer *buffer, int64_t bytes) {
 Problem::Problem(const fdm_pack &pack, const AttentionRecord &record, const Execution &execution)
     : pack_(pack), problem_{}, extents_{}, selection_{} {
   problem_.struct_size = sizeof(fdm_problem);
-  extents_.varlen = is_varlen(record.cu_seqlens);
-  paged_ = !is_absent(record.block_table);
-  if (paged_ && !extents_.varlen)
+  extents_.is_varlen = is_varlen(record.cu_seqlens);
+  is_paged_ = !is_absent(record.block_table);
+  if (is_paged_ && !extents_.is_varlen)
     value_error("block_table is given, but needs cu_seqlens_q and cu_seqlens_k, which are None");
   read_query(record);
   read_key_value(record);
-  if (extents_.varlen) {
+  if (extents_.is_varlen) {
     read_sequences(record);
   } else {
     problem_.cu_seqlens_q = problem_.cu_seqlens_k = problem_.block_table = absent_tensor();
@@ -67,7 +67,7 @@ Problem::Problem(const fdm_pack &pack, const AttentionRecord &record, const Exec
   read_sink(record);
   read_settings(record, execution);
   read_window(record);
-  measure_plan();
+  set_plan_bytes();
 }
 
 void Problem::read_query(const AttentionRecord &record) {
@@ -79,7 +79,7 @@ void Problem::read_query(const AttentionRecord &record) {
                "TF32");
   require_pack_device(query, "query", pack_);
   device_ = query.device;
-  if (extents_.varlen) {
+  if (extents_.is_varlen) {
     require_rank(query, "query", 3, packed_form);
     problem_.q = with_axes(query, {new_axis, 0, 1, 2});
   } else {
@@ -99,14 +99,15 @@ void Problem::read_key_value(const AttentionRecord &record) {
   const DtypeSet dtype = only(problem_.q.dtype);
   const TensorView &key = read_argument(record.key, "key", dtype, device_);
   const TensorView &value = read_argument(record.value, "value", dtype, device_);
-  const bool packed = extents_.varlen && !paged_;
-  require_rank(key, "key", packed ? 3 : 4, paged_ ? paged_form : packed ? packed_form : batch_form);
+  const bool packed = extents_.is_varlen && !is_paged_;
+  require_rank(key, "key", packed ? 3 : 4, is_paged_ ? paged_form : packed ? packed_form : batch_form);
   problem_.k = packed ? with_axes(key, {new_axis, 0, 1, 2}) : with_axes(key, {0, 1, 2, 3});
-  if (!extents_.varlen && key.shape[0] != extents_.batch)
+  if (!extents_.is_varlen && key.shape[0] != extents_.batch)
     value_error("key has shape ", shape_of(key), ", but must have batch ", extents_.batch, " like query");
   if (problem_.k.shape[3] != problem_.head_dim)
     value_error("key has shape ", shape_of(key), ", but must have head dimension ", problem_.head_dim, " like query");
-  if (paged_ && key.shape[1] < 1) value_error("key has shape ", shape_of(key), ", but pages must have a size above 0");
+  if (is_paged_ && key.shape[1] < 1)
+    value_error("key has shape ", shape_of(key), ", but pages must have a size above 0");
   problem_.kv_heads = extents_.kv_heads = problem_.k.shape[2];
   require_heads(problem_.heads, problem_.kv_heads);
 
@@ -116,17 +117,17 @@ void Problem::read_key_value(const AttentionRecord &record) {
     fits = pack_.narrow_value_dim > 0 && value.shape[key.rank - 1] <= pack_.narrow_value_dim;
   if (!fits) value_error("value has shape ", shape_of(value), ", but must have shape ", shape_of(key), " like key");
   problem_.v = packed ? with_axes(value, {new_axis, 0, 1, 2}) : with_axes(value, {0, 1, 2, 3});
-  if (!extents_.varlen) extents_.keys = problem_.k.shape[1];
+  if (!extents_.is_varlen) extents_.keys = problem_.k.shape[1];
   extents_.total_keys = problem_.k.shape[1];
 }
 
 void Problem::read_sequences(const AttentionRecord &record) {
   const auto [queries, keys] = read_cu_seqlens(record.cu_seqlens, device_);
   require_total(queries, extents_.total_queries, "query");
-  require_longest(queries, record.max_seqlen_q);
-  require_longest(keys, record.max_seqlen_k);
+  require_max_length(queries, record.max_seqlen_q);
+  require_max_length(keys, record.max_seqlen_k);
   problem_.block_table = absent_tensor();
-  if (paged_) {
+  if (is_paged_) {
     problem_.block_table =
         read_block_table(record.block_table, keys, problem_.k.shape[0], problem_.k.shape[1], device_);
     extents_.total_keys = keys.total;
@@ -215,8 +216,8 @@ void Problem::read_window(const AttentionRecord &record) {
   if (record.window >= 0 && has_bias_ && problem_.bias.dtype == FDM_FLOAT64 && problem_.q.dtype != FDM_FLOAT64)
     type_error("attn_bias has dtype float64, but a selection by it needs dtype float32 or query's");
   // Without keys or sequences nothing is selected.
-  selects_ = record.window >= 0 && extents_.batch > 0 && extents_.keys > 0 && !is_empty(problem_.bias);
-  if (!selects_) return;
+  has_selection_ = record.window >= 0 && extents_.batch > 0 && extents_.keys > 0 && !is_empty(problem_.bias);
+  if (!has_selection_) return;
   if ((problem_.flags & FDM_CAUSAL) == 0 || !has_bias_ || is_per_query(problem_.bias) || mask_kind_ == FDM_MASK_ROWS ||
       mask_kind_ == FDM_MASK_INTERVALS)
     value_error("window is ", record.window,
@@ -226,21 +227,21 @@ void Problem::read_window(const AttentionRecord &record) {
   problem_.start = selection_.start;
   problem_.end = selection_.end;
   problem_.flags |= FDM_SELECTS;
-  problem_.max_kept = most_kept(selection_);
+  problem_.max_kept = max_kept_keys(selection_);
   mask_kind_ = FDM_MASK_INTERVALS;
 }
 
-void Problem::measure_plan() {
+void Problem::set_plan_bytes() {
   const fdm_tensor &mask = mask_kind_ == FDM_MASK_INTERVALS ? problem_.start : problem_.mask;
   const int64_t lists = mask_kind_ == FDM_MASK_NONE ? 0 : mask.shape[0] * mask.shape[1];
   const int64_t keys = extents_.total_keys == Extents::unknown ? mask.shape[3] : extents_.total_keys;
   plan_bytes_ = fdm::plan_bytes(pack_.plan_layouts[mask_kind_], lists, keys, extents_.keys, extents_.total_queries,
-                                extents_.varlen ? extents_.batch : 1, problem_.max_kept);
-  if (selects_) plan_bytes_ += 2 * bound_bytes(selection_);
+                                extents_.is_varlen ? extents_.batch : 1, problem_.max_kept);
+  if (has_selection_) plan_bytes_ += 2 * bound_bytes(selection_);
 }
 
 int64_t Problem::needed_plan_bytes() const {
-  if (plan_bytes_ == 0 || selects_ || pack_.plan_bytes == nullptr) return plan_bytes_;
+  if (plan_bytes_ == 0 || has_selection_ || pack_.plan_bytes == nullptr) return plan_bytes_;
   int64_t bytes = 0;
   call_pack<Gil::hold>(pack_, "plan_bytes", [&](char *message, size_t message_bytes) {
     return pack_.plan_bytes(&problem_, &bytes, message, message_bytes);
@@ -253,7 +254,7 @@ int64_t Problem::workspace_bytes(fdm_pass pass) const {
   call_pack<Gil::hold>(pack_, "workspace_bytes", [&](char *message, size_t message_bytes) {
     return pack_.workspace_bytes(&problem_, pass, &bytes, message, message_bytes);
   });
-  if (!selects_ || pass != FDM_PASS_PLAN) return bytes;
+  if (!has_selection_ || pass != FDM_PASS_PLAN) return bytes;
   int64_t selection_bytes = 0;
   call_pack<Gil::hold>(pack_, "selection_workspace_bytes", [&](char *message, size_t message_bytes) {
     return pack_.selection_workspace_bytes(&selection_, &selection_bytes, message, message_bytes);
@@ -261,7 +262,7 @@ int64_t Problem::workspace_bytes(fdm_pass pass) const {
   return std::max(bytes, selection_bytes);
 }
 
-std::string Problem::describe(nb::tuple gradients, const Selection *before) const {
+std::string Problem::describe(nb::tuple gradients, const Selection *mask_selection) const {
   if (pack_.describe == nullptr) return "{}";
   // The address of result tensors. Nothing is written there.
   alignas(256) static std::byte memory[256];
@@ -270,14 +271,14 @@ std::string Problem::describe(nb::tuple gradients, const Selection *before) cons
   if (gradients.size() == 0) problem.flags |= FDM_FORWARD_ONLY;
   fdm_forward_args forward{};
   forward.struct_size = sizeof forward;
-  forward.out = like(out_model());
+  forward.out = like(out_prototype());
   forward.lse = contiguous_lse(memory, extents_, lse_dtype());
   fdm_backward_args backward{};
   backward.struct_size = sizeof backward;
   backward.out = backward.dout = forward.out;
   backward.lse = forward.lse;
   if (gradients.size() > 0 && out_rest_bytes() > 0)
-    forward.out_rest = backward.out_rest = bytes_like(out_model(), memory);
+    forward.out_rest = backward.out_rest = bytes_like(out_prototype(), memory);
   const std::pair<const char *, std::pair<fdm_tensor *, const fdm_tensor *>> all[] = {
       {"query", {&backward.dq, &problem.q}},
       {"key", {&backward.dk, &problem.k}},
@@ -289,7 +290,9 @@ std::string Problem::describe(nb::tuple gradients, const Selection *before) cons
       if (std::strcmp(nb::cast<const char *>(wanted), name) == 0) *tensors.first = like(*tensors.second);
   std::string text(size_t{1} << 14, '\0');
   call_pack<Gil::hold>(pack_, "describe", [&](char *message, size_t message_bytes) {
-    const fdm_selection *selection = selects_ ? &selection_ : before ? &before->of_booleans() : nullptr;
+    const fdm_selection *selection = has_selection_   ? &selection_
+                                     : mask_selection ? &mask_selection->as_fdm_selection()
+                                                      : nullptr;
     return pack_.describe(&problem, selection, &forward, gradients.size() ? &backward : nullptr, text.data(),
                           text.size(), message, message_bytes);
   });
@@ -300,9 +303,10 @@ std::string Problem::describe(nb::tuple gradients, const Selection *before) cons
 fdm_tensor Problem::read_key_list_tensor(const TensorField &field, const char *name, DtypeSet allowed,
                                          bool may_be_per_head, int64_t length) const {
   const TensorView &view = read_argument(field, name, allowed, device_);
-  const int first = extents_.varlen ? 1 : 0;
-  require_rank(view, name, 4 - first, extents_.varlen ? "(heads, total_q, length)" : "(batch, heads, queries, length)");
-  const fdm_tensor t = extents_.varlen ? with_axes(view, {new_axis, 0, 1, 2}) : with_axes(view, {0, 1, 2, 3});
+  const int first = extents_.is_varlen ? 1 : 0;
+  require_rank(view, name, 4 - first,
+               extents_.is_varlen ? "(heads, total_q, length)" : "(batch, heads, queries, length)");
+  const fdm_tensor t = extents_.is_varlen ? with_axes(view, {new_axis, 0, 1, 2}) : with_axes(view, {0, 1, 2, 3});
   const int64_t heads = t.shape[1];
   const bool fits_heads = heads == 1 || heads == extents_.kv_heads || (may_be_per_head && heads == extents_.heads);
   if (t.shape[0] != problem_.q.shape[0] || !fits_heads || t.shape[2] != problem_.q.shape[1] || t.shape[3] < 1 ||
@@ -316,7 +320,8 @@ fdm_tensor Problem::read_key_list_tensor(const TensorField &field, const char *n
 void Problem::set_key_lists(const TensorField &indices, const TensorField &index_bias) {
   if (!pack_.lists_keys)
     raise(PyExc_NotImplementedError, std::string("kernel pack ") + pack_.name + " has no kernels for lists of keys");
-  if (mask_kind_ != FDM_MASK_NONE || selects_) value_error("indices are given, but there is a mask or a window, too");
+  if (mask_kind_ != FDM_MASK_NONE || has_selection_)
+    value_error("indices are given, but there is a mask or a window, too");
   const fdm_tensor listed = read_key_list_tensor(indices, "indices", only(FDM_INT32), false, 0);
   const fdm_tensor bias = is_absent(index_bias)
                               ? absent_tensor()
@@ -326,17 +331,17 @@ void Problem::set_key_lists(const TensorField &indices, const TensorField &index
   has_index_bias_ = !is_absent(index_bias);
 }
 
-fdm_tensor Problem::read_like(const TensorField &field, const char *name, const fdm_tensor &model,
-                              const char *model_name) const {
-  const TensorView &view = read_argument(field, name, only(model.dtype), device_);
+fdm_tensor Problem::read_like(const TensorField &field, const char *name, const fdm_tensor &prototype,
+                              const char *prototype_name) const {
+  const TensorView &view = read_argument(field, name, only(prototype.dtype), device_);
   // Only varlen tensors lack the batch dimension, and backward supports no pages, so all have the rank of query.
-  const int first = extents_.varlen ? 1 : 0, rank = 4 - first;
+  const int first = extents_.is_varlen ? 1 : 0, rank = 4 - first;
   bool equal = view.rank == rank;
-  for (int i = 0; equal && i < rank; ++i) equal = view.shape[i] == model.shape[first + i];
+  for (int i = 0; equal && i < rank; ++i) equal = view.shape[i] == prototype.shape[first + i];
   if (!equal)
-    value_error(name, " has shape ", shape_of(view), ", but must have shape ", Sizes{model.shape + first, rank},
-                " like ", model_name);
-  return extents_.varlen ? with_axes(view, {new_axis, 0, 1, 2}) : with_axes(view, {0, 1, 2, 3});
+    value_error(name, " has shape ", shape_of(view), ", but must have shape ", Sizes{prototype.shape + first, rank},
+                " like ", prototype_name);
+  return extents_.is_varlen ? with_axes(view, {new_axis, 0, 1, 2}) : with_axes(view, {0, 1, 2, 3});
 }
 
 namespace {
@@ -350,20 +355,20 @@ template <class Tensor> bool has_aligned_rows(const Tensor &t, int rank) {
 
 } // namespace
 
-bool Problem::copies_rows() const {
+bool Problem::needs_row_copies() const {
   return has_narrow_values() &&
          !(has_aligned_rows(problem_.q, 4) && has_aligned_rows(problem_.k, 4) && has_aligned_rows(problem_.v, 4));
 }
 
-bool Problem::takes_rows(const TensorField &field) const {
+bool Problem::can_read_rows(const TensorField &field) const {
   const TensorView &view = read_argument(field, "dout", only(problem_.q.dtype), device_);
   return has_aligned_rows(view, view.rank);
 }
 
-fdm_tensor Problem::out_model() const {
-  fdm_tensor model = problem_.q;
-  model.shape[3] = problem_.v.shape[3];
-  return model;
+fdm_tensor Problem::out_prototype() const {
+  fdm_tensor prototype = problem_.q;
+  prototype.shape[3] = problem_.v.shape[3];
+  return prototype;
 }
 
 fdm_tensor Problem::read_lse(const TensorField &field, const char *name) const {
@@ -371,25 +376,25 @@ fdm_tensor Problem::read_lse(const TensorField &field, const char *name) const {
 }
 
 fdm_tensor Problem::read_out(const TensorField &field) const {
-  const fdm_tensor out = read_like(field, "out", out_model(), "query, with the head dimension of value");
+  const fdm_tensor out = read_like(field, "out", out_prototype(), "query, with the head dimension of value");
   require_distinct_elements(out, "out");
   return out;
 }
 
 fdm_tensor Problem::read_mass(const TensorField &field) const {
   const TensorView &view = read_argument(field, "mass", only(FDM_FLOAT32), device_);
-  const int64_t keys = extents_.varlen ? problem_.k.shape[1] : extents_.keys;
+  const int64_t keys = extents_.is_varlen ? problem_.k.shape[1] : extents_.keys;
   const int64_t sizes[] = {extents_.batch, extents_.heads, keys};
-  const int first = extents_.varlen ? 1 : 0;
+  const int first = extents_.is_varlen ? 1 : 0;
   int64_t stride = 1;
   bool fits = view.rank == 3 - first;
   for (int i = 2 - first; fits && i >= 0; stride *= sizes[first + i--])
-    fits = view.shape[i] == sizes[first + i] && (view.shape[i] == 1 || view.stride[i] == stride || view.empty());
+    fits = view.shape[i] == sizes[first + i] && (view.shape[i] == 1 || view.stride[i] == stride || view.is_empty());
   if (!fits)
     value_error("mass has shape ", shape_of(view), ", but must be contiguous, of shape ",
                 Sizes{sizes + first, 3 - first});
-  return {view.empty() ? nullptr : view.data,
-          {extents_.varlen ? 1 : extents_.batch, extents_.heads, keys, 1},
+  return {view.is_empty() ? nullptr : view.data,
+          {extents_.is_varlen ? 1 : extents_.batch, extents_.heads, keys, 1},
           {extents_.heads * keys, keys, 1, 1},
           FDM_FLOAT32,
           0};
@@ -408,22 +413,22 @@ int64_t Problem::kept_bytes(bool has_lse, bool has_plan, int64_t rest_bytes) con
   return has_lse ? bytes : padded(bytes) + lse_bytes(extents_, lse_dtype());
 }
 
-Kept Problem::kept_in(fdm_buffer buffer, const TensorField &lse, const TensorField &given_plan,
-                      int64_t rest_bytes) const {
+Kept Problem::split_kept_buffer(fdm_buffer buffer, const TensorField &lse, const TensorField &given_plan,
+                                int64_t rest_bytes) const {
   const fdm_tensor lse_tensor =
       is_absent(lse) ? contiguous_lse(take_last(&buffer, lse_bytes(extents_, lse_dtype())), extents_, lse_dtype())
                      : read_lse(lse, "lse");
   fdm_tensor out_rest = absent_tensor();
-  if (rest_bytes > 0) out_rest = bytes_like(out_model(), take_last(&buffer, padded(rest_bytes)));
-  Kept kept = parts_of(is_absent(given_plan) ? buffer : read_buffer(given_plan, "plan", needed_plan_bytes(), device_),
-                       lse_tensor);
+  if (rest_bytes > 0) out_rest = bytes_like(out_prototype(), take_last(&buffer, padded(rest_bytes)));
+  Kept kept = split_plan_buffer(
+      is_absent(given_plan) ? buffer : read_buffer(given_plan, "plan", needed_plan_bytes(), device_), lse_tensor);
   kept.out_rest = out_rest;
   return kept;
 }
 
-Kept Problem::parts_of(fdm_buffer plan, const fdm_tensor &lse) const {
+Kept Problem::split_plan_buffer(fdm_buffer plan, const fdm_tensor &lse) const {
   Kept kept{problem_.start, problem_.end, plan, lse, absent_tensor()};
-  if (!selects_) return kept;
+  if (!has_selection_) return kept;
   const int64_t bytes = bound_bytes(selection_);
   std::byte *const begin = static_cast<std::byte *>(plan.data);
   kept.start.data = begin;
@@ -432,7 +437,7 @@ Kept Problem::parts_of(fdm_buffer plan, const fdm_tensor &lse) const {
   return kept;
 }
 
-fdm_problem Problem::with(const Kept &kept, PlanUse use) const {
+fdm_problem Problem::problem_with(const Kept &kept, PlanUse use) const {
   fdm_problem problem = problem_;
   if (use == PlanUse::forward_only) problem.flags |= FDM_FORWARD_ONLY;
   problem.start = kept.start;
@@ -441,13 +446,14 @@ fdm_problem Problem::with(const Kept &kept, PlanUse use) const {
 }
 
 void Problem::run_plan(const Kept &kept, fdm_buffer workspace, PlanUse use) const {
-  const fdm_problem problem = with(kept, use);
+  const fdm_problem problem = problem_with(kept, use);
   fdm_selection selection = selection_;
   selection.context = problem_.context;
   selection.start = kept.start;
   selection.end = kept.end;
-  call_pack<Gil::release>(pack_, selects_ ? "select_and_plan" : "plan", [&](char *message, size_t message_bytes) {
-    if (selects_) return pack_.select_and_plan(&selection, &problem, kept.plan, workspace, message, message_bytes);
+  call_pack<Gil::release>(pack_, has_selection_ ? "select_and_plan" : "plan", [&](char *message, size_t message_bytes) {
+    if (has_selection_)
+      return pack_.select_and_plan(&selection, &problem, kept.plan, workspace, message, message_bytes);
     return pack_.plan(&problem, kept.plan, workspace, message, message_bytes);
   });
 }
@@ -460,7 +466,7 @@ void Problem::run_forward(const fdm_tensor &out, const Kept &kept, int32_t split
   args.out = out;
   args.lse = kept.lse;
   args.out_rest = kept.out_rest;
-  const fdm_problem problem = with(kept, use);
+  const fdm_problem problem = problem_with(kept, use);
   call_pack<Gil::release>(pack_, "forward", [&](char *message, size_t message_bytes) {
     return pack_.forward(&problem, &args, kept.plan, workspace, message, message_bytes);
   });
@@ -469,7 +475,7 @@ void Problem::run_forward(const fdm_tensor &out, const Kept &kept, int32_t split
 void Problem::plan(const TensorField &plan, const TensorField &workspace) const {
   const fdm_buffer plan_buffer = read_buffer(plan, "plan", plan_bytes_, device_);
   const fdm_buffer workspace_buffer = read_buffer(workspace, "workspace", workspace_bytes(FDM_PASS_PLAN), device_);
-  run_plan(parts_of(plan_buffer, absent_tensor()), workspace_buffer);
+  run_plan(split_plan_buffer(plan_buffer, absent_tensor()), workspace_buffer);
 }
 
 void Problem::forward(const TensorField &out, const TensorField &lse, const TensorField &plan,
@@ -480,7 +486,7 @@ void Problem::forward(const TensorField &out, const TensorField &lse, const Tens
   require_distinct_elements(lse_tensor, "lse");
   const fdm_buffer plan_buffer = read_buffer(plan, "plan", needed_plan_bytes(), device_);
   const fdm_buffer workspace_buffer = read_buffer(workspace, "workspace", workspace_bytes(FDM_PASS_FORWARD), device_);
-  run_forward(out_tensor, parts_of(plan_buffer, lse_tensor), splits, workspace_buffer);
+  run_forward(out_tensor, split_plan_buffer(plan_buffer, lse_tensor), splits, workspace_buffer);
 }
 
 Problem::AttendSizes Problem::attend_sizes(bool has_lse, bool has_plan) const {
@@ -495,7 +501,7 @@ bool Problem::attend(const TensorField &out, const TensorField &lse, const Tenso
   if (!workspace.take(sizes.bytes(), device_, problem_.context.stream, memory)) return false;
   const fdm_buffer work{static_cast<std::byte *>(memory.data) + padded(sizes.kept), sizes.work};
   const fdm_tensor out_tensor = read_out(out);
-  const Kept kept = kept_in({memory.data, sizes.kept}, lse, plan, 0);
+  const Kept kept = split_kept_buffer({memory.data, sizes.kept}, lse, plan, 0);
   require_distinct_elements(kept.lse, "lse");
   const PlanUse use = is_absent(plan) ? PlanUse::forward_only : PlanUse::kept;
   if (is_absent(plan) && kept.plan.bytes > 0) run_plan(kept, work, use);
@@ -512,8 +518,8 @@ bool Problem::keep(const TensorField &out, const TensorField &lse, const TensorF
     return false;
   const fdm_tensor out_tensor = read_out(out);
   const fdm_buffer buffer = read_buffer(kept, "kept", kept_bytes(!is_absent(lse), is_given), device_);
-  const Kept parts = kept_in(buffer, lse, given_plan, out_rest_bytes());
-  if (parts.out_rest.data != nullptr && !same_places(out_tensor, parts.out_rest))
+  const Kept parts = split_kept_buffer(buffer, lse, given_plan, out_rest_bytes());
+  if (parts.out_rest.data != nullptr && !same_strides(out_tensor, parts.out_rest))
     value_error("out has strides ", strides_of(out.view()), ", but must be contiguous");
   if (!is_planned) run_plan(parts, work);
   run_forward(out_tensor, parts, 0, work);
@@ -525,11 +531,12 @@ bool Problem::backward(const BackwardArguments &arguments, const TensorField &gi
   const int64_t rest_bytes = is_absent(kept_field) ? 0 : out_rest_bytes();
   const int64_t needed = kept_bytes(!is_absent(arguments.lse), !is_absent(given_plan), rest_bytes);
   const char *const name = is_absent(given_plan) && is_absent(kept_field) ? "plan" : "kept";
-  const Kept kept = kept_in(read_buffer(kept_field, name, needed, device_), arguments.lse, given_plan, rest_bytes);
+  const Kept kept =
+      split_kept_buffer(read_buffer(kept_field, name, needed, device_), arguments.lse, given_plan, rest_bytes);
   const fdm_backward_args args = read_gradients(arguments, kept);
   fdm_buffer work;
   if (!workspace.take(workspace_bytes(FDM_PASS_BACKWARD), device_, problem_.context.stream, work)) return false;
-  const fdm_problem problem = with(kept);
+  const fdm_problem problem = problem_with(kept);
   call_pack<Gil::release>(pack_, "backward", [&](char *message, size_t message_bytes) {
     return pack_.backward(&problem, &args, kept.plan, work, message, message_bytes);
   });
@@ -538,7 +545,7 @@ bool Problem::backward(const BackwardArguments &arguments, const TensorField &gi
 
 void Problem::key_mass(const TensorField &mass, const TensorField &lse, const TensorField &plan,
                        const TensorField &workspace) const {
-  if (paged_) raise(PyExc_NotImplementedError, "block_table is given, but paged keys have no key mass");
+  if (is_paged_) raise(PyExc_NotImplementedError, "block_table is given, but paged keys have no key mass");
   if (pack_.key_mass == nullptr) raise(PyExc_NotImplementedError, "the kernel pack has no kernel for the key mass");
   fdm_key_mass_args args{};
   args.struct_size = sizeof args;
@@ -546,28 +553,29 @@ void Problem::key_mass(const TensorField &mass, const TensorField &lse, const Te
   args.mass = read_mass(mass);
   const fdm_buffer plan_buffer = read_buffer(plan, "plan", needed_plan_bytes(), device_);
   const fdm_buffer work = read_buffer(workspace, "workspace", workspace_bytes(FDM_PASS_KEY_MASS), device_);
-  const Kept kept = parts_of(plan_buffer, args.lse);
-  const fdm_problem problem = with(kept);
+  const Kept kept = split_plan_buffer(plan_buffer, args.lse);
+  const fdm_problem problem = problem_with(kept);
   call_pack<Gil::release>(pack_, "key_mass", [&](char *message, size_t message_bytes) {
     return pack_.key_mass(&problem, &args, kept.plan, work, message, message_bytes);
   });
 }
 
 fdm_backward_args Problem::read_gradients(const BackwardArguments &arguments, const Kept &kept) const {
-  if (paged_) raise(PyExc_NotImplementedError, "block_table is given, but paged keys and values have no backward pass");
+  if (is_paged_)
+    raise(PyExc_NotImplementedError, "block_table is given, but paged keys and values have no backward pass");
   fdm_backward_args args{};
   args.struct_size = sizeof args;
-  args.out = read_like(arguments.out, "out", out_model(), "query, with the head dimension of value");
+  args.out = read_like(arguments.out, "out", out_prototype(), "query, with the head dimension of value");
   args.lse = kept.lse;
   args.out_rest = kept.out_rest;
-  args.dout = read_like(arguments.dout, "dout", out_model(), "out");
+  args.dout = read_like(arguments.dout, "dout", out_prototype(), "out");
   args.dlse = is_absent(arguments.dlse) ? absent_tensor() : read_lse(arguments.dlse, "dlse");
 
   const Gradients &gradients = arguments.gradients;
-  const auto read_gradient = [&](const TensorField &field, const char *name, const fdm_tensor &model,
-                                 const char *model_name) {
+  const auto read_gradient = [&](const TensorField &field, const char *name, const fdm_tensor &prototype,
+                                 const char *prototype_name) {
     if (is_absent(field)) return absent_tensor();
-    const fdm_tensor gradient = read_like(field, name, model, model_name);
+    const fdm_tensor gradient = read_like(field, name, prototype, prototype_name);
     require_distinct_elements(gradient, name);
     return gradient;
   };
@@ -615,7 +623,7 @@ Gradients read_gradients(nb::dict by_name) {
     field = TensorField(found);
     ++read;
   };
-  gradients.each_field(read_field);
+  gradients.for_each_field(read_field);
   read_field("index_bias", gradients.index_bias);
   if (read != PyDict_Size(by_name.ptr()))
     value_error("gradients are wanted of ", nb::str(by_name.keys()).c_str(),

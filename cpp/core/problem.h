@@ -19,7 +19,7 @@ struct Gradients {
   TensorField query, key, value, bias, sink;
   TensorField index_bias;
 
-  template <class Visit> void each_field(Visit &&visit) {
+  template <class Visit> void for_each_field(Visit &&visit) {
     visit("query", query);
     visit("key", key);
     visit("value", value);
@@ -57,9 +57,9 @@ public:
   int64_t needed_plan_bytes() const;
   int64_t workspace_bytes(fdm_pass pass) const;
   // The JSON text of fdm_pack.describe for a call, with a backward pass for the gradients of the named fields, if
-  // any. `before` is the selection that makes the boolean mask, or null. Results are assumed contiguous. Runs
+  // any. `mask_selection` is the selection that makes the boolean mask, or null. Results are assumed contiguous. Runs
   // nothing.
-  std::string describe(nb::tuple gradients, const Selection *before) const;
+  std::string describe(nb::tuple gradients, const Selection *mask_selection) const;
 
   void plan(const TensorField &plan, const TensorField &workspace) const;
   void forward(const TensorField &out, const TensorField &lse, const TensorField &plan, const TensorField &workspace,
@@ -89,10 +89,10 @@ public:
   int32_t lse_dtype() const { return problem_.bias.dtype == FDM_FLOAT64 ? FDM_FLOAT64 : FDM_FLOAT32; }
   bool has_narrow_values() const { return problem_.v.shape[3] != problem_.head_dim; }
   // Whether values are narrow and kernels cannot read the rows of query, key and value without a copy.
-  bool copies_rows() const;
+  bool needs_row_copies() const;
   // Whether kernels can read the rows of this tensor of 16-bit elements without a copy.
-  bool takes_rows(const TensorField &field) const;
-  void use_threads(int32_t threads) { problem_.context.threads = threads; }
+  bool can_read_rows(const TensorField &field) const;
+  void set_threads(int32_t threads) { problem_.context.threads = threads; }
 
 private:
   // The bytes of the workspace of attend: for otherwise kept data, and for its work.
@@ -110,17 +110,17 @@ private:
   void read_sink(const AttentionRecord &record);
   void read_settings(const AttentionRecord &record, const Execution &execution);
   void read_window(const AttentionRecord &record);
-  void measure_plan();
+  void set_plan_bytes();
 
   // A tensor with the shape and dtype of query, key or value.
-  fdm_tensor read_like(const TensorField &field, const char *name, const fdm_tensor &model,
-                       const char *model_name) const;
+  fdm_tensor read_like(const TensorField &field, const char *name, const fdm_tensor &prototype,
+                       const char *prototype_name) const;
   fdm_tensor read_lse(const TensorField &field, const char *name) const;
   // A tensor with a row for each query, some heads, and `length` elements per row if that is above 0.
   fdm_tensor read_key_list_tensor(const TensorField &field, const char *name, DtypeSet allowed, bool may_be_per_head,
                                   int64_t length) const;
   // The shape and dtype of out: those of query, with the columns of value.
-  fdm_tensor out_model() const;
+  fdm_tensor out_prototype() const;
   fdm_tensor read_out(const TensorField &field) const;
   fdm_tensor read_mass(const TensorField &field) const;
   AttendSizes attend_sizes(bool has_lse, bool has_plan) const;
@@ -128,13 +128,14 @@ private:
   int64_t out_rest_bytes() const;
   int64_t kept_bytes(bool has_lse, bool has_plan, int64_t rest_bytes) const;
   // The parts of a buffer of kept_bytes(). In a larger buffer the plan has more room.
-  Kept kept_in(fdm_buffer buffer, const TensorField &lse, const TensorField &given_plan, int64_t rest_bytes) const;
-  Kept parts_of(fdm_buffer plan, const fdm_tensor &lse) const;
+  Kept split_kept_buffer(fdm_buffer buffer, const TensorField &lse, const TensorField &given_plan,
+                         int64_t rest_bytes) const;
+  Kept split_plan_buffer(fdm_buffer plan, const fdm_tensor &lse) const;
   fdm_backward_args read_gradients(const BackwardArguments &arguments, const Kept &kept) const;
 
   // The readers of a plan: other calls too, or only the forward pass.
   enum class PlanUse { kept, forward_only };
-  fdm_problem with(const Kept &kept, PlanUse use = PlanUse::kept) const;
+  fdm_problem problem_with(const Kept &kept, PlanUse use = PlanUse::kept) const;
   void run_plan(const Kept &kept, fdm_buffer workspace, PlanUse use = PlanUse::kept) const;
   void run_forward(const fdm_tensor &out, const Kept &kept, int32_t splits, fdm_buffer workspace,
                    PlanUse use = PlanUse::kept) const;
@@ -143,11 +144,11 @@ private:
   fdm_problem problem_;
   Extents extents_;
   Device device_;
-  bool paged_;
+  bool is_paged_;
   bool has_bias_, has_sink_, has_index_bias_ = false;
   // The call selects keys by its bias. start and end of problem_ then have no memory; a part of the plan buffer holds
   // them.
-  bool selects_;
+  bool has_selection_;
   fdm_selection selection_;
   fdm_mask_kind mask_kind_;
   int64_t plan_bytes_;

@@ -11,7 +11,7 @@ template <class Record> Py_ssize_t field_count() {
   static const Py_ssize_t counted = [] {
     Py_ssize_t count = 0;
     Record record;
-    record.each_field([&](const char *, auto &) { ++count; });
+    record.for_each_field([&](const char *, auto &) { ++count; });
     return count;
   }();
   return counted;
@@ -35,7 +35,7 @@ template <class Record> Record read_fields(PyObject *positional, PyObject *named
   Record record;
   const Py_ssize_t given = PyTuple_Size(positional);
   Py_ssize_t position = 0, found = 0;
-  record.each_field([&](const char *name, auto &field) {
+  record.for_each_field([&](const char *name, auto &field) {
     PyObject *value = nullptr;
     if (position < given)
       value = PyTuple_GetItem(positional, position);
@@ -67,14 +67,14 @@ template <class Record> Record read_record(const nb::args &positional, const nb:
 
 template <class Record> nb::tuple as_tuple(Record &record) {
   nb::list values;
-  record.each_field([&](const char *, auto &field) { values.append(as_object(field)); });
+  record.for_each_field([&](const char *, auto &field) { values.append(as_object(field)); });
   return nb::tuple(values);
 }
 
 template <class Record> nb::tuple field_names() {
   nb::list names;
   Record record;
-  record.each_field([&](const char *name, auto &) { names.append(nb::str(name)); });
+  record.for_each_field([&](const char *name, auto &) { names.append(nb::str(name)); });
   return nb::tuple(names);
 }
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
 // The records of calls. Python declares them (AttentionInputs and SelectionInputs of record.py) and passes them
-// whole. each_field lists the fields in the order and with the names of that declaration, and the reader follows this
-// list. A test compares the two lists.
+// whole. for_each_field lists the fields in the order and with the names of that declaration, and the reader follows
+// this list. A test compares the two lists.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -30,7 +30,7 @@ struct AttentionRecord {
   double scale = 1, softcap = 0;
   bool causal = false, deterministic = false, keeps_runs = false;
 
-  template <class Visit> void each_field(Visit &&visit) {
+  template <class Visit> void for_each_field(Visit &&visit) {
     visit("query", query);
     visit("key", key);
     visit("value", value);
@@ -64,7 +64,7 @@ struct SelectionRecord {
   int64_t keep_last = 0, keep_first = 0;
   bool causal = false;
 
-  template <class Visit> void each_field(Visit &&visit) {
+  template <class Visit> void for_each_field(Visit &&visit) {
     visit("bias", bias);
     visit("mask", mask);
     visit("cu_seqlens_q", cu_seqlens.q);

@@ -43,14 +43,14 @@ void Selection::read_sizes(const SelectionRecord &record) {
 
 void Selection::read_sequences(const SelectionRecord &record) {
   selection_.cu_seqlens_q = selection_.cu_seqlens_k = absent_tensor();
-  extents_.varlen = is_varlen(record.cu_seqlens);
-  if (!extents_.varlen) return;
+  extents_.is_varlen = is_varlen(record.cu_seqlens);
+  if (!extents_.is_varlen) return;
   const auto [queries, keys] = read_cu_seqlens(record.cu_seqlens, device_);
   if (queries.batch != record.batch)
     value_error(queries.name, " has shape (", queries.batch + 1, ",), but must have shape (", record.batch + 1,
                 ",) for a batch of ", record.batch);
-  require_longest(queries, record.queries);
-  require_longest(keys, record.keys);
+  require_max_length(queries, record.queries);
+  require_max_length(keys, record.keys);
   extents_.total_queries = queries.total;
   extents_.total_keys = keys.total;
   selection_.cu_seqlens_q = queries.tensor;
@@ -59,7 +59,7 @@ void Selection::read_sequences(const SelectionRecord &record) {
 
 void Selection::read_scores(const SelectionRecord &record, const TensorView &bias) {
   selection_.bias = map_scores(bias, "attn_bias", extents_);
-  if (!extents_.varlen && selection_.bias.shape[3] != extents_.keys)
+  if (!extents_.is_varlen && selection_.bias.shape[3] != extents_.keys)
     value_error("attn_bias has shape ", shape_of(bias), ", but its last size must be the number of keys, ",
                 extents_.keys);
   std::copy_n(selection_.bias.shape, 4, result_shape_);
@@ -74,7 +74,7 @@ void Selection::read_scores(const SelectionRecord &record, const TensorView &bia
   if (result_shape_[1] == 1 || shape[1] == extents_.heads) result_shape_[1] = shape[1];
   if (result_shape_[2] == 1 && shape[2] != 1) {
     result_shape_[2] = shape[2];
-    if (extents_.varlen) result_shape_[3] = shape[3];
+    if (extents_.is_varlen) result_shape_[3] = shape[3];
   }
 }
 
@@ -106,7 +106,7 @@ bool Selection::select(fdm_selection selection, Workspace &workspace) const {
   return true;
 }
 
-bool Selection::intervals(const TensorField &start, const TensorField &end, Workspace &&workspace) const {
+bool Selection::write_intervals(const TensorField &start, const TensorField &end, Workspace &&workspace) const {
   if ((selection_.flags & FDM_CAUSAL) == 0)
     value_error("start and end are wanted, but causal is False; without a causal limit only keep holds a selection");
   if (result_shape_[2] != 1)
@@ -120,7 +120,7 @@ bool Selection::intervals(const TensorField &start, const TensorField &end, Work
   return select(selection, workspace);
 }
 
-bool Selection::keep(const TensorField &keep, Workspace &&workspace) const {
+bool Selection::write_keep(const TensorField &keep, Workspace &&workspace) const {
   fdm_selection selection = selection_;
   selection.keep = map_scores(read_argument(keep, "keep", only(FDM_BOOL), device_), "keep", extents_);
   require_result_shape(selection.keep, "keep");

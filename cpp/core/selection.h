@@ -16,14 +16,14 @@ public:
   Selection(const fdm_pack &pack, const SelectionRecord &record, const Execution &execution);
 
   // The selection of booleans, in the form of pack.h.
-  const fdm_selection &of_booleans() const { return selection_; }
+  const fdm_selection &as_fdm_selection() const { return selection_; }
 
   // The workspace of either method below.
   int64_t workspace_bytes() const { return workspace_bytes(selection_); }
 
   // Both return false without effect if the workspace allocation fails.
-  bool intervals(const TensorField &start, const TensorField &end, Workspace &&workspace) const;
-  bool keep(const TensorField &keep, Workspace &&workspace) const;
+  bool write_intervals(const TensorField &start, const TensorField &end, Workspace &&workspace) const;
+  bool write_keep(const TensorField &keep, Workspace &&workspace) const;
 
 private:
   void read_sizes(const SelectionRecord &record);

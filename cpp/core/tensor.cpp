@@ -169,13 +169,13 @@ void read_tuple(TensorView &view, nb::handle object, const char *name) {
 
 bool same_device(Device a, Device b) { return a.type == b.type && (a.type == FDM_CPU || a.index == b.index); }
 
-bool TensorView::empty() const {
+bool TensorView::is_empty() const {
   for (int i = 0; i < rank; ++i)
     if (shape[i] == 0) return true;
   return false;
 }
 
-bool TensorView::contiguous() const {
+bool TensorView::is_contiguous() const {
   int64_t expected = 1;
   for (int i = rank - 1; i >= 0; --i) {
     if (stride[i] != expected) return false;
@@ -199,7 +199,7 @@ const TensorView &TensorField::read(const char *name) const {
       type_error(name, " is of type ", type_name_of(object_), ", but must be a torch.Tensor or a tuple ", tuple_form);
     read_exchange(view_, *table, object_, name);
   }
-  if (needs_memory_ && view_.data == nullptr && !view_.empty())
+  if (needs_memory_ && view_.data == nullptr && !view_.is_empty())
     value_error(name, " of shape ", shape_of(view_), " has no memory: fake and meta tensors cannot be computed with");
   type_ = Py_TYPE(object_.ptr());
   return view_;
@@ -217,12 +217,12 @@ bool TensorField::try_read() const {
   if (tensor.rank > TensorView::max_rank) return false;
   view_.rank = tensor.rank;
   read_view(view_, tensor);
-  if (view_.data == nullptr && !view_.empty()) return false;
+  if (view_.data == nullptr && !view_.is_empty()) return false;
   type_ = Py_TYPE(object_.ptr());
   return true;
 }
 
-bool TensorField::reads_as(nb::handle other) const {
+bool TensorField::matches(nb::handle other) const {
   if (is_absent()) return other.is_none();
   const TensorField field(other);
   return Py_TYPE(other.ptr()) == type_ && field.try_read() && field.view_ == view_;

@@ -41,11 +41,11 @@ struct TensorView {
   int64_t shape[max_rank];
   int64_t stride[max_rank]; // in elements
 
-  bool empty() const;
+  bool is_empty() const;
   bool operator==(const TensorView &other) const;
   // Whether the strides are exactly those of a new tensor, also in dimensions of size 0 or 1, where others would be
   // valid.
-  bool contiguous() const;
+  bool is_contiguous() const;
 };
 
 // A tensor argument or None. It is an object whose type has DLPack's C exchange API, or the tuple (data_ptr, dtype,
@@ -76,7 +76,7 @@ public:
   // Releases the object but keeps the view.
   nb::object release() { return std::exchange(object_, nb::none()); }
   // Whether `other` has the same type and an equal view, including the address; or both are None.
-  bool reads_as(nb::handle other) const;
+  bool matches(nb::handle other) const;
 
 private:
   void take_view(const TensorField &other) {
@@ -97,7 +97,7 @@ public:
   // For a type without the API every request fails.
   explicit Exchange(nb::handle tensor);
 
-  bool offers_memory() const { return table_ != nullptr && table_->allocate != nullptr; }
+  bool can_allocate() const { return table_ != nullptr && table_->allocate != nullptr; }
 
   // The stream on which the library enqueues work, if the device has streams.
   bool current_stream(Device device, void *&stream) const;

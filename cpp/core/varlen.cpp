@@ -14,14 +14,14 @@ const int32_t *values_of(const fdm_tensor &tensor) { return static_cast<const in
 
 } // namespace
 
-SequenceLengths read_bounds(const TensorField &field, const char *name, const char *longest_name, Device device) {
+SequenceLengths read_bounds(const TensorField &field, const char *name, const char *max_name, Device device) {
   const TensorView &view = read_argument(field, name, only(FDM_INT32), device);
   require_rank(view, name, 1, "(batch + 1,)");
   if (view.shape[0] < 1) value_error(name, " has shape ", shape_of(view), ", but must have batch + 1 values");
   if (view.shape[0] > 1 && view.stride[0] != 1)
     value_error(name, " has strides ", strides_of(view), ", but must be contiguous");
 
-  SequenceLengths lengths{name, longest_name, with_axes(view, {0, new_axis, new_axis, new_axis}), view.shape[0] - 1,
+  SequenceLengths lengths{name, max_name, with_axes(view, {0, new_axis, new_axis, new_axis}), view.shape[0] - 1,
                           Extents::unknown};
   if (device.type == FDM_CPU) {
     const int32_t *values = values_of(lengths.tensor);
@@ -59,14 +59,14 @@ void require_total(const SequenceLengths &lengths, int64_t total, const char *te
                 total);
 }
 
-void require_longest(const SequenceLengths &lengths, int64_t longest) {
-  require_at_least(longest, lengths.longest_name, 0);
+void require_max_length(const SequenceLengths &lengths, int64_t max_length) {
+  require_at_least(max_length, lengths.max_name, 0);
   if (lengths.total == Extents::unknown) return;
   const int32_t *values = values_of(lengths.tensor);
   int64_t found = 0;
   for (int64_t i = 0; i < lengths.batch; ++i) found = std::max<int64_t>(found, values[i + 1] - values[i]);
-  if (found > longest)
-    value_error(lengths.longest_name, " is ", longest, ", but must be at least ", found, ", the longest sequence of ",
+  if (found > max_length)
+    value_error(lengths.max_name, " is ", max_length, ", but must be at least ", found, ", the longest sequence of ",
                 lengths.name);
 }
 

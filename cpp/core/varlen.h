@@ -11,7 +11,7 @@ namespace fdm {
 // Cumulative sequence lengths, int32 (batch + 1,). Their values are checked only on the CPU: on a GPU the check would
 // synchronize.
 struct SequenceLengths {
-  const char *name, *longest_name; // of the arguments with the bounds and the longest length
+  const char *name, *max_name; // of the arguments with the bounds and the longest length
   fdm_tensor tensor;
   int64_t batch;
   int64_t total; // the last value; Extents::unknown on a GPU
@@ -24,8 +24,8 @@ struct PackedLengths {
   int64_t batch() const { return queries.batch; }
 };
 
-// Reads sequence bounds; `longest_name` is the argument with their longest length.
-SequenceLengths read_bounds(const TensorField &field, const char *name, const char *longest_name, Device device);
+// Reads sequence bounds; `max_name` is the argument with their longest length.
+SequenceLengths read_bounds(const TensorField &field, const char *name, const char *max_name, Device device);
 
 // Whether both cu_seqlens are given. Raises an exception if only one is.
 bool is_varlen(const CuSeqlens &cu_seqlens);
@@ -36,8 +36,8 @@ PackedLengths read_cu_seqlens(const CuSeqlens &cu_seqlens, Device device);
 // The last value must be `total`, the size of the packed dimension of `tensor`.
 void require_total(const SequenceLengths &lengths, int64_t total, const char *tensor);
 
-// `longest` must be at least every length.
-void require_longest(const SequenceLengths &lengths, int64_t longest);
+// `max_length` must be at least every length.
+void require_max_length(const SequenceLengths &lengths, int64_t max_length);
 
 // The block table of keys and values: int32 (batch, pages of a sequence). On the CPU its used entries must be valid
 // pages.

@@ -15,8 +15,8 @@ fdm_tensor without_expansion(fdm_tensor tensor) {
   return tensor;
 }
 
-int64_t larger_of(int64_t bias, int64_t mask, int64_t most) {
-  if (bias == most || mask == most) return most;
+int64_t larger_of(int64_t bias, int64_t mask, int64_t full) {
+  if (bias == full || mask == full) return full;
   return std::max(bias, mask);
 }
 
@@ -40,7 +40,7 @@ fdm_selection selection_of(const fdm_problem &problem, const Extents &extents, c
   selection.cu_seqlens_q = problem.cu_seqlens_q;
   selection.cu_seqlens_k = problem.cu_seqlens_k;
   selection.keep = absent_tensor();
-  if (selection.bias.shape[3] == 1 && !extents.varlen) {
+  if (selection.bias.shape[3] == 1 && !extents.is_varlen) {
     selection.bias.shape[3] = extents.keys; // equal biases: the selection keeps the first of them
     selection.bias.stride[3] = 0;
   }
@@ -52,7 +52,7 @@ fdm_selection selection_of(const fdm_problem &problem, const Extents &extents, c
   return selection;
 }
 
-int64_t most_kept(const fdm_selection &selection) {
+int64_t max_kept_keys(const fdm_selection &selection) {
   const int64_t by_position = selection.keep_last + selection.keep_first;
   return std::max<int64_t>(1,
                            std::min(selection.window, std::numeric_limits<int64_t>::max() - by_position) + by_position);

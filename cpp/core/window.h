@@ -13,7 +13,7 @@ namespace fdm {
 fdm_selection selection_of(const fdm_problem &problem, const Extents &extents, const AttentionRecord &record);
 
 // The maximum keys that a query keeps, at least 1.
-int64_t most_kept(const fdm_selection &selection);
+int64_t max_kept_keys(const fdm_selection &selection);
 
 // The padded bytes of start or end.
 int64_t bound_bytes(const fdm_selection &selection);
