@@ -202,7 +202,7 @@ class PackBackend(Backend):
             self.pack.lists_keys
             and str(query.dtype).removeprefix("torch.") in self.pack.dtypes
             and query.shape[-1] == inputs.value.shape[-1] <= self.pack.max_head_dim
-            and (bias is None or bias.dtype != torch.float64 or self.name == "cpu")
+            and (bias is None or bias.dtype != torch.float64 or "float32" in self.pack.dtypes)
             and min(query.numel(), key.numel(), inputs.indices.numel()) > 0
             and (inputs.block_table is None or key.shape[0] * key.shape[1] <= _MOST_PLACES)
         )
