@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Rounds the float32 sums of the backward pass of lists: those of dk and dv by the bands of tile/round_sums.cuh, and
-// those of biases and sinks element by element.
+// Rounds the float32 sums of the backward pass of lists: dk and dv in bands (tile/round_sums.cuh), the gradients of
+// biases and sinks element by element.
 #include "../tile/round_sums.cuh"
 
 #include <cuda_runtime.h>
@@ -10,7 +10,7 @@
 namespace fdm::cuda {
 namespace {
 
-// 16 rows of the sums: of each key those of all KV heads. A row of the grid has those of dk, another those of dv.
+// A band of 16 rows of the sums, which are ordered by key, then by KV head. blockIdx.y selects dk (0) or dv (1).
 struct ListBands {
   using Params = ListBackwardParams;
   static constexpr int kTilesAtOnce = 4, kBlocks = 4;
@@ -45,7 +45,7 @@ struct ListBands {
   __device__ void end(bool) const {}
 };
 
-// A row of the grid rounds contiguous sums to a tensor of the same shape.
+// blockIdx.y selects contiguous sums and the tensor of the same shape that they are rounded to.
 struct ListRounding {
   static constexpr int kMost = 3;
   fdm_tensor to[kMost];

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Shared by the backward kernels of listed keys: the statistics of a row, by which its scores become P and dS, and the
-// gradients of biases.
+// Shared by the backward kernels of listed keys: the row statistics that turn scores into P and dS, and the bias
+// gradients.
 #pragma once
 
 #include "../backward/sum_bands.cuh"
@@ -10,13 +10,13 @@
 namespace fdm::cuda {
 
 struct ListRow {
-  float lse;   // to base 2; infinity where the row keeps nothing
-  float share; // of the softmax that is not the sink's
-  float shift; // the gradient of lse less the share times dO . O
+  float lse;   // base-2 LSE without the sink; infinity: the row keeps no key
+  float share; // the keys' share of the softmax; the sink has the rest
+  float shift; // dlse - share * delta
 
   __device__ static ListRow none() { return {INFINITY, 0.0f, 0.0f}; }
 
-  // The facts of a head of the task's query; delta is dO . O. One thread of the row adds to the gradient of the sink.
+  // The statistics of a head of the task's query; delta is dO . O. One thread per row has `adds` and adds to dsink.
   __device__ static ListRow find(const ListBackwardParams &params, const ListTask &task, int64_t head, float delta,
                                  bool adds) {
     const fdm_backward_args &a = params.backward;
@@ -32,9 +32,9 @@ struct ListRow {
     return {lse, share, dlse - share * delta};
   }
 
-  // A score is above lse only by rounding, which is large where biases are.
+  // A score exceeds lse only by rounding errors. They are large where biases are large.
   __device__ float exponential(float score) const { return ptx::exp2_approximate(ptx::min_or_nan(score - lse, 0.0f)); }
-  // Turns an exponential and the product of dO and V into P and dS.
+  // Turns an exponential and dO . V into P and dS.
   __device__ void finish(float &p, float &ds) const {
     ds = p * fmaf(share, ds, shift);
     p *= share;
@@ -42,8 +42,8 @@ struct ListRow {
   __device__ bool keeps() const { return lse < INFINITY; }
 };
 
-// Adds what a listed key, the entry-th of the list, has to the gradients of biases: the sum of dS over the rows of the
-// tile. Sums have the shapes of the biases, and are contiguous.
+// Adds to the bias gradients of a listed key: `sum` is its dS, summed over rows of the tile, and `entry` its index in
+// the list. The float32 sums are contiguous and have the shapes of the biases.
 __device__ inline void add_bias_gradients(const ListBackwardParams &params, const ListTask &task, int64_t entry,
                                           int32_t key, float sum) {
   const auto list_of = [&](const fdm_tensor &t, int64_t batch) {

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Backward pass of queries that list their keys with Hopper's wgmma, where many heads share a list: a thread block has
-// the rows of a query's tile, and its list is the columns.
+// Backward pass with wgmma for queries that list their keys, with many heads per list. A thread block processes one
+// tile: its rows are query heads of one query, its columns are the listed keys.
 //
-// A producer warpgroup gathers K and V, while two consumer warpgroups have 64 rows each. For a step of columns, each
-// makes P and dS of its rows, leaves them in shared memory, and adds the product of dS and K to its rows of dq. Then
-// one multiplies P' with all rows of dO, and the other dS' with those of Q. These are what the tile adds to the
-// gradients of its keys, a row for each, which bulk reductions add to float32 sums in global memory, in any order.
+// A producer warpgroup gathers K and V. Each of two consumer warpgroups processes 64 rows. In a step of columns, each
+// computes P and dS of its rows, stores them in smem, and adds dS K to its rows of dQ. Warpgroup 0 multiplies P' with
+// all rows of dO, warpgroup 1 dS' with all rows of Q. The products are the tile's contributions to dV and dK, one row
+// per key. Bulk reductions add these rows to float32 sums in global memory, in no fixed order.
 #pragma once
 
 #include "../../tile/sm90/products.cuh"
@@ -30,7 +30,7 @@ template <class Config> struct ListBackwardSharedSm90 {
   char sdO[Config::RowTile::kBytes];
   char sK[Config::kStages][Config::KeyTile::kBytes], sV[Config::kStages][Config::KeyTile::kBytes];
   char sP[Config::ScoreTile::kBytes], sdS[Config::ScoreTile::kBytes];
-  // What each consumer warpgroup adds to the sums of a step's keys.
+  // The rows that each consumer warpgroup adds to the sums of a step's keys.
   alignas(16) float additions[Roles::kConsumerGroups][Config::kColumns][Config::kHeadDim];
   alignas(16) float bias[Config::kStages][Config::kColumns];   // to base 2; -inf: no key
   alignas(16) int32_t keys[Config::kStages][Config::kColumns]; // each at its RowGather::place(); -1: none
@@ -38,11 +38,11 @@ template <class Config> struct ListBackwardSharedSm90 {
   uint64_t loaded; // Q and dO
   uint64_t full[Config::kStages], empty[Config::kStages];
 
-  // One thread of the block calls this, before all are synchronized.
+  // One thread calls this before the block synchronizes.
   __device__ void init(const ListBackwardParams &params) {
     ptx::init_barrier(loaded, Roles::kProducerThreads);
     for (int stage = 0; stage < Config::kStages; ++stage) {
-      ptx::init_barrier(full[stage], 2 * Roles::kProducerThreads); // the copies, and the biases
+      ptx::init_barrier(full[stage], 2 * Roles::kProducerThreads); // copies; stores of keys and biases
       ptx::init_barrier(empty[stage], Roles::kConsumerThreads);
     }
     task.set(params.p, params.tiles, blockIdx.x);
@@ -50,7 +50,7 @@ template <class Config> struct ListBackwardSharedSm90 {
   __device__ int steps() const { return (task.length + Config::kColumns - 1) / Config::kColumns; }
 };
 
-// The producer warpgroup. What it asks global memory for comes while it would wait for an empty stage.
+// The producer warpgroup. It loads keys and biases before it waits for an empty stage, to overlap the latencies.
 template <class Config>
 __device__ void produce_list_gradients(const ListBackwardParams &params, ListBackwardSharedSm90<Config> &shared) {
   constexpr int kColumns = Config::kColumns;
@@ -134,7 +134,7 @@ template <class Config> struct ListConsumerSm90 {
     ptx::wait_for_bulk_reads();
   }
 
-  // Four lanes that share a row of accumulators read it together.
+  // The four lanes that share an accumulator row compute its delta together.
   __device__ ListRow find_row(int r) const {
     const fdm_backward_args &a = params.backward;
     const int lane = threadIdx.x % 4;
@@ -200,7 +200,8 @@ template <class Config> struct ListConsumerSm90 {
     if (float *to = group ? params.sums.key : params.sums.value) add_rows(to, key, sums);
   }
 
-  // Leaves P and dS of the warpgroup's rows in shared memory, and adds dS to the gradients of biases.
+  // Stores P and dS of the warpgroup's rows in smem, and adds dS to the bias gradients. own_ds returns the A fragments
+  // of dS.
   template <bool kHasSoftcap> __device__ void find_scores(int step, int stage, uint32_t (&own_ds)[kColumns / 16][4]) {
     float p[kColumnTiles][4], ds[kColumnTiles][4], slopes[kColumnTiles][4];
     const uint64_t own_rows = RowTile::offset(64 * uniform(group), 0);
@@ -224,8 +225,8 @@ template <class Config> struct ListConsumerSm90 {
     }
     ptx::warpgroup_wait<0>();
     ptx::warpgroup_fence_operand(ds);
-    // A column without a key has nothing but zeros, unless the row's query or gradient is no number: then all of the
-    // row's dq is none, or the row keeps nothing, and write() does not read it.
+    // A column without a key has zeros, unless Q or dO of the row has non-finite numbers. Then all of the row's dQ is
+    // NaN, or the row keeps no key and write() does not read its dQ.
 #pragma unroll
     for (int n = 0; n < kColumnTiles; ++n)
 #pragma unroll
@@ -240,15 +241,15 @@ template <class Config> struct ListConsumerSm90 {
     uint32_t own_p[kColumns / 16][4];
     pack_left<Element>(own_p, p);
     pack_left<Element>(own_ds, ds);
-    sync_consumers(); // the products of the step before have read P and dS
+    sync_consumers(); // the products of the previous step have read P and dS
     store_left<ScoreTile>(own_p, ptx::shared_address(shared.sP), warp_row(), 0);
     store_left<ScoreTile>(own_ds, ptx::shared_address(shared.sdS), warp_row(), 0);
     ptx::fence_async_proxy();
     sync_consumers();
   }
 
-  // Adds the sums of the warp's rows of dS to the gradients of biases. Of the eight lanes that have a column, each
-  // passes on half of what it has: in the end a lane has two columns.
+  // Adds the column sums of the warp's rows of dS to the bias gradients. Eight lanes hold partial sums of the same
+  // columns. In each exchange, a lane passes on half of its columns; after three, it has two complete columns.
   __device__ void add_columns(int step, int stage, const float (&ds)[kColumnTiles][4]) const {
     float sums[kColumnTiles][2];
 #pragma unroll
@@ -274,8 +275,9 @@ template <class Config> struct ListConsumerSm90 {
     }
   }
 
-  // Starts to add the rows of these products to the sums of their keys; each of the first kColumns threads knows the
-  // key of its row. Sums have four neighbours of two tiles side by side, as round_sums.cu reads them.
+  // Starts the bulk reductions of the product rows to the sums of their keys. Each of the first kColumns threads has
+  // the key of its row. Two accumulators of each of two column tiles form four consecutive sums, as round_sums.cu reads
+  // them.
   __device__ void add_rows(float *to, int32_t key, const float (&sums)[kDimTiles][4]) {
     ptx::wait_for_bulk_reads();
     sync_group();
@@ -283,7 +285,7 @@ template <class Config> struct ListConsumerSm90 {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int r = row_of_group + accumulator_row(half);
-      const bool odd = r % 2; // rows that meet the same banks store the other 64 bytes first
+      const bool odd = r % 2; // odd rows store their upper 64 bytes first, to avoid bank conflicts
       auto *quads = reinterpret_cast<float4 *>(shared.additions[group][r]) + lane;
 #pragma unroll
       for (int n = 0; n < kDimTiles; n += 4) {

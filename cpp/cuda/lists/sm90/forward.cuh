@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The columns of the persistent forward kernel (forward/sm90/forward.cuh) where queries list their keys, and many heads
-// share a list: the heads of a query are the rows of a tile, and its list the columns.
+// Columns of the persistent forward kernel (forward/sm90/forward.cuh) for queries that list their keys, with many heads
+// per list. The rows of a tile are query heads of one query; its columns are the listed keys.
 //
-// To the kernel, the heads of a KV head are a sequence's rows, and queries are heads: the host exchanges the strides of
-// heads and rows of Q, out and lse. Columns without a key are dropped by their words, in blocks that lookup warps flag.
+// The kernel sees query heads as the rows of a sequence, and queries as heads: the host exchanges the strides of heads
+// and rows of Q, out and lse. Lookup warps flag blocks that have columns without a key. Words of zeros drop these
+// columns.
 #pragma once
 
 #include "../../forward/sm90/forward.cuh"
@@ -16,7 +17,7 @@ namespace fdm::cuda {
 struct ListForwardParamsSm90 {
   ForwardParams forward;
   ListTiles tiles;
-  int64_t count; // of tiles
+  int64_t count; // number of tiles
 };
 
 struct ListForwardTask : ForwardTask {
@@ -40,21 +41,21 @@ struct ListForwardTask : ForwardTask {
   }
 };
 
-// The pipeline of K and V, with what lookup warps tell of each block.
+// The pipeline of K and V, with the flags that lookup warps set for each block.
 template <int kHeadDim, int kColumnCount, int kKStageCount, int kVStageCount>
 struct ListStream : KeyStream<kHeadDim, kHeadDim, kColumnCount, kKStageCount, kVStageCount, Lookup::warps> {
   static constexpr bool kFlagsBlocks = true;
   FlagsOfBlocks<kKStageCount> flags;
 };
 
-// Makes the tasks of a thread block. All tiles have as many columns, so their order is fixed.
+// Makes the tasks of a thread block. All tiles have equally many columns, so the order of tiles is static.
 template <class Config> struct ListTaskMaker {
   static constexpr int kSlots = Config::Ring::kSlots;
 
   const ListForwardParamsSm90 &params;
   typename Config::Ring &ring;
 
-  // A warp makes a task and returns it; null: there are no more.
+  // One warp makes and returns task `index`; null after the last task.
   __device__ const ListForwardTask *prepare(uint32_t index) const {
     const int64_t number = tile_of_round(index);
     const bool end = number >= params.count;
@@ -68,8 +69,7 @@ template <class Config> struct ListTaskMaker {
   }
 };
 
-// A lookup warp, which takes turns with others at the blocks of all tasks. Lanes have columns that lie side by side,
-// then the next 32.
+// A lookup warp. Lookup warps take turns at the blocks of all tasks. Lane l has columns l, l + 32, ... of a block.
 template <class Config> struct ListLookup : StreamLookup<typename Config::Pipeline, BiasStore<Config>> {
   using Stream = typename Config::Pipeline;
   using Base = StreamLookup<Stream, BiasStore<Config>>;
@@ -77,7 +77,7 @@ template <class Config> struct ListLookup : StreamLookup<typename Config::Pipeli
   static constexpr int kLaneColumns = kColumns / 32, kWarps = Stream::kTurnWarps;
   static_assert(kColumns % 32 == 0);
 
-  int block; // this warp's next, counted from the first of the task
+  int block; // this warp's next block, relative to the task's first
 
   __device__ ListLookup(const ForwardParams &params, Stream &shared, const BiasStore<Config> &call, int warp)
       : Base(params.p, shared, params.rows, call), block(warp) {
@@ -85,7 +85,7 @@ template <class Config> struct ListLookup : StreamLookup<typename Config::Pipeli
     for (int i = 0; i < warp; ++i) Base::pass_block();
   }
 
-  // Stores the facts of this warp's blocks of a task.
+  // Stores the column facts of this warp's blocks of a task.
   __device__ void run(const ListForwardTask &task) {
     const int blocks = Base::blocks_of(task);
     int32_t keys[kLaneColumns];
@@ -107,7 +107,7 @@ private:
     for (int n = 0; n < kLaneColumns; ++n) keys[n] = fetch_key(task.columns, block * kColumns + 32 * n + lane());
   }
 
-  // The keys are those of the block, and become those of this warp's next.
+  // `keys` holds the keys of the block, and on return those of this warp's next block.
   __device__ void store_block(const ListForwardTask &task, int32_t (&keys)[kLaneColumns]) {
     const int stage = k_state.index, first = block * kColumns + lane(), limit = task.list.limit;
     const bool is_last = first - lane() + kColumns >= task.columns.count;
