@@ -10,7 +10,7 @@ from importlib import import_module
 
 from release.project import ReleaseError
 
-# Each is a module with `add_arguments` and `run`, which raises ReleaseError.
+# Each verb is a module with `add_arguments` and `run`. Failures raise ReleaseError.
 VERBS = {
     "matrix": "print what CI builds and tests, in the form of a workflow's outputs",
     "packs": "build the kernel packs of one CUDA major for this machine's platform into a folder",
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         verb: subparsers.add_parser(verb, help=text, formatter_class=plain)
         for verb, text in VERBS.items()
     }
-    # Only the module of the verb that is asked for: others may need what is not installed.
+    # Imports only the requested verb: other verbs may need packages that are not installed.
     module = import_module(f"release.{words[0]}") if words and words[0] in VERBS else None
     if module is not None:
         verbs[words[0]].description = module.__doc__

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a release holds beside its wheels and its sdist.
+"""Writes the files of a release other than its wheels and its sdist.
 
-That is: the metadata of each wheel as a file of its own (PEP 658), the bill of materials, the build
-record, SHA256SUMS, and the release's text. Fails if a GPU test was of other wheels than these.
+These are the metadata of each wheel (PEP 658), the bill of materials, the build record, SHA256SUMS
+and the release notes. Fails if a GPU test ran other wheels than these.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Check the folder, then write what it lacks."""
+    """Check the folder, then write the other files."""
     version = pyproject_value("version")
     distributions = checked_distributions(options.folder, version)
     records = read_records(options.gpu_records) if options.gpu_records else []
@@ -64,7 +64,7 @@ def write_json(path: Path, content: object) -> None:
 
 
 def checked_distributions(folder: Path, version: str) -> list[Path]:
-    """Return the distributions of a folder, which holds one sdist, wheels and nothing else."""
+    """Return the distributions of a folder. It must hold one sdist, wheels and nothing else."""
     paths = sorted(folder.iterdir())
     others = [path.name for path in paths if not is_distribution(path.name)]
     if others:
@@ -79,7 +79,7 @@ def checked_distributions(folder: Path, version: str) -> list[Path]:
 
 
 def timestamp() -> str:
-    """Return the time of the sources where SOURCE_DATE_EPOCH tells it, else the present."""
+    """Return the time in SOURCE_DATE_EPOCH, or the present time if it is not set."""
     seconds = os.environ.get("SOURCE_DATE_EPOCH")
     zone = datetime.timezone.utc
     when = (
@@ -96,7 +96,7 @@ def release_notes(
     records: Sequence[GpuRecord],
     repository: str = "OWNER/REPOSITORY",
 ) -> str:
-    """Return the text of a release: what changed, what of it ran on a GPU, and what it holds."""
+    """Return the release notes: the changes, the GPU tests and the files."""
     wheels = [path for path in distributions if path.suffix == ".whl"]
     lines = [changes_text, "", "### Tested on GPUs", ""]
     if records:

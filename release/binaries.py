@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a shared library of Linux needs, offers and holds for GPUs, read with pyelftools."""
+"""Reads shared libraries of Linux with pyelftools: dependencies, exports and device code."""
 
 from __future__ import annotations
 
@@ -24,17 +24,16 @@ _FATBIN_KINDS = {1: "compute", 2: "sm"}  # PTX, machine code
 
 @dataclass(frozen=True)
 class Library:
-    """The facts of a library that gates judge.
+    """The properties of a library that gates check.
 
     Attributes:
         machine: such as ``x86_64``.
-        needed: the libraries that must be there to load it.
+        needed: the libraries that it is linked with.
         run_paths: entries of RPATH and RUNPATH.
         exports: names of the defined dynamic symbols.
-        versions: for each prefix, such as ``GLIBC``, the highest version that a symbol asks for;
-            for ``macOS``, the oldest that runs it.
-        weaknesses: what makes it easier to attack, or larger, than need be, each as the end of a
-            sentence.
+        versions: the highest symbol version that it needs for each prefix, such as ``GLIBC``; for
+            ``macOS``, the oldest system that runs it.
+        weaknesses: problems of security or size, each as the end of a sentence about the library.
         device_code: machine code for GPUs, such as ``sm_90``, and PTX, such as ``compute_90``.
     """
 
@@ -50,7 +49,7 @@ class Library:
 def read_library(content: bytes) -> Library:
     """Read a shared library of Linux."""
     elf = ELFFile(io.BytesIO(content))
-    # Any: what a tag has besides its entry follows from its kind, which its type does not tell.
+    # Any: the attributes of a tag depend on its kind, which its type does not express.
     dynamic: list[Any] = [tag for s in elf.iter_sections() if isinstance(s, DynamicSection)
                           for tag in s.iter_tags()]  # fmt: skip
     entries = {tag.entry.d_tag: int(tag.entry.d_val) for tag in dynamic}
@@ -105,7 +104,7 @@ def _imports(elf: ELFFile) -> set[str]:
 
 
 def _versions(elf: ELFFile) -> dict[str, str]:
-    """Return the highest version of each family of symbol versions that the library asks for."""
+    """Return the highest symbol version of each family that the library needs."""
     highest: dict[str, str] = {}
     for section in elf.iter_sections():
         if not isinstance(section, GNUVerNeedSection):
@@ -121,11 +120,11 @@ def _versions(elf: ELFFile) -> dict[str, str]:
 
 
 def _device_code(data: bytes) -> frozenset[str]:
-    """Return what the fat binaries of a section .nv_fatbin hold.
+    """Return the targets of the fat binaries in a section .nv_fatbin.
 
-    For machines without CUDA. NVIDIA documents no format: the magic number, the sizes and the
-    fields of an entry are those that CUDA 12.4 to 13.0 write, which a test compares with cuobjdump.
-    The letter of ``sm_90a`` stands in the code itself, which is compressed, and so is left out.
+    This needs no CUDA. NVIDIA does not document the format: the magic number, the sizes and the
+    fields of an entry are those that CUDA 12.4 to 13.0 write. A test compares them with cuobjdump.
+    The result lacks the letter of ``sm_90a``, which only the compressed code contains.
     """
     found = set()
     offset = 0

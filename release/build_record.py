@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The build record of a release: which sources, in which images, gave which files.
+"""The build record of a release: its sources, build images and files.
 
-With it a release can be built once more, and compared file by file.
+With it, a release can be built again and compared file by file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SCHEMA = 1
 
 
 def file_name(version: str) -> str:
-    """Return the name that the record has among the files of a release."""
+    """Return the name of the record's file in a release."""
     return f"{PROJECT}-{version}.build.json"
 
 
@@ -27,7 +27,7 @@ def parse_jobs(text: str) -> dict[str, list[dict[str, str]]]:
     """Return the jobs in the output ``build`` of ``python -m release matrix``.
 
     Raises:
-        ReleaseError: it is something else, or an image is not named by its digest.
+        ReleaseError: the text is no such output, or an image has no digest.
     """
     try:
         found = json.loads(text)
@@ -57,10 +57,10 @@ def build_record(
     """Return the record of the given wheels and sdists.
 
     Args:
-        distributions: all of them.
+        distributions: all distributions of the release.
         jobs: the output ``build`` of ``python -m release matrix``.
-        commit: the one that was built.
-        epoch: SOURCE_DATE_EPOCH of the build, in seconds of Unix.
+        commit: the commit that was built.
+        epoch: SOURCE_DATE_EPOCH of the build, in seconds since 1970.
     """
     return {
         "schema": SCHEMA,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a person decides or fills in before a release, in one list that says what is done.
+"""The list of manual steps before a release, with the state of each.
 
-What the tree shows is looked up there. Of what only the project's accounts show, somebody writes
-into .github/decisions.json who did it and when, such as ``"jane, 2030-01-31"``.
+The states of some steps are read from the tree. Other steps change only the project's accounts: a
+person records them in .github/decisions.json with a name and a date: ``"jane, 2030-01-31"``.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from release import matrix, targets
 from release.project import PROJECT, ROOT
 
 DECISIONS = ".github/decisions.json"
-# Where OWNER stands for whoever owns the repository.
+# Files in which OWNER is a placeholder for the repository's owner.
 _NAMING = ("pyproject.toml", ".github/CODEOWNERS", "conda/recipe.yaml", "README.md", "docs/*.md")
 _OWNER = re.compile(r"\bOWNER\b")
-# Pages that say that there is no release.
+# No page may have this sentence in a final release.
 _UNRELEASED = re.compile(r"There is no release of version 2 yet")
-# What decisions.json has, and whether a pre-release needs it, too.
+# The steps in decisions.json: whether a pre-release needs the step, too, and its description.
 _DECIDED: Mapping[str, tuple[bool, str]] = {
     "pypi-name": (
         False,
@@ -48,12 +48,12 @@ _DECIDED: Mapping[str, tuple[bool, str]] = {
 
 @dataclass(frozen=True)
 class Item:
-    """One thing to decide or fill in.
+    """A manual step.
 
     Attributes:
         name: such as ``owner``.
-        what: as it is when it is done.
-        state: how it is; "" while it is open.
+        what: its description, worded as if it is done.
+        state: by whom or where it is done; "" while it is open.
         early: a pre-release needs it, too.
     """
 
@@ -69,13 +69,13 @@ class Item:
 
 
 def naming(root: Path = ROOT) -> list[Path]:
-    """Return the files in which OWNER is still a placeholder."""
+    """Return the files that still have the placeholder OWNER."""
     files = [path for name in _NAMING for path in sorted(root.glob(name))]
     return [path for path in files if _OWNER.search(path.read_text(encoding="utf-8"))]
 
 
 def name_owner(owner: str, root: Path = ROOT) -> None:
-    """Write the owner into each file that has the placeholder."""
+    """Replace the placeholder with the owner's name in all files."""
     for path in naming(root):
         text = path.read_text(encoding="utf-8")
         path.write_text(_OWNER.sub(owner, text), encoding="utf-8")
@@ -85,8 +85,8 @@ def items(root: Path = ROOT, runners: str | None = None) -> Iterator[Item]:
     """Yield every item.
 
     Args:
-        root: of the source tree.
-        runners: the repository's variable GPU_RUNNERS; None where nobody knows it.
+        root: the source tree.
+        runners: the repository's variable GPU_RUNNERS; None if it is unknown.
     """
     unnamed = [str(path.relative_to(root)) for path in naming(root)]
     yield Item(

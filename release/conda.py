@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The recipe for conda, checked for every platform or built for this machine's.
+"""Checks the conda recipe for every platform, or builds it for this machine's platform.
 
-rattler-build's own parser reads it, so that every key and expression is checked: against the
-project's variants and against what conda-forge pins. FDM_ARCHS and FDM_HEAD_DIMS make the packs of
-a build smaller; FDM_CUDART=shared makes them depend on cuda-cudart. Needs py-rattler-build.
+rattler-build's parser checks every key and expression of the recipe, with the project's variants
+and with conda-forge's pinning. FDM_ARCHS and FDM_HEAD_DIMS make the packs of a build smaller;
+FDM_CUDART=shared makes them depend on cuda-cudart. Needs py-rattler-build.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def check(pinning: Path) -> None:
-    """See what the recipe would build on every platform of cmake/targets.json."""
+    """Render the recipe for every platform of cmake/targets.json, and check the outputs."""
     failures = []
     for place in (row.conda for row in targets.load().platforms):
         for file in (VARIANTS, pinning):
@@ -91,7 +91,7 @@ def check(pinning: Path) -> None:
 
 
 def here() -> str:
-    """Return conda's name of this machine's platform."""
+    """Return this machine's platform as conda names it."""
     (place,) = [p.conda for p in targets.load().platforms if p.machine == platform.machine()]
     return place
 
@@ -109,7 +109,7 @@ def build(variants: Sequence[RenderedVariant], output: Path, channels: list[str]
 
 
 def read_variants(file: Path, place: str) -> VariantConfig:
-    """Return the variants of a file, in the project's form or that of a conda_build_config.yaml."""
+    """Return the variants of the project's file or of a conda_build_config.yaml."""
     if file == VARIANTS:
         return VariantConfig.from_file(file)
     return VariantConfig.from_conda_build_config(file, JinjaConfig(_platform(place)))
@@ -125,19 +125,19 @@ def _platform(place: str) -> PlatformConfig:
 
 
 def builds(rendered: list[dict[str, Any]]) -> list[str]:
-    """Return the names of what is built, with their CUDA or Python in the build string.
+    """Return the names and build strings of the packages to build.
 
-    One that is the same in several variants is rendered for each, and built once.
+    The build strings name CUDA or Python. A package that several variants share is built once.
     """
     return sorted({f"{row['package']['name']} {row['build']['string']}" for row in rendered})
 
 
 def problems(rendered: list[dict[str, Any]], variants: VariantConfig) -> Iterator[str]:
-    """Yield what is wrong with the outputs of one platform."""
+    """Yield the errors in the outputs of one platform."""
     table, version = targets.load(), pyproject_value("version")
     cudas = [cuda for cuda in variants["cuda_compiler_version"] if cuda != "None"]
     majors = [cuda.partition(".")[0] for cuda in cudas]
-    # One that chooses for each CUDA and for none, the base for each Python, and the packs.
+    # The package that chooses, for each CUDA and for none; the base for each Python; the packs.
     expected = [PROJECT] * (1 + len(majors)) + [BASE] * len(variants["python"])
     expected += [f"{PROJECT}-cu{major}" for major in majors]
     names = [build.partition(" ")[0] for build in builds(rendered)]
@@ -174,9 +174,9 @@ def problems(rendered: list[dict[str, Any]], variants: VariantConfig) -> Iterato
 
 
 def _wrong_choice(recipe: dict[str, Any], version: str, majors: Sequence[str]) -> Iterator[str]:
-    """Yield what is wrong with a build of the package that chooses.
+    """Yield the errors in a build of the package that chooses.
 
-    It brings packs where there is a driver for them, the newest first, and else the base.
+    It depends on the newest packs that the driver supports, or on the base without a driver.
     """
     build, run = recipe["build"], [str(entry) for entry in recipe["requirements"]["run"]]
     kind, number = str(build["string"]).partition("_")[0], int(build["number"])

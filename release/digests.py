@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The hashes of what a job built, as an output of that job.
+"""Prints the hashes of a job's files as an output of the job, or compares files with such hashes.
 
-A run's artifacts can be replaced by any later job of the run, and one of those is on a machine of
-one's own, the GPU runner. A job's outputs cannot: what is signed and published is compared with the
-outputs of the jobs that built it. Attestations come too late for that, since the job that signs has
-downloaded the artifacts; sha256sum is not on every runner, and an output is one line.
+Any later job of a run can replace its artifacts, and the GPU job runs on a self-hosted machine. A
+job's outputs cannot be replaced: signed and published files are compared with the outputs of the
+jobs that built them. Attestations come too late, since the job that signs has already downloaded
+the artifacts. sha256sum is not on every runner, and an output must be one line.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def parsed(text: str) -> dict[str, str]:
     """Return the hashes of the outputs of several jobs, separated by spaces.
 
     Raises:
-        ReleaseError: there is none, one is no hash, or two are given for one name.
+        ReleaseError: there is no hash, a word is no hash, or a name occurs twice.
     """
     found: dict[str, str] = {}
     for word in text.split():
@@ -63,7 +63,7 @@ def parsed(text: str) -> dict[str, str]:
 
 
 def check(found: dict[str, str], built: dict[str, str]) -> None:
-    """Raise ReleaseError unless the files are those that were built, bit for bit."""
+    """Raise ReleaseError unless the files have the hashes of the built files."""
     differing: Iterable[str] = sorted(
         name for name in found.keys() | built.keys() if found.get(name) != built.get(name)
     )

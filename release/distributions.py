@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Wheels and sdists: what their names, their metadata and their content say."""
+"""Reads the names, the metadata and the content of wheels and sdists."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Wheel:
 
     @property
     def manylinux(self) -> bool:
-        """The name promises that the wheel runs on every Linux of some age."""
+        """Whether the file's name has a manylinux tag."""
         return "manylinux" in self.tag
 
     @property
@@ -65,17 +65,17 @@ class Wheel:
 
     @property
     def core(self) -> str:
-        """The path of the extension module, as Python looks for it on that system."""
+        """The path of the extension module on the wheel's system."""
         return f"{PACKAGE}/_core.{'pyd' if self.system == 'windows' else 'abi3.so'}"
 
     @property
     def cores(self) -> dict[str, bytes]:
-        """The extension module by its path; nothing in a wheel of packs alone."""
+        """The extension module by its path; empty in a wheel of packs only."""
         return {name: self.contents[name] for name in (self.core,) if name in self.contents}
 
     @property
     def cpu_pack(self) -> str:
-        """The path of the cpu pack, as the build names it for that system."""
+        """The path of the cpu pack on the wheel's system."""
         names = {
             "linux": "libflash_dmattn_cpu.so",
             "macos": "libflash_dmattn_cpu.dylib",
@@ -105,7 +105,7 @@ class Wheel:
 
     @property
     def packs(self) -> list[dict[str, Any]]:
-        """The manifest's packs."""
+        """The rows of the manifest, one per pack."""
         rows = self.manifest.get("packs")
         if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
             raise ReleaseError("packs/manifest.json lists no packs")
@@ -122,14 +122,14 @@ class Wheel:
 
 
 def gpu_archs(wheels: Iterable[Path]) -> list[str]:
-    """Return the archs that any of the wheels has machine code for, oldest first."""
+    """Return the archs for which any of the wheels has machine code, oldest first."""
     archs = {pack["arch"] for path in wheels for pack in Wheel.read(path).packs if pack["arch"]}
     return sorted(archs, key=lambda arch: int(arch.removeprefix("sm")))
 
 
 @dataclass(frozen=True)
 class Metadata:
-    """What an installer wants to know of a distribution before it downloads it."""
+    """The metadata that an installer reads before it downloads a distribution."""
 
     name: str
     version: str
@@ -141,7 +141,7 @@ def _headers(text: bytes) -> Message:
 
 
 def parse_metadata(text: bytes) -> Metadata:
-    """Return what a METADATA or PKG-INFO says."""
+    """Parse a METADATA or PKG-INFO file."""
     headers = _headers(text)
     for key in ("Metadata-Version", "Name", "Version"):
         if not headers[key]:
@@ -169,12 +169,12 @@ def is_distribution(name: str) -> bool:
 
 
 def normalized(name: str) -> str:
-    """Return a project's name as PEP 503 compares it."""
+    """Return a project's name in the normalized form of PEP 503."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def project_and_version(filename: str) -> tuple[str, str]:
-    """Return what a file's name says of its project, normalized, and of its version."""
+    """Return the normalized project and the version in a file's name."""
     if filename.endswith(".whl"):
         parts = filename.removesuffix(".whl").split("-")
         if len(parts) in (5, 6):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The draft of a release on GitHub. Needs the gh program and GH_TOKEN.
+"""Creates the draft of a release on GitHub. Needs the gh program and GH_TOKEN.
 
-A draft of that tag that a failed run left is replaced; a published release never is.
+It replaces a draft that a failed run left for the tag. It never replaces a published release.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Make the draft."""
+    """Create the draft."""
     view = ["gh", "release", "view", options.tag, "--json", "isDraft", "--jq", ".isDraft"]
     present = subprocess.run(view, capture_output=True, text=True, check=False)
     if present.returncode == 0:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A repository of Hugging Face's kernels hub, made from wheels.
+"""Makes a repository for Hugging Face's kernels hub from wheels.
 
-Each wheel is one that a Python built for itself (``FDM_NANOBIND=linked``), all of one version and
-machine; the packs come from the first. What a wheel calls ``flash_dmattn`` has a name of its own in
-each variant, its operators too, so that it shares a process with an installed flash-dmattn and with
-other builds. A variant for CPUs, and one for each CUDA major that the wheel has packs of, serve
-every PyTorch from the floor on, since nothing in them links PyTorch. Uploading is up to whoever
-owns the repository: ``hf upload --repo-type kernel NAME FOLDER``.
+Each wheel is built for one Python (``FDM_NANOBIND=linked``). All wheels have the same version and
+machine; the packs come from the first. Each variant renames the package ``flash_dmattn`` and its
+operators, so that it can share a process with an installed flash-dmattn and with other builds.
+There is a variant for CPUs, and one for each CUDA major of the packs. They serve every PyTorch from
+the oldest supported one on, since nothing in them links PyTorch. The repository's owner uploads the
+result: ``hf upload --repo-type kernel NAME FOLDER``.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from release import targets
 from release.distributions import PACKAGE, Wheel
 from release.project import PROJECT, ROOT, ReleaseError
 
-# What names the package: in imports, in front of its modules, and as a namespace of operators.
+# The package's name: in imports, before module names, and as a namespace of operators.
 _NAME = re.compile(
     rf'(?<![\w./-]){PACKAGE}(?=\.\w|::|/"|\s+import\b)|(?<=torch\.ops\.){PACKAGE}\b'
     rf'|(?<=Library\("){PACKAGE}(?=")|(?<=import ){PACKAGE}$',
     re.MULTILINE,
 )
-# What asks the metadata of the installed distribution, of which such a build has none.
+# These expressions name or read the installed distribution, which a variant does not have.
 _DISTRIBUTION = f'OWN_DISTRIBUTION = "{PROJECT}"'
 _VERSION = f'importlib.metadata.version("{PROJECT}")'
-# The name under which modules share types, as cmake/Core.cmake gives it to one that is linked.
+# The nanobind domain in which modules share types; cmake/Core.cmake sets it for linked modules.
 _DOMAIN = b"fdm_000000000000\0"
-# The hub wants it below the package's name, too: older versions of its loader look there.
+# Older versions of the hub's loader look for the package in a folder of this name.
 _FORWARD = '''# SPDX-License-Identifier: BSD-3-Clause
 """The package one folder above, for versions of ``kernels`` that look for it here."""
 
@@ -113,7 +113,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _modules(wheels: Sequence[Wheel]) -> dict[str, bytes]:
-    """Return the extension module of each wheel by its name; no two may be for one Python."""
+    """Return the extension module of each wheel by its name; each must be for another Python."""
     found: dict[str, bytes] = {}
     versions = {(*wheel.metadata("METADATA", "Version"), wheel.machine) for wheel in wheels}
     if len(versions) != 1:
@@ -132,10 +132,10 @@ def _modules(wheels: Sequence[Wheel]) -> dict[str, bytes]:
 
 
 def _backends(wheel: Wheel) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Yield the hub's name of each kind of device, with the packs that serve it.
+    """Yield the hub's name of each kind of device, with its packs.
 
-    The hub takes a build for CUDA x.y wherever PyTorch has x.z, z >= y; packs have their own CUDA
-    runtime, and run with each PyTorch of their major: hence .0.
+    The hub uses a build for CUDA x.y with every PyTorch for CUDA x.z, z >= y. Packs contain their
+    CUDA runtime and run with every PyTorch of their major, so y is 0.
     """
     cpu = [row for row in wheel.packs if not row["cuda"]]
     yield "cpu", cpu
@@ -185,7 +185,7 @@ def _variant(
 def _metadata(
     name: str, number: int, files: Mapping[str, bytes], rows: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return what the hub's loader reads of a variant."""
+    """Return a variant's metadata for the hub's loader."""
     codes = [targets.load().arch(row["arch"]).code for row in rows if row["cuda"]]
     archs = [re.sub(r"sm_(\d+)(\d)", r"\1.\2", code) for code in codes]
     hashes = {

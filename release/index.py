@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A package index (PEP 503 pages, PEP 691 JSON, PEP 658 metadata, PEP 592 yanks) as static files.
 
-It is made from nothing but the list of releases, as GitHub's interface gives it, and always as a
-whole: what is not in a release any more is not in the index any more, and no file can be listed
-with two hashes. Generators of static indexes, such as dumb-pypi, put all files below one address,
-and a release's files are below its tag. The list comes from
+The only input is the list of releases from GitHub's API. The index is always written as a whole: it
+drops files that were removed from their release, and cannot list a file with two hashes. Generators
+of static indexes, such as dumb-pypi, put all files below one address, but a release's files are
+below its tag. The list comes from
 ``gh api --paginate --slurp repos/OWNER/REPOSITORY/releases``.
 """
 
@@ -34,7 +34,7 @@ from release.project import PROJECT, ReleaseError
 API_VERSION = "1.1"
 METADATA_SUFFIX = ".metadata"
 
-# Gives the content of an asset by its address.
+# Returns the content of the asset at an address.
 Fetch = Callable[[str], bytes]
 
 
@@ -99,10 +99,10 @@ def files_of(
 
     Args:
         releases: as in `GET /repos/{owner}/{repo}/releases`; drafts are left out.
-        project: its distributions, and those whose names start with its name and a dash, are
-            the only ones that a release may hold.
-        fetch: reads the metadata files, which lie beside the wheels in a release.
-        yanked: reasons by version.
+        project: a release may hold only distributions of this name, or of names that start with
+            it and a dash.
+        fetch: reads the metadata files, which are assets of the release.
+        yanked: the reason for each yanked version.
     """
     found: dict[str, File] = {}
     reasons = yanked or {}
@@ -149,7 +149,7 @@ def digest_of(asset: Mapping[str, Any]) -> str:
 def metadata_of(
     name: str, assets: Mapping[str, Mapping[str, Any]], fetch: Fetch
 ) -> tuple[Metadata, str] | None:
-    """Return what the metadata file beside a distribution says, and its sha256."""
+    """Return the content and the sha256 of a distribution's metadata file."""
     asset = assets.get(name + METADATA_SUFFIX)
     if asset is None:
         return None
@@ -161,7 +161,7 @@ def metadata_of(
 
 
 def write_index(files: Sequence[File], folder: Path) -> None:
-    """Write the whole index into a folder that may be a site; its pages are below `simple/`."""
+    """Write the whole index below `simple/` of a folder, which may be a site."""
     if (folder / "simple").exists():
         raise ReleaseError(f"{folder} has an index; it is made anew, never added to")
     projects = sorted({file.project for file in files})
@@ -199,7 +199,7 @@ def anchor(file: File) -> str:
     if file.requires_python:
         attributes["data-requires-python"] = file.requires_python
     if file.metadata_sha256:
-        # The second is the name that installers older than PEP 714 look for.
+        # Installers older than PEP 714 read the second name.
         attributes["data-core-metadata"] = f"sha256={file.metadata_sha256}"
         attributes["data-dist-info-metadata"] = f"sha256={file.metadata_sha256}"
     if file.yanked is not None:
@@ -229,6 +229,6 @@ def file_json(file: File) -> dict[str, Any]:
     if file.requires_python:
         content["requires-python"] = file.requires_python
     if file.metadata_sha256:
-        # Not under the older name too: older pip reads that, and fails on what it holds (PEP 714).
+        # The older name is absent: older pip reads it, and fails on its value (PEP 714).
         content["core-metadata"] = {"sha256": file.metadata_sha256}
     return content

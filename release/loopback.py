@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A folder of assets in the place of a release: told as GitHub tells of one, and served here.
+"""Stands in for a release: describes a folder of assets as GitHub's API does, and serves it.
 
-An index server, such as pypiserver, makes pages of its own, and those of `release.index` are to be
-tried.
+An index server, such as pypiserver, makes its own pages, but a rehearsal tests those of
+`release.index`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ JSON_TYPE = "application/vnd.pypi.simple.v1+json"
 
 
 class Handler(SimpleHTTPRequestHandler):
-    """Gives a page's JSON form to clients that accept it, as PEP 691 describes."""
+    """Serves the JSON form of a page to clients that accept it (PEP 691)."""
 
     def do_GET(self) -> None:
         if self.path.endswith("/") and JSON_TYPE in self.headers.get("Accept", ""):
@@ -39,7 +39,7 @@ class Handler(SimpleHTTPRequestHandler):
 
 
 class Server(ThreadingHTTPServer):
-    """Remembers the paths that were asked for."""
+    """Records the requested paths."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(("127.0.0.1", 0), functools.partial(Handler, directory=str(folder)))
@@ -52,7 +52,7 @@ class Server(ThreadingHTTPServer):
 
 @contextlib.contextmanager
 def serving(folder: Path) -> Iterator[Server]:
-    """Serve a folder on this machine's loopback address, as an index host would."""
+    """Serve a folder on this machine's loopback address."""
     with Server(folder) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
@@ -64,7 +64,7 @@ def serving(folder: Path) -> Iterator[Server]:
 
 
 def local_release(folder: Path, tag: str, base_url: str) -> dict[str, Any]:
-    """Return the release of a tag whose assets are the files of a folder, served at an address."""
+    """Describe a release whose assets are the files of a folder, served at an address."""
     return {
         "tag_name": tag,
         "draft": False,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a shared library of macOS needs and offers, read from its load commands.
+"""Reads the dependencies and exports of a shared library of macOS from its load commands.
 
-delocate asks programs of macOS for less, and wheels are judged on Linux, too.
+delocate reports less and needs programs of macOS, but gates also run on Linux.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from release.project import ReleaseError
 MAGIC = 0xFEEDFACF.to_bytes(4, "little")
 _MACHINES = {0x01000007: "x86_64", 0x0100000C: "aarch64"}
 _HEADER = struct.Struct("<IIIIIIII")
-# Kinds of load commands, and the bit of those that the system must understand.
+# Kinds of load commands. The system must understand those with the bit _REQUIRED.
 _REQUIRED = 0x80000000
 _SYMBOLS, _DYLIB, _WEAK_DYLIB, _REEXPORT, _RUN_PATH = 0x2, 0xC, 0x18, 0x1F, 0x1C
 _CODE_SIGNATURE, _BUILD_VERSION, _OLD_VERSION = 0x1D, 0x32, 0x24
-# Of a symbol's type: for debuggers, private to the library, its kind, seen by others.
+# Bits of a symbol's type: debugging symbol, private to the library, kind, external.
 _STAB, _PRIVATE, _KIND, _EXTERNAL = 0xE0, 0x10, 0x0E, 0x01
 
 
@@ -27,7 +27,7 @@ def read_mach_o(content: bytes) -> Library:
     """Read a shared library for one machine.
 
     Raises:
-        ReleaseError: it cannot be read.
+        ReleaseError: the library cannot be read.
     """
     try:
         return _read(content)
@@ -75,18 +75,18 @@ def _commands(content: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _text(command: bytes) -> str:
-    """Return the text whose place in the command stands behind the command's head."""
+    """Return the text of a command. Its offset follows the command's head."""
     (start,) = struct.unpack_from("<I", command, 8)
     return command[start:].partition(b"\0")[0].decode()
 
 
 def _exports(content: bytes, start: int, count: int, texts: int) -> tuple[str, ...]:
-    """Return the names of the symbols that others see, without the underscore of C's names."""
+    """Return the names of exported symbols, without the leading underscore of C names."""
     found = []
     for index in range(count):
         place, kind = struct.unpack_from("<IB", content, start + 16 * index)
         seen = kind & _EXTERNAL and not kind & (_STAB | _PRIVATE)
-        if seen and kind & _KIND:  # 0 is a symbol of another library
+        if seen and kind & _KIND:  # 0: a symbol of another library
             end = content.index(b"\0", texts + place)
             found.append(content[texts + place : end].decode().removeprefix("_"))
     return tuple(sorted(found))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What CI builds and tests, from cmake/targets.json, and the digests of the images it does so in.
+"""Prints the jobs of CI, made from cmake/targets.json, with the digests of their images.
 
-The jobs are printed as a workflow's outputs, one line for each kind: ``packs=[...]``, and once more
-together as ``build={...}``, for the build record. An image has its digest from .github/images.json,
-or the one that the registry has when a run starts, so that every job of the run uses the same.
+The jobs are printed as a workflow's outputs, one line for each kind: ``packs=[...]``. The line
+``build={...}`` repeats the build jobs for the build record. The digest of an image comes from
+.github/images.json, or from the registry when a run starts: every job of a run uses the same.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from release.targets import Platform, Table
 Jobs: TypeAlias = dict[str, list[dict[str, str]]]
 SMALL_ARCH = "sm90"
 SMALL_HEAD_DIMS = (64, 128)
-# What is tested on systems whose wheel has the cpu pack alone: others of the tests need programs of
-# Linux. Empty is all of them.
+# The tests on systems whose wheel has only the cpu pack; other tests need programs of Linux. Jobs
+# with an empty string run all tests.
 CPU_TESTS = (
     "tests/test_attention.py tests/test_cpu_pack_limits.py tests/test_edge_cases.py "
     "tests/test_selection.py tests/test_varlen.py"
 )
 LOCK = ROOT / ".github" / "images.json"
 DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
-# The jobs that make files of a release in an image.
+# The kinds of jobs that build files of a release in an image.
 BUILDS = ("packs", "wheels")
 
 
@@ -66,14 +66,13 @@ def run(options: argparse.Namespace) -> None:
     for kind, rows in found.items():
         print(f"{kind}={compact(rows)}")
     print(f"build={compact({kind: found[kind] for kind in BUILDS})}")
-    # The time that is written into what is built: that of the sources, so that equal sources give
-    # equal files.
+    # Built files contain the time of the sources, so that equal sources give equal files.
     if seconds := commit_time():
         print(f"epoch={seconds}")
 
 
 def compact(content: object) -> str:
-    """Return JSON on one line, as an output of a workflow has to be."""
+    """Return JSON on one line, as outputs of a workflow must be."""
     return json.dumps(content, separators=(",", ":"))
 
 
@@ -83,13 +82,13 @@ def lock_text(digests: Mapping[str, str]) -> str:
 
 
 def jobs(table: Table, machines: Sequence[str] = (), small: bool = False) -> Jobs:
-    """Return the jobs: packs, wheels made of them, those with the cpu pack alone, and tests.
+    """Return the jobs: packs, wheels with them, wheels with only the cpu pack, and tests.
 
     Args:
-        table: the declared one.
+        table: the declared targets.
         machines: only these machines of Linux; all platforms of the table if none is given.
-        small: one machine of Linux, the newest CUDA, one arch, two head dimensions: what a change
-            is tried with. Wheels with the cpu pack alone are small already.
+        small: the subset for a change: one machine of Linux, the newest CUDA, one arch, two head
+            dimensions. It includes all wheels with only the cpu pack, which are small.
     """
     chosen = list(machines) or [row.machine for row in table.platforms][: 1 if small else None]
     unknown = sorted(set(chosen) - {row.machine for row in table.platforms})
@@ -139,7 +138,7 @@ def jobs(table: Table, machines: Sequence[str] = (), small: bool = False) -> Job
 
 
 def _packs(table: Table, platform: Platform, small: bool) -> list[dict[str, str]]:
-    """Return the jobs that build the packs of one platform, one for each CUDA major."""
+    """Return the jobs that build one platform's packs, one for each CUDA major."""
     return [
         {
             "cuda": cuda.major,

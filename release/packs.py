@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Building the kernel packs of one CUDA major for this machine's platform.
+"""Builds the kernel packs of one CUDA major for this machine's platform.
 
-The folder gets the libraries and the manifest.json that describes them. It is an input of
-``python -m release wheel`` and of the CMake option FLASH_DMATTN_PREBUILT_PACKS, and the loader can
-read it through an entry point. Needs cmake (or what
-the variable CMAKE names), ninja, nvcc and a C++ compiler; no Python packages.
+The output folder has the libraries and their manifest.json. It is an input of ``python -m release
+wheel`` and of the CMake option FLASH_DMATTN_PREBUILT_PACKS, and the loader can read it through an
+entry point. Needs cmake (or the program in the variable CMAKE), ninja, nvcc and a C++ compiler; no
+Python packages.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> None:
         call([cmake, "-S", ROOT, "-B", build, "-G", "Ninja", *flags], variables=jobs)
         call([cmake, "--build", build], variables=jobs)
         call([cmake, "--install", build, "--strip", "--prefix", stage])
-        # Emptied first, since its manifest must describe all that is in it.
+        # Replaced as a whole, since its manifest must describe all of its files.
         if options.output.exists():
             shutil.rmtree(options.output)
         options.output.parent.mkdir(parents=True, exist_ok=True)

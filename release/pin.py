@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A pull request that commits the digests of the images in which a run has built the wheels.
+"""Opens a pull request that commits the digests of the images in which a run built the wheels.
 
-Needs the gh program, GH_TOKEN and GITHUB_REPOSITORY. Where the request is open already, it gets the
-newer digests; where nothing differs from the base, nothing is done.
+Needs the gh program, GH_TOKEN and GITHUB_REPOSITORY. Updates the pull request if it is open. Does
+nothing if the committed digests are the same.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Open the pull request, or renew it."""
+    """Open or update the pull request."""
     committed = json.loads(LOCK.read_text())
     digests = committed | images_of_jobs(parse_jobs(options.build))
     if digests == committed:
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def start_branch(repository: str, base: str, *, exists: bool) -> None:
-    """Make the branch at the base's newest commit; one that exists loses its own."""
+    """Set the branch to the base's newest commit. An existing branch loses its own commits."""
     head = json.loads(output(["gh", "api", f"{repository}/git/ref/heads/{base}"]))
     sha = ["-f", f"sha={head['object']['sha']}"]
     branch = f"refs/heads/{BRANCH}"
@@ -76,7 +76,7 @@ def start_branch(repository: str, base: str, *, exists: bool) -> None:
 
 
 def commit(repository: str, text: str) -> None:
-    """Commit the file through GitHub's interface, which signs the commit."""
+    """Commit the file through GitHub's API, which signs the commit."""
     fields = {
         "message": TITLE,
         "branch": BRANCH,
@@ -88,7 +88,7 @@ def commit(repository: str, text: str) -> None:
 
 
 def file_of(repository: str) -> dict[str, str]:
-    """Return the sha and the text that the file has on the branch."""
+    """Return the sha and the text of the file on the branch."""
     found = json.loads(output(["gh", "api", f"{contents(repository)}?ref={BRANCH}"]))
     return {"sha": found["sha"], "content": base64.b64decode(found["content"]).decode()}
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a shared library of Windows needs and offers, read with pefile.
+"""Reads the dependencies and exports of a shared library of Windows with pefile.
 
-delvewheel, which uses it, copies libraries into a wheel, and judges nothing.
+delvewheel also uses pefile. It copies libraries into a wheel, but checks nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from release.project import ReleaseError
 
 MAGIC = b"MZ"
 _MACHINES = {0x8664: "x86_64", 0xAA64: "aarch64"}
-# Of the optional header: what the system must do with the library, and why it matters.
+# Flags of the optional header, each with the weakness of a library that lacks it.
 _PROTECTIONS = {
     "IMAGE_DLLCHARACTERISTICS_DYNAMIC_BASE": "is always loaded at the same address",
     "IMAGE_DLLCHARACTERISTICS_HIGH_ENTROPY_VA": "is loaded within the first 4 GB",
@@ -25,7 +25,7 @@ def read_portable_executable(content: bytes) -> Library:
     """Read a shared library.
 
     Raises:
-        ReleaseError: it cannot be read.
+        ReleaseError: the library cannot be read.
     """
     try:
         image = pefile.PE(data=content)

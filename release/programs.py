@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Other programs: how they are run, and where those of CUDA are."""
+"""Runs other programs, and finds those of CUDA."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def call(
     cwd: Path | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> None:
-    """Run a command, shown and with its output passed on, with more environment variables.
+    """Print a command to stderr and run it with additional environment variables.
 
-    Programs of this Python's environment come first, also where it is not activated.
+    The search path starts with the programs of this Python's environment, activated or not.
     """
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**os.environ, "PATH": path, **(variables or {})}
     words = [str(word) for word in command]
     print("+", *words, file=sys.stderr, flush=True)
     try:
-        # stdout is for the command's own result
+        # This process's stdout is for the results of its own verb.
         subprocess.run(words, check=True, cwd=cwd, env=environment, stdout=sys.stderr)
     except FileNotFoundError as error:
         raise ReleaseError(f"there is no program {words[0]}") from error
@@ -39,7 +39,7 @@ def call(
 
 
 def output(command: Sequence[str | Path]) -> str:
-    """Return what a command prints on stdout; its complaints are passed on."""
+    """Return a command's stdout; its stderr passes through."""
     words = [str(word) for word in command]
     try:
         done = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True)
@@ -51,7 +51,7 @@ def output(command: Sequence[str | Path]) -> str:
 
 
 def _places(program: str) -> list[str | None]:
-    """Return where a program of CUDA may be: on the PATH, or in a toolkit."""
+    """Return the places to search for a program of CUDA: the PATH and toolkits."""
     toolkits = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
     return [program, *(f"{folder}/bin/{program}" for folder in toolkits if folder)]
 
@@ -62,7 +62,7 @@ def _first(places: Iterable[str | None]) -> Path | None:
 
 
 def find_nvcc(named: str | None) -> Path:
-    """Return the nvcc that was named, or the one that CMake would find."""
+    """Return the named nvcc, or the one that CMake would find."""
     found = _first([named] if named else [os.environ.get("CUDACXX"), *_places("nvcc")])
     if found is None:
         looked = "CUDACXX, PATH, CUDA_HOME, CUDA_PATH, /usr/local/cuda"
@@ -73,7 +73,7 @@ def find_nvcc(named: str | None) -> Path:
 
 
 def find_cuobjdump() -> Path | None:
-    """Return the newest of CUDA's program: of PATH, of a toolkit, and of the extra [gates]."""
+    """Return the newest cuobjdump on the PATH, in a toolkit or in the extra [gates]."""
     package = importlib.util.find_spec("nvidia")
     folders = list(package.submodule_search_locations or []) if package else []
     places = [*_places("cuobjdump"), *(f"{folder}/cu13/bin/cuobjdump" for folder in folders)]
@@ -92,8 +92,8 @@ def cuda_version(program: Path) -> str:
 
 
 def listed_code(cuobjdump: Path, library: Path) -> set[str]:
-    """Return what cuobjdump finds, such as ``sm_90a``; PTX as ``compute_90a``."""
-    # --list-elf gives code for 100f the name of code for 100.
+    """Return the code that cuobjdump finds, such as ``sm_90a``; PTX as ``compute_90a``."""
+    # Without --list-elf, which names code for 100f like code for 100.
     done = subprocess.run([cuobjdump, library], capture_output=True, text=True, check=False)
     codes = re.findall(r"^Fatbin (elf|ptx) code:\n=+\narch = sm_(\w+)$", done.stdout, re.MULTILINE)
     return {f"{'sm' if kind == 'elf' else 'compute'}_{number}" for kind, number in codes}

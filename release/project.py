@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Facts of the project, read from the one place that declares each."""
+"""Reads facts of the project from the files that declare them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ MANIFEST_SCHEMA = 1
 
 
 class ReleaseError(Exception):
-    """What was asked cannot be done, or is not as a release needs it; the text says why."""
+    """A verb fails, or a check of a release does; the text says why."""
 
 
 def pyproject_value(key: str, root: Path = ROOT) -> str:
-    """Return the string that pyproject.toml gives to a key which stands there once.
+    """Return the string value of a key that occurs once in pyproject.toml.
 
-    With a pattern, since Python 3.10 has no tomllib.
+    Searches with a pattern, since Python 3.10 has no tomllib.
     """
     text = (root / "pyproject.toml").read_text(encoding="utf-8")
     found = re.findall(rf'^{re.escape(key)} = "(.+)"$', text, re.MULTILINE)
@@ -42,17 +42,17 @@ def abi_version() -> int:
 
 
 def pack_symbol() -> str:
-    """Return the one function that a pack exports."""
+    """Return the name of the one function that a pack exports."""
     return _pack_header(r'^#define FDM_PACK_SYMBOL "(\w+)"$')
 
 
 def commit(root: Path = ROOT) -> str:
     """Return the commit of the sources, with ``-dirty`` if they differ from it.
 
-    "" where the sources are no checkout, such as those of an sdist.
+    "" if the sources are no checkout, such as those of an sdist.
 
     Raises:
-        ReleaseError: they are a checkout, but git cannot read it.
+        ReleaseError: git cannot read the checkout.
     """
     if not is_checkout(root):
         return ""
@@ -61,21 +61,21 @@ def commit(root: Path = ROOT) -> str:
 
 
 def commit_time(root: Path = ROOT) -> str | None:
-    """Return when the commit of the sources was made, in seconds of Unix; None without a checkout.
+    """Return the time of the sources' commit in seconds since 1970; None without a checkout.
 
     Raises:
-        ReleaseError: they are a checkout, but git cannot read it.
+        ReleaseError: git cannot read the checkout.
     """
     return _git(root, "log", "-1", "--format=%ct") if is_checkout(root) else None
 
 
 def is_checkout(root: Path) -> bool:
-    """Say whether a folder is a repository's own; git would answer for one around it, too."""
+    """Say whether a folder is the root of a checkout; git also accepts folders below one."""
     return (root / ".git").exists()
 
 
 def _git(root: Path, *arguments: str) -> str:
-    """Return what git prints of a checkout."""
+    """Return git's output for a checkout."""
     command = ["git", "-C", str(root), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True)

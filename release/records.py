@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The record that a GPU test leaves of itself: which wheel ran on which GPU with which packs."""
+"""Writes the record of a GPU test: which wheel ran on which GPU with which pack."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Run it with the environment's Python, after the tests."""
+    """Write the record; to be run with the tested environment's Python, after the tests."""
     check_installed(options.wheel, metadata.distribution(PROJECT))
     record_of(self_test(), options.wheel).write(options.record)
 
 
 def check_installed(wheel: Path, distribution: metadata.Distribution) -> None:
-    """Check that every file of a wheel is installed as it is; RECORD is the installer's own."""
+    """Check that every file of a wheel is installed unchanged, except the installer's RECORD."""
     for name, content in Wheel.read(wheel).contents.items():
         place = Path(str(distribution.locate_file(name)))
         if name.endswith(".dist-info/RECORD"):
@@ -56,7 +56,7 @@ def check_installed(wheel: Path, distribution: metadata.Distribution) -> None:
 
 
 def self_test() -> dict[str, Any]:
-    """Return the report of the self-test of what is installed."""
+    """Return the self-test report of the installed package."""
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
             [sys.executable, "-m", "flash_dmattn", "--selftest", "--json"],
@@ -97,7 +97,7 @@ def check_records(records: Iterable[GpuRecord], wheels: Sequence[Path]) -> None:
     """Check that every record is of one of the wheels, bit for bit.
 
     Raises:
-        ReleaseError: one is of another file.
+        ReleaseError: a record is of another file.
     """
     digests = {path.name: sha256(path) for path in wheels}
     for record in records:
@@ -109,6 +109,6 @@ def check_records(records: Iterable[GpuRecord], wheels: Sequence[Path]) -> None:
 
 
 def archs_not_run(records: Iterable[GpuRecord], wheels: Iterable[Path]) -> list[str]:
-    """Return the archs that are in the wheels, but ran in no GPU test."""
+    """Return the archs in the wheels that no GPU test ran."""
     run_archs = {record.pack.partition("-")[2] for record in records}
     return [arch for arch in gpu_archs(wheels) if arch not in run_archs]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A rehearsal of a release on this machine; scripts/rehearse_release starts it."""
+"""Rehearses a release on this machine; scripts/rehearse_release starts it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from release.trial import install, self_test
 
 @dataclass
 class Rehearsal:
-    """Where it works, what it shall build, and how long each step took."""
+    """The working folder, the packs to build, and the time of each step."""
 
     work: Path
     cuda: str | None
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Rehearse, and keep what was made as far as it came."""
+    """Rehearse, and keep the results, also after a failure."""
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
         cuda = chosen_cuda(options.cuda)
         rehearsal = Rehearsal(Path(folder), cuda, options.archs, options.head_dims)
@@ -85,7 +85,7 @@ def chosen_cuda(wanted: str) -> str | None:
 
 
 def rehearse(rehearsal: Rehearsal) -> None:
-    """Run every step; the first that fails ends it."""
+    """Run the steps in order; the first failure ends the rehearsal."""
     tag = f"v{pyproject_value('version')}"
     with rehearsal.step("tag"):
         check_tag(tag, dated=False)
@@ -144,7 +144,7 @@ def python(*arguments: str | Path) -> None:
 
 
 def keep(rehearsal: Rehearsal, output: Path) -> None:
-    """Copy what was made, as far as it came."""
+    """Copy the results that exist."""
     if rehearsal.dist.exists():
         shutil.copytree(rehearsal.work / "served", output, dirs_exist_ok=True)
     output.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Whether the packs of a release come out of its sources again, bit for bit.
+"""Builds the packs of a release again from its sources, and compares them bit for bit.
 
-The build record is an asset of the release, flash-dmattn-VERSION.build.json. The packs of this
-machine's platform are built in the images that it names by digest, at its commit, and compared with
-its hashes. That needs docker, or what FDM_CONTAINER names, and a checkout of that commit; no GPU.
+The build record is an asset of the release, flash-dmattn-VERSION.build.json. It has the commit, the
+digests of the images and the hashes of the packs. Only the packs of this machine's platform are
+built. Needs docker, or the program in FDM_CONTAINER, and a checkout of that commit; no GPU.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def read_record(path: Path) -> dict[str, Any]:
     """Return the record of a release.
 
     Raises:
-        ReleaseError: it is none, or of another form.
+        ReleaseError: the file is no build record, or of another schema.
     """
     try:
         record = json.loads(path.read_text())
@@ -80,7 +80,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def check_sources(record: Mapping[str, Any]) -> None:
-    """Raise ReleaseError unless this tree is the commit of a record, without changes."""
+    """Raise ReleaseError unless this tree is the record's commit without changes."""
     here = commit()
     if here != record["commit"]:
         raise ReleaseError(
@@ -104,7 +104,7 @@ def chosen_jobs(record: Mapping[str, Any], cudas: Sequence[str] | None) -> list[
 
 
 def packs_of(record: Mapping[str, Any]) -> dict[str, str]:
-    """Return the sha256 of each pack of a record, by its file's name, for this platform."""
+    """Return the sha256 of each of this platform's packs in a record, by the file's name."""
     return {
         pack["file"]: pack["sha256"]
         for file in record["files"]
@@ -114,7 +114,7 @@ def packs_of(record: Mapping[str, Any]) -> dict[str, str]:
 
 
 def command(job: Mapping[str, str], output: Path, *, here: bool) -> list[str | Path]:
-    """Return the command of the job, as the workflow has it, with another output."""
+    """Return the workflow's command for the job, with another output folder."""
     image: list[str | Path] = [ROOT / "scripts" / "in_image", job["image"], "python"]
     python: list[str | Path] = [sys.executable] if here else image
     arguments = ["--cuda", job["cuda"], "--archs", job["archs"], "--head-dims", job["head_dims"]]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The bill of materials of a release, in CycloneDX: its files, and what is linked into them."""
+"""The bill of materials of a release, in CycloneDX: its files and the runtimes linked into them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def bill_of_materials(
 def bill_of_libraries(
     name: str, version: str, cores: Mapping[str, bytes], packs: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return the bill that a wheel carries: its libraries, and what is linked into them.
+    """Return the bill that a wheel contains: its libraries, and the runtimes linked into them.
 
     Args:
         cores: the wheel's extension module, if it has one, by its path.
@@ -96,7 +96,7 @@ def file_component(path: Path) -> dict[str, Any]:
 
 
 def core_component(wheel: str, path: str, content: bytes) -> dict[str, Any]:
-    """Return the extension module, which holds nanobind's templates and no runtime."""
+    """Return the component of the extension module. nanobind's templates are linked into it."""
     file = path.rpartition("/")[2]
     reference = f"{wheel}#{file}"
     linked = [runtime(reference, "nanobind", None, "BSD-3-Clause")]
@@ -104,7 +104,7 @@ def core_component(wheel: str, path: str, content: bytes) -> dict[str, Any]:
 
 
 def pack_component(wheel: str, pack: dict[str, Any]) -> dict[str, Any]:
-    """Return a pack and the runtimes that are linked into it: they update with it alone."""
+    """Return the component of a pack, with the runtimes that are statically linked into it."""
     reference = f"{wheel}#{pack['file']}"
     linked = []
     if pack["file"].endswith(".so"):
@@ -130,7 +130,7 @@ def _library(
 
 
 def runtime(reference: str, name: str, version: str | None, terms: str) -> dict[str, Any]:
-    """Return what is linked in, under an SPDX expression or terms that have none."""
+    """Return a linked runtime, with an SPDX expression or the name of other licence terms."""
     named = terms in (_NVIDIA, _MICROSOFT)
     component: dict[str, Any] = {
         "type": "library",

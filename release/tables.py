@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What is written out from the table, and from the build's options, for people and other tools.
+"""Checks or writes the files that are derived from cmake/targets.json and the build's options.
 
-That is: blocks of pages between <!-- NAME --> and <!-- end NAME -->, conda/variants.yaml, and what
-pyproject.toml has to repeat.
+These are blocks of pages between <!-- NAME --> and <!-- end NAME -->, and conda/variants.yaml.
+pyproject.toml and release/cibuildwheel.toml repeat facts of the table, which are only checked.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from release import targets
 from release.project import ROOT, ReleaseError, pyproject_value
 from release.targets import Table, version_numbers
 
-MEASURED = ROOT / "release" / "measured.json"  # what a build of all packs took, on its date
+MEASURED = ROOT / "release" / "measured.json"  # a build of all packs, with its date
 _NAME = re.compile(r"\b(?:FLASH_DMATTN|CMAKE)_[A-Z_]+\b|\bCUDAARCHS\b")
 
 
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Check that everything derived agrees, or renew it."""
+    """Check that all derived files agree, or write them."""
     table = targets.load()
     problems = list(disagreements(table))
     for problem in problems:
@@ -76,7 +76,7 @@ RECORDS = {
 
 
 def support_table(table: Table) -> str:
-    """Return which packs serve a compute capability, under which CUDA, from which driver on."""
+    """Return the table of compute capabilities: their packs, CUDA majors and oldest drivers."""
     rows = []
     for capability, archs in table.preference.items():
         best = table.arch(archs[0])
@@ -95,7 +95,7 @@ def support_table(table: Table) -> str:
 
 
 def platform_table(table: Table) -> str:
-    """Return what each platform's wheel runs on."""
+    """Return the table of platforms: their wheels and the requirements of these."""
     limits = table.wheel
     return markdown(
         ["platform", "wheel", "system", "Python", "PyTorch", "CUDA toolkits of the packs", "seen"],
@@ -133,10 +133,10 @@ def _system(tag: str) -> str:
 
 
 def build_options(_: Table) -> str:
-    """Return the options that cmake/Options.cmake declares, in its own words.
+    """Return the table of the options in cmake/Options.cmake, described by its comment.
 
     Raises:
-        ReleaseError: an option is declared, but the comment does not tell what it means.
+        ReleaseError: the comment does not describe a declared option.
     """
     text = (ROOT / "cmake" / "Options.cmake").read_text(encoding="utf-8")
     meanings: dict[str, str] = {}
@@ -165,7 +165,7 @@ def build_options(_: Table) -> str:
 
 
 def pack_table(table: Table) -> str:
-    """Return what is known of each pack of a release: its size, its making, and whether it ran."""
+    """Return the table of a release's packs: sizes, build times, spills and runs on GPUs."""
     measured = json.loads(MEASURED.read_text(encoding="utf-8"))["packs"]
     rows = []
     for cuda in table.cuda:
@@ -192,7 +192,7 @@ def pack_table(table: Table) -> str:
 
 
 def wheel_table(table: Table) -> str:
-    """Return what one wheel is made of, and what the jobs take that build its packs."""
+    """Return the table of a wheel's parts, with the build costs of its packs."""
     measured = json.loads(MEASURED.read_text(encoding="utf-8"))
     wheel = measured["wheel"]
     rows = []
@@ -225,7 +225,7 @@ BLOCKS: Mapping[str, Callable[[Table], str]] = {
 
 
 def fill_blocks(text: str, table: Table) -> str:
-    """Return a page with its blocks renewed; blocks of other names are left alone.
+    """Return a page with new contents of these blocks; blocks of other names stay unchanged.
 
     Raises:
         ReleaseError: a block does not end.
@@ -234,7 +234,7 @@ def fill_blocks(text: str, table: Table) -> str:
 
 
 def conda_variants(table: Table) -> str:
-    """Return conda's build variants: the lists that the recipe is built once for each entry of."""
+    """Return conda's build variants. The recipe is built for each combination of their entries."""
     glibc = table.wheel.glibc
     lines = [
         "# Made by `python -m release tables` from cmake/targets.json; do not edit.",
@@ -256,7 +256,7 @@ def conda_variants(table: Table) -> str:
 
 
 def derived_files(table: Table, root: Path = ROOT) -> Iterator[tuple[Path, str]]:
-    """Yield every file that may be derived, in part or whole, and what it has to contain."""
+    """Yield every file that is derived, in part or whole, and its expected content."""
     for page in sorted([*root.glob("*.md"), *(root / "docs").rglob("*.md")]):
         text = page.read_text(encoding="utf-8")
         if BLOCKS.keys() & blocks(text):
@@ -265,7 +265,7 @@ def derived_files(table: Table, root: Path = ROOT) -> Iterator[tuple[Path, str]]
 
 
 def disagreements(table: Table) -> Iterator[str]:
-    """Yield where a fact that has to stand elsewhere, too, differs from the table."""
+    """Yield the facts in other files that differ from the table."""
     tag = f"cp{table.free_threaded.replace('.', '')}"
     floor = pyproject_value("requires-python").removeprefix(">=")
     if floor != table.pythons[0]:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Whether a tag can become a release.
+"""Checks whether a tag can become a release.
 
-That is: the version of the tree and of its recipe for conda, what CHANGELOG.md says of it, whether
-there are machines that test it on GPUs, and what a person decides or fills in, which is printed as
-a list. A pre-release may do without the machines, and without what concerns final releases alone.
+Checks the version in pyproject.toml and in the conda recipe, the entry in CHANGELOG.md, the
+machines for GPU tests, and the manual steps, which are printed as a list. A pre-release needs
+neither machines nor the steps for final releases.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print `version=...` and `pre_release=true|false`, the form of a workflow's outputs.
+    """Print `version=...` and `pre_release=true|false`, in the form of a workflow's outputs.
 
     With the variable of GPU runners also `gpu=true|false`: whether the release is tested on them.
-    What a person decides or fills in is printed as errors are.
+    The manual steps are printed on stderr.
     """
     if options.owner:
         checklist.name_owner(options.owner)
@@ -52,11 +52,12 @@ def has_gpu_tests(runners: str, version: str) -> bool:
     """Say whether there are machines that test a version on GPUs.
 
     Args:
-        runners: the variable GPU_RUNNERS: JSON, or nothing.
-        version: without them, it has to be a pre-release.
+        runners: the variable GPU_RUNNERS: JSON, or empty.
+        version: without machines, it must be a pre-release.
 
     Raises:
-        ReleaseError: a final release has none, or the variable is not what docs/release.md says.
+        ReleaseError: a final release has no machine, or the variable is not as docs/release.md
+            describes it.
     """
     try:
         rows = json.loads(runners.strip() or "[]")
@@ -90,13 +91,13 @@ def check_tag(tag: str, root: Path = ROOT, *, dated: bool = True) -> str:
 
     Args:
         tag: such as v2.0.0.
-        root: of the source tree.
-        dated: the changelog must give the version a date, and what a person decides or fills in
-            must be done; a rehearsal comes before that.
+        root: the source tree.
+        dated: require a date in the changelog, and that all manual steps are done. A rehearsal
+            runs before that.
 
     Raises:
         ReleaseError: the tag is not the declared version, the recipe has another, the changelog
-            lacks it, or something is open that this release needs.
+            lacks it, or a step that this release needs is open.
     """
     version = pyproject_value("version", root)
     if tag != f"v{version}":

@@ -44,11 +44,11 @@ class Cuda:
 
     Attributes:
         major: such as ``13``.
-        toolkit: the version that releases are built with: the image's.
+        toolkit: the version in the image, which builds releases.
         min_toolkit: the oldest version that builds.
         min_driver: the oldest driver that runs the packs.
         image: the container image of release builds, with ``{policy}`` and ``{machine}``.
-        packs: the archs of a release, and how large their packs may be, in millions of bytes.
+        packs: the archs of a release, and the maximum size of their packs in millions of bytes.
     """
 
     major: str
@@ -65,9 +65,9 @@ class Platform:
 
     Attributes:
         machine: such as ``x86_64``.
-        runner: of CI.
+        runner: the runner of CI.
         conda: its name in conda.
-        seen: what is known of a wheel's run there, as the end of a sentence.
+        seen: how far wheels were tested there, for the table of platforms.
     """
 
     machine: str
@@ -78,14 +78,14 @@ class Platform:
 
 @dataclass(frozen=True)
 class CpuPlatform:
-    """Another system, whose wheel has the cpu pack alone and is built on the runner itself.
+    """Another system, whose wheel has only the cpu pack and is built on the runner itself.
 
     Attributes:
         name: such as ``macos-arm64``.
         machine: such as ``aarch64``.
-        runner: of CI.
-        tag: of its wheels, such as ``macosx_11_0_arm64``.
-        seen: what is known of a run there, as the end of a sentence.
+        runner: the runner of CI.
+        tag: the platform tag of its wheels, such as ``macosx_11_0_arm64``.
+        seen: how far wheels were tested there, for the table of platforms.
     """
 
     name: str
@@ -97,7 +97,7 @@ class CpuPlatform:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a release wheel may need and how large it may be."""
+    """Limits on the dependencies and the sizes of a release wheel."""
 
     policy: str
     image: str
@@ -113,9 +113,9 @@ class Table:
     """The whole table; archs and CUDA majors in ascending order.
 
     Attributes:
-        pythons: that have a GIL; ``free_threaded`` is the oldest without one that is served.
-        min_torch: the oldest that is served; torch.compile and torch.export trace every call from
-            ``compiling_torch`` on.
+        pythons: with a GIL; ``free_threaded`` is the oldest supported Python without a GIL.
+        min_torch: the oldest supported torch; torch.compile and torch.export trace every call
+            from ``compiling_torch`` on.
         torch_python: the newest of the Pythons on which calls with torch were run.
     """
 
@@ -135,11 +135,11 @@ class Table:
 
     @property
     def torch_pythons(self) -> tuple[str, ...]:
-        """Those to ``torch_python``, on which the tests run, which need torch."""
+        """The Pythons up to ``torch_python``. The tests need torch and run on these."""
         return self.pythons[: self.pythons.index(self.torch_python) + 1]
 
     def archs_of(self, toolkit: str, machine: str | None = None) -> tuple[Arch, ...]:
-        """Return the archs that a toolkit compiles, of GPUs of a kind of machine or of any."""
+        """Return the archs that a toolkit compiles, for one kind of host machine or for all."""
         able = version_numbers(toolkit)
         return tuple(
             arch
@@ -149,7 +149,7 @@ class Table:
         )
 
     def released(self, cuda: Cuda, machine: str | None = None) -> tuple[Arch, ...]:
-        """Return the archs of a release, of one CUDA major and of GPUs of a kind of machine."""
+        """Return a CUDA major's archs in a release, for one kind of host machine or for all."""
         able = self.archs_of(cuda.toolkit, machine)
         return tuple(arch for arch in able if arch.name in cuda.packs)
 
@@ -158,7 +158,7 @@ class Table:
         return max(cuda.min_driver, arch.min_driver or cuda.min_driver, key=version_numbers)
 
     def oversize(self, pack: Mapping[str, Any]) -> str:
-        """Return what is wrong with the size of a manifest's pack; "" if nothing is.
+        """Return an error if a pack of a manifest is too large, else "".
 
         Packs that no release has may have any size.
         """
@@ -176,7 +176,7 @@ class Table:
         return next(arch for arch in self.archs if arch.name == name)
 
     def cuda_of(self, major: str) -> Cuda:
-        """Return the CUDA major."""
+        """Return the entry of a CUDA major."""
         return next(cuda for cuda in self.cuda if cuda.major == major)
 
 

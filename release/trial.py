@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A release as its users get it: installed from the index, and tried outside of the source tree."""
+"""Installs a release from its index as users do, and tests it outside of the source tree."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from release.project import PROJECT, ReleaseError, pyproject_value
 
 
 def install(index: str, served: str, wheel: Path, environment: Path, report: Path) -> None:
-    """Install from the index, with what the project needs from where pip is told to look.
+    """Install the project from the index, and its dependencies from pip's configured index.
 
     Args:
         index: the address of the index.
-        served: the address of the wheel that pip has to take.
+        served: the address of the wheel that pip must install.
         wheel: that wheel.
         environment: with torch, but without the project.
-        report: a file for pip's report, which tells where it took the project from, and which hash
-            the file had.
+        report: the file for pip's report, which has the address and the hash of the installed file.
     """
     call(
         [
@@ -35,7 +34,7 @@ def install(index: str, served: str, wheel: Path, environment: Path, report: Pat
 
 
 def check_taken(report: Mapping[str, Any], url: str, digest: str) -> None:
-    """Check by pip's report that it took the project from an address, and left torch alone."""
+    """Check in pip's report that the project came from an address, and that torch was kept."""
     taken = {item["metadata"]["name"]: item["download_info"] for item in report["install"]}
     if "torch" in taken:
         raise ReleaseError(f"pip replaced torch by {taken['torch']['url']}")
@@ -45,7 +44,7 @@ def check_taken(report: Mapping[str, Any], url: str, digest: str) -> None:
 
 
 def self_test(environment: Path, wheel: Path, folder: Path) -> None:
-    """Run the self-test outside of the source tree; every pack of the wheel must be there."""
+    """Run the self-test outside of the source tree; every pack of the wheel must be installed."""
     call([environment / "bin" / "python", "-m", "flash_dmattn", "--selftest"], cwd=folder)
     (manifest,) = environment.glob("lib/python*/site-packages/flash_dmattn/packs/manifest.json")
     installed = json.loads(manifest.read_text())["packs"]

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Distributions for a site that wants the packs of one CUDA major only.
+"""Splits a wheel for sites that want the packs of one CUDA major only.
 
-From a whole wheel come a base wheel without packs for GPUs, and for each CUDA major one wheel of
-its packs, such as flash-dmattn-cu13, which the loader finds through an entry point. The packs are
-the whole wheel's, byte for byte. From a folder of packs comes the wheel of its packs. The base
-wheel has a build tag: where an index has the whole wheel of this version, too, installers prefer
-the base.
+A whole wheel becomes a base wheel without packs for GPUs, and one wheel of packs for each CUDA
+major, such as flash-dmattn-cu13. The loader finds these packs through an entry point. They are
+byte for byte those of the whole wheel. A folder of packs becomes one wheel of packs. The base wheel
+has a build tag: installers prefer it to a whole wheel of the same version in the same index.
 """
 
 from __future__ import annotations

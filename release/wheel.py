@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Assembling a wheel: the core and the cpu pack are built here, CUDA packs are taken as they are.
+"""Assembles a wheel: builds the core and the cpu pack, and adds CUDA packs unchanged.
 
-With ``--profile manylinux`` the wheel is retagged by auditwheel, which refuses unless it was built
-in an image of that policy; needs auditwheel (the extra [gates]). With ``--profile native``, for
-macOS and Windows, it has the cpu pack alone, and must get a tag of the table.
+With ``--profile manylinux``, auditwheel (the extra [gates]) retags the wheel; it fails unless the
+wheel was built in an image of that policy. With ``--profile native``, for macOS and Windows, the
+wheel has only the cpu pack, and its tag must be in the table.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> None:
     settings = [f"--config-settings=cmake.define.{k}={v}" for k, v in definitions.items()]
     options.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
-        # A build folder of its own: one that is left from another build has that build's options.
+        # A new build folder: an existing one would keep the options of its build.
         settings.append(f"--config-settings=build-dir={scratch}/build")
         wheels = Path(scratch) / "wheels"
         command = [sys.executable, "-m", "pip", "wheel", "--no-deps"]
@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def add_bill(path: Path) -> None:
-    """Put the bill of materials of a wheel's libraries into it, where PEP 770 has its place."""
+    """Add the bill of materials of a wheel's libraries to it, at the place that PEP 770 defines."""
     wheel = Wheel.read(path)
     bill = bill_of_libraries(PROJECT, pyproject_value("version"), wheel.cores, wheel.packs)
     text = json.dumps(bill, indent=1) + "\n"
@@ -76,7 +76,7 @@ def add_bill(path: Path) -> None:
 
 
 def native_variables(system: str) -> dict[str, str]:
-    """Return what the build has to be told on macOS and Windows.
+    """Return the environment variables of the build on macOS and Windows.
 
     Args:
         system: as in ``sys.platform``.
@@ -86,7 +86,7 @@ def native_variables(system: str) -> dict[str, str]:
         _, major, minor, _ = tags["macosx"]
         return {"MACOSX_DEPLOYMENT_TARGET": f"{major}.{minor}"}
     if system == "win32":
-        # The kernels are written in the vectors of GCC and clang, which Microsoft's compiler lacks.
+        # The kernels use vector extensions of GCC and clang, which Microsoft's compiler lacks.
         return {"CC": "clang", "CXX": "clang++", "CMAKE_GENERATOR": "Ninja"}
     raise ReleaseError(f"--profile native is for macOS and Windows, not for {system}")
 
@@ -99,10 +99,10 @@ def check_native_tag(wheel: Wheel) -> None:
 
 
 def repair(wheel: Path, folder: Path, platform_tag: str) -> Path:
-    """Return the wheel under a manylinux tag, if auditwheel finds that it deserves it.
+    """Return the wheel with a manylinux tag; auditwheel fails if the wheel does not conform.
 
-    CUDA's libraries are excluded so that one which is needed by mistake is seen by the gates,
-    rather than copied into the wheel.
+    CUDA's libraries are excluded: if one is needed by mistake, the gates report it, and auditwheel
+    does not copy it into the wheel.
     """
     excludes = ["--exclude=libcuda.so*", "--exclude=libcudart.so*"]
     command = [sys.executable, "-m", "auditwheel", "repair", "--plat", platform_tag, "--only-plat"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Writing wheels: the same files give the same bytes."""
+"""Writes wheels reproducibly: the same files give the same bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from release.distributions import Wheel
 
 _REGULAR_FILE = 0o100000
-# The oldest time that a zip archive can hold, where SOURCE_DATE_EPOCH gives none.
+# The oldest time that a zip archive can hold; the default of SOURCE_DATE_EPOCH.
 _OLDEST = 315532800
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a wheel must be before it is given to anyone: one function for each promise.
+"""Checks wheels before they are published: one function for each guarantee.
 
-A gate yields a line for each failure, and raises `Skipped` where it cannot run. Needs the extra
-[gates]; a gate of another project that is not installed is skipped, and says so.
+A gate yields a line for each failure, and raises `Skipped` if it cannot run. Needs the extra
+[gates]. A gate that runs another project's tool is skipped if the tool is not installed.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def check(task: Task, gates: list[str]) -> list[Result]:
 
 
 def report(wheel: Wheel, results: list[Result]) -> dict[str, object]:
-    """Return what the report says of one wheel."""
+    """Return the report of one wheel."""
     return {
         "wheel": wheel.path.name,
         "size": wheel.path.stat().st_size,

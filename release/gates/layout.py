@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Gates on what a wheel holds and how it names itself."""
+"""Gates on the content and the names of a wheel."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _REQUIRED = (
 
 
 def tag(task: Task) -> Iterator[str]:
-    """The name and the metadata agree: one cp310-abi3 tag, of a machine that is supported."""
+    """The name and the metadata agree on one cp310-abi3 tag of a supported machine."""
     wheel = task.wheel
     inside = wheel.metadata("WHEEL", "Tag")
     if inside != [wheel.tag]:
@@ -40,14 +40,14 @@ def tag(task: Task) -> Iterator[str]:
 
 
 def abi3_only(task: Task) -> Iterator[str]:
-    """No module is made for one version of Python: abi3audit does not look at names."""
+    """No module's name is of one Python version; abi3audit does not check names."""
     for name in task.wheel.contents:
         if re.search(r"\.cpython-\d+[^/]*\.so$|\.cp\d+[^/]*\.(so|pyd)$", name):
             yield f"{name} is made for one version of Python"
 
 
 def content(task: Task) -> Iterator[str]:
-    """The wheel holds the package alone, without what builds and tools leave behind."""
+    """The wheel holds only the package, without leftovers of builds and tools."""
     wheel = task.wheel
     strangers = {name.partition("/")[0] for name in wheel.contents} - {PACKAGE, wheel.dist_info}
     for name in sorted(strangers):
@@ -77,7 +77,7 @@ def licences(task: Task) -> Iterator[str]:
 
 
 def materials(task: Task) -> Iterator[str]:
-    """The wheel carries the bill of its libraries, with their hashes and what is linked in."""
+    """The wheel contains the bill of its libraries, with their hashes and linked runtimes."""
     wheel = task.wheel
     name = f"{wheel.dist_info}/sboms/{BILL}"
     if name not in wheel.contents:

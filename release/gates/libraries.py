@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Gates on the shared libraries: nothing that a machine may lack, nothing that others see."""
+"""Gates on the shared libraries: dependencies, exports and hardening."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from release.gates.verdict import Task
 from release.project import pack_symbol
 from release.targets import version_numbers
 
-# What is on every machine that a wheel's tag admits: the parts of glibc; macOS's own C and C++
+# The libraries that every machine of a wheel's tag has: the parts of glibc; macOS's C and C++
 # libraries; Windows' kernel and C library.
 _SYSTEM = {
     "linux": re.compile(r"(libc|libm|libdl|libpthread|librt|ld-linux-[a-z0-9-]+)\.so(\.\d+)+"),
     "macos": re.compile(r"/usr/lib/(libSystem\.B|libc\+\+\.1|libc\+\+abi)\.dylib"),
     "windows": re.compile(r"(kernel32|ntdll|ucrtbase|api-ms-win-[a-z0-9-]+)\.dll", re.IGNORECASE),
 }
-# What the core may need besides. It shares objects of the C++ library with nanobind's backend.
-# Packs have a C interface: they link it statically, and so run where it is older.
+# The libraries that only the core may need. It shares C++ objects with nanobind's backend. Packs
+# have a C interface and link the C++ library statically, so that they run where it is older.
 _CORE = {
     "linux": re.compile(r"(libstdc\+\+|libgcc_s)\.so(\.\d+)+"),
     "macos": re.compile(r"(?!)"),
@@ -27,7 +27,7 @@ _CORE = {
 
 
 def needed(task: Task) -> Iterator[str]:
-    """Libraries need the system's C library only, the core also C++'s: no CUDA, and no torch."""
+    """Libraries need only the system's C library, the core also C++'s; not CUDA or torch."""
     system = task.wheel.system
     for name, library in task.libraries.items():
         for other in library.needed:
@@ -57,7 +57,7 @@ def symbol_versions(task: Task) -> Iterator[str]:
 
 
 def run_path(task: Task) -> Iterator[str]:
-    """Libraries are looked for where the system has them, or beside the one that needs them."""
+    """The only run path is $ORIGIN, the library's own folder."""
     for name, library in task.libraries.items():
         for path in library.run_paths:
             if path != "$ORIGIN":
@@ -65,7 +65,7 @@ def run_path(task: Task) -> Iterator[str]:
 
 
 def exports(task: Task) -> Iterator[str]:
-    """A pack exports one function, an extension module its initialisation."""
+    """A pack exports one function, an extension module only its initialisation."""
     for name, library in task.libraries.items():
         if task.wheel.is_pack(name):
             expected = (pack_symbol(),)
@@ -78,14 +78,14 @@ def exports(task: Task) -> Iterator[str]:
 
 
 def hardening(task: Task) -> Iterator[str]:
-    """Protected stacks without code, no writable code or function table, no debug information."""
+    """Stack protectors, no executable stack, no writable code or function table, no debug info."""
     for name, library in task.libraries.items():
         for weakness in library.weaknesses:
             yield f"{name} {weakness}"
 
 
 def machine(task: Task) -> Iterator[str]:
-    """Libraries are of the machine in the wheel's tag, and where this project puts them."""
+    """Libraries are for the machine in the wheel's tag, and are the core or packs."""
     for name, library in task.libraries.items():
         if library.machine != task.wheel.machine:
             yield f"{name} is for {library.machine}, the tag says {task.wheel.machine}"

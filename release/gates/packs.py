@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Gates on the packs: they are what their manifest says, and all that a release has."""
+"""Gates on the packs: they match their manifest, and a release has all of them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ FIELDS = frozenset((*_BUILT_FOR, "head_dims", "kernels", "commit", "sha256", "si
 
 
 def _rows(task: Task) -> list[dict[str, Any]]:
-    """Return the manifest's packs.
+    """Return the rows of the manifest.
 
     Raises:
-        ReleaseError: they cannot be understood.
+        ReleaseError: a row does not have the expected fields.
     """
     rows = task.wheel.packs
     for row in rows:
@@ -38,7 +38,7 @@ def _rows(task: Task) -> list[dict[str, Any]]:
 
 
 def manifest(task: Task) -> Iterator[str]:
-    """The manifest lists the packs that are there, with their hashes, and agrees with the table."""
+    """The manifest lists the packs in the wheel with their hashes, and agrees with the table."""
     wheel = task.wheel
     head = wheel.manifest
     for key, expected in (
@@ -91,10 +91,10 @@ def _check_row(task: Task, row: dict[str, Any]) -> Iterator[str]:
 
 
 def device_code(task: Task) -> Iterator[str]:
-    """A pack's machine code is for its arch alone, and it has no PTX.
+    """A pack's machine code is for its arch only, and it has no PTX.
 
-    Where there is no cuobjdump as new as the pack, the pack's section is read. That does not tell
-    90a from 90, and nor does an older cuobjdump: the gate then fails, or is skipped.
+    Without a cuobjdump as new as the pack, the gate reads the pack's section .nv_fatbin. Neither
+    the section nor an older cuobjdump tells 90a from 90: the gate then fails, or is skipped.
     """
     failed, undecided = False, []
     cuobjdump = find_cuobjdump()
@@ -102,7 +102,7 @@ def device_code(task: Task) -> Iterator[str]:
     for row in _rows(task):
         name = f"{PACKAGE}/packs/{row['file']}"
         if name not in task.wheel.contents:
-            continue  # the manifest gate says so
+            continue  # the manifest gate reports it
         expected = set(row["code"])
         if cuobjdump and able >= version_numbers(row["cuda"] or "0"):
             with tempfile.TemporaryDirectory() as folder:

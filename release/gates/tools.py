@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Gates of other projects."""
+"""Gates that run tools of other projects."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def _run(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def _complaint(done: subprocess.CompletedProcess[str]) -> Iterator[str]:
-    """Yield what a program that failed said, as one line."""
+    """Yield the output of a failed program as one line."""
     if done.returncode != 0:
         yield " ".join((done.stdout + done.stderr).split())[-1000:]
 
 
 def auditwheel(task: Task) -> Iterator[str]:
-    """What auditwheel finds admits the policy in the tag, and no library has to be grafted."""
+    """auditwheel confirms the policy in the tag, and has no library to graft."""
     if task.wheel.system != "linux":
         return
     done = _run("auditwheel", "show", "--json", str(task.wheel.path))
@@ -50,17 +50,17 @@ def auditwheel(task: Task) -> Iterator[str]:
 
 
 def abi3audit(task: Task) -> Iterator[str]:
-    """The extension modules use nothing but the stable ABI of the tag's Python."""
+    """The extension modules use only the stable ABI of the tag's Python."""
     done = _run("abi3audit", "--strict", "--verbose", str(task.wheel.path))
     yield from _complaint(done)
 
 
 def check_wheel_contents(task: Task) -> Iterator[str]:
-    """Nothing that packages should not hold; W002 fires on equal, empty __init__.py files."""
+    """No unexpected content. Ignores W002, which reports equal, empty __init__.py files."""
     done = _run("check_wheel_contents", "--no-config", "--ignore", "W002", str(task.wheel.path))
     yield from _complaint(done)
 
 
 def twine(task: Task) -> Iterator[str]:
-    """The metadata is what indexes accept."""
+    """Package indexes accept the metadata."""
     yield from _complaint(_run("twine", "check", "--strict", str(task.wheel.path)))

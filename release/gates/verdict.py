@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What gates are given, and how their answers are collected."""
+"""The input of gates, and the collection of their results."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Skipped(Exception):  # noqa: N818 (it is no error)
 
 @dataclass(frozen=True)
 class Task:
-    """A wheel and what is asked of it.
+    """A wheel and the requirements on it.
 
     Attributes:
-        wheel: to be judged.
-        table: what releases hold.
-        manylinux: it has to run on every Linux of some age, not only on one like this.
-        complete: it has to hold every pack of a release.
+        wheel: the wheel to check.
+        table: the targets of releases.
+        manylinux: it must conform to the manylinux policy of the table.
+        complete: it must hold every pack of a release.
     """
 
     wheel: Wheel
@@ -65,7 +65,7 @@ Gate: TypeAlias = Callable[[Task], Iterator[str]]
 
 @dataclass(frozen=True)
 class Result:
-    """What one gate found.
+    """The result of one gate.
 
     Attributes:
         gate: its name.
@@ -84,7 +84,7 @@ class Result:
 
 
 def judge(name: str, gate: Gate, task: Task) -> Result:
-    """Run one gate; a wheel that it cannot make sense of fails."""
+    """Run one gate. A wheel that it cannot read fails."""
     try:
         return Result(name, tuple(gate(task)))
     except Skipped as reason:
