@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A rehearsal of the workflows: `ci` of a pull request, then `release` of a tag with its index.
+"""Rehearses the workflows: `ci` of a pull request, then `release` of a tag with its index.
 
-Then the release is installed from that index, and its self-test runs. `--only nightly` runs, of
-the nightly jobs, the one that proposes digests of images, and the wheels that it waits for.
-docs/release.md tells what is replaced, and what only GitHub can show.
+Then it installs the release from that index and runs the self-test. `--only nightly` runs only the
+nightly job that proposes digests of images, and the wheels that it needs. docs/release.md lists the
+stand-ins, and the behaviour that only GitHub can show.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from release.project import ROOT, ReleaseError
 from release.tag import is_pre_release
 from release.trial import install, self_test
 
-OWNER = 1001  # of GitHub's checkouts
-RUNNER = "ubuntu-24.04"  # of jobs for every platform
+OWNER = 1001  # the user id that owns GitHub's checkouts
+RUNNER = "ubuntu-24.04"  # the runner of jobs that do not depend on the platform
 GPU = "a-gpu-of-the-rehearsal"
-PINNING = "pin-images"  # of nightly
-ELSEWHERE = frozenset({"cpu-wheels"})  # jobs of macOS and Windows alone
+PINNING = "pin-images"  # a job of nightly
+ELSEWHERE = frozenset({"cpu-wheels"})  # jobs for macOS and Windows only
 PULL_REQUEST = {
     "number": 1,
     "pull_request": {"head": {"ref": "change"}, "base": {"ref": "main"}},
@@ -110,7 +110,7 @@ def step(name: str) -> Iterator[None]:
 
 
 def rehearse(machine: Machine, options: argparse.Namespace) -> None:
-    """Run every step; the first that fails ends it."""
+    """Run the steps in order; the first failure ends the rehearsal."""
     if absent := missing_programs():
         raise ReleaseError(f"this machine lacks {', '.join(absent)}")
     with step("the runner, and what stands in for GitHub"):
@@ -138,7 +138,7 @@ def rehearse(machine: Machine, options: argparse.Namespace) -> None:
 
 
 def rehearse_defect(act: Act, tag: str, defect: Defect) -> None:
-    """Run the jobs that show a defect, and check that they do."""
+    """Run the jobs that show a defect, and check that they fail as expected."""
     event = {"ci": ("pull_request", PULL_REQUEST), "release": ("push", pushed(tag))}
     failure = None
     with step(f"{defect.workflow}, where {defect.what}"):
@@ -151,12 +151,12 @@ def rehearse_defect(act: Act, tag: str, defect: Defect) -> None:
 
 
 def pushed(tag: str) -> dict[str, Any]:
-    """Return what GitHub tells of a tag that was pushed."""
+    """Return the event payload of a pushed tag."""
     return {"ref": f"refs/tags/{tag}", "repository": {"default_branch": "main"}}
 
 
 def rehearse_ci(machine: Machine, act: Act, job: str | None) -> None:
-    """Run the checks of a pull request, or one of them and what it needs."""
+    """Run the jobs of a pull request, or one job and its dependencies."""
     with step("ci, of a pull request"):
         act.run("ci", "pull_request", PULL_REQUEST, ELSEWHERE, job)
         machine.artifacts.clear()
@@ -164,7 +164,7 @@ def rehearse_ci(machine: Machine, act: Act, job: str | None) -> None:
 
 
 def rehearse_nightly(machine: Machine, act: Act, job: str) -> None:
-    """Run one job of the night, on the default branch."""
+    """Run one job of nightly on the default branch, and its dependencies."""
     with step(f"nightly, of it {job}"):
         act.run("nightly", "workflow_dispatch", {"ref": "refs/heads/main"}, ELSEWHERE, job)
         used = check_images(machine)
@@ -173,7 +173,7 @@ def rehearse_nightly(machine: Machine, act: Act, job: str) -> None:
 
 
 def rehearse_release(machine: Machine, act: Act, tag: str, *, gpu: bool) -> None:
-    """Push the tag, make the index, and install from there."""
+    """Run the workflows of a pushed tag and of the index, and install from the index."""
     with step(f"release, of the tag {tag}"):
         skipped = ELSEWHERE | ({"pypi"} if is_pre_release(tag) else set())
         act.run("release", "push", pushed(tag), skipped | (set() if gpu else {"test-gpu"}))
@@ -194,11 +194,11 @@ def rehearse_release(machine: Machine, act: Act, tag: str, *, gpu: bool) -> None
 
 
 def act_options(machine: Machine, folders: dict[str, Path], *, gpu: bool) -> list[str]:
-    """Return the options of every run of act: this machine is the runner of its own kind.
+    """Return the options of every run of act. This machine runs the jobs for its own platform.
 
     Args:
-        machine: the one of the rehearsal.
-        folders: of each action, by its name with the commit.
+        machine: the machine of the rehearsal.
+        folders: the folder of each action, by its name with the commit.
         gpu: whether the repository names a runner with a GPU.
     """
     here = platform.machine()
@@ -206,7 +206,7 @@ def act_options(machine: Machine, folders: dict[str, Path], *, gpu: bool) -> lis
     gpus = [{"runner": GPU, "machine": here, "cuda": targets.load().cuda[-1].major}]
     options = [
         *(f"--platform={runner}=-self-hosted" for runner in sorted({GPU, RUNNER, *runners})),
-        # Only this machine's rows of a matrix, and of equal jobs for each Python one.
+        # Only a matrix's rows for this machine, and only one Python.
         *("--matrix", f"machine:{here}", "--matrix", f"python:{targets.load().pythons[0]}"),
         *(("--var", f"GPU_RUNNERS={json.dumps(gpus)}") if gpu else ()),
         *("--var", f"TORCH_INDEX={machine.url}/torch"),

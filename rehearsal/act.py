@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Running a workflow with act, and what came of its jobs."""
+"""Runs a workflow with act, and collects the results of its jobs."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from release.project import ReleaseError
 CALLER = re.compile(r"^  ([\w-]+):\n(?:    .*\n|\n)*?    uses: \./\.github/workflows/(\S+)", re.M)
 JOB = re.compile(r"^  ([\w-]+):$", re.M)
 LINES_OF_A_FAILURE = 60
-# Variables of whoever rehearses, which no runner has.
+# Prefixes of local variables that no runner has.
 OURS = ("FDM_", "FLASH_DMATTN_", "PYTHON", "VIRTUAL_ENV")
 
 
 class JobsError(ReleaseError):
-    """A run did not pass: which jobs failed, named as in `Run.results`, and what they printed."""
+    """A failed run: the failed jobs, named as in `Run.results`, and their output."""
 
     def __init__(self, text: str, jobs: Collection[tuple[str, str]], lines: Sequence[str]) -> None:
         super().__init__(text)
@@ -38,10 +38,10 @@ class Run:
 
     Attributes:
         log: the file for all output.
-        results: success or failure of each job, by what called it and its id, such as
-            ``("wheels", "packs")``; jobs of a matrix are one.
+        results: success or failure of each job, by its caller and its id, such as
+            ``("wheels", "packs")``; the jobs of a matrix count as one.
         lines: the output of each job, by its full name.
-        failed: the output of those that failed.
+        failed: the output of the failed jobs.
     """
 
     log: Path
@@ -50,7 +50,7 @@ class Run:
     failed: list[str] = field(default_factory=list)
 
     def note(self, event: Mapping[str, Any]) -> None:
-        """Take one line of act's log."""
+        """Process one event of act's log."""
         text = str(event.get("msg", "")).rstrip()
         if text.startswith("LocalRepositoryCache"):
             return
@@ -61,7 +61,7 @@ class Run:
         if result := event.get("jobResult"):
             caller = job.split("/")[0]
             key = (caller, event["jobID"])
-            # One failure among the jobs of a matrix is a failure of them all.
+            # If one job of a matrix fails, the matrix fails.
             if self.results.get(key) != "failure":
                 self.results[key] = result
             print(f"   {result:8} {job}", flush=True)
@@ -72,13 +72,13 @@ class Run:
 
 @dataclass(frozen=True)
 class Act:
-    """How act is run.
+    """The configuration of act.
 
     Attributes:
-        program: act.
+        program: the executable.
         repository: the checkout whose workflows run.
-        options: of every run.
-        variables: of the environment, besides this process's.
+        options: the options of every run.
+        variables: environment variables in addition to this process's.
     """
 
     program: Path
@@ -94,17 +94,17 @@ class Act:
         skipped: Collection[str] = (),
         job: str | None = None,
     ) -> None:
-        """Run a workflow and check that each job of it, and of those that it calls, has passed.
+        """Run a workflow; check that all jobs of it and of the workflows that it calls pass.
 
         Args:
             workflow: the file's stem.
             event: such as push.
-            payload: what GitHub tells of the event.
-            skipped: ids of jobs that the version skips.
-            job: only this one and what it needs.
+            payload: the payload of the event.
+            skipped: ids of jobs that need not run.
+            job: run only this job and its dependencies.
 
         Raises:
-            JobsError: a job failed, or one did not run.
+            JobsError: a job failed or did not run.
         """
         logs = self.repository.parent / "logs"
         logs.mkdir(exist_ok=True)
@@ -146,13 +146,13 @@ class Act:
             )
 
     def environment(self) -> dict[str, str]:
-        """Return the environment of the jobs: nothing of the project's own is handed down."""
+        """Return the environment of the jobs, without this project's local variables."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
         return {**kept, **self.variables}
 
 
 def parsed(line: str) -> dict[str, Any]:
-    """Return an event of act's log; what is none is its text."""
+    """Parse a line of act's log; a line that is no JSON object becomes a message."""
     try:
         event = json.loads(line)
     except ValueError:
@@ -161,7 +161,7 @@ def parsed(line: str) -> dict[str, Any]:
 
 
 def expected(repository: Path, workflow: str) -> Iterator[tuple[str, str]]:
-    """Yield what calls each job, or the workflow's own name, and the job's id."""
+    """Yield each job's caller, or the workflow's own name, and the job's id."""
     folder = repository / ".github" / "workflows"
     text = (folder / f"{workflow}.yml").read_text()
     called = dict(CALLER.findall(jobs_of(text)))
@@ -174,5 +174,5 @@ def expected(repository: Path, workflow: str) -> Iterator[tuple[str, str]]:
 
 
 def jobs_of(text: str) -> str:
-    """Return the part of a workflow that describes its jobs, which stands last."""
+    """Return the jobs section of a workflow, which is its last section."""
     return text.partition("\njobs:\n")[2]

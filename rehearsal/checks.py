@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a rehearsal must have left, besides jobs that passed."""
+"""Checks the results of a rehearsal, in addition to the states of the jobs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from release.project import ROOT, ReleaseError
 
 
 def check_images(machine: Machine) -> dict[str, str]:
-    """Return the digest of each image in which the last run's containers were; each has but one."""
+    """Return the digest of each image that the last run used; check that it used only one."""
     used = machine.hub / "images.jsonl"
     found: dict[str, str] = {}
     for event in events(used):
@@ -29,19 +29,19 @@ def check_images(machine: Machine) -> dict[str, str]:
 
 
 def events(noted: Path) -> list[Any]:
-    """Return what the programs of the rehearsal wrote down, one JSON value a line."""
+    """Return the events that the stand-ins recorded, one JSON value per line."""
     return [json.loads(line) for line in noted.read_text().splitlines()] if noted.exists() else []
 
 
 def check_dispatched(machine: Machine, expected: list[list[str]]) -> None:
-    """Check which workflows the last run started, each with the branch."""
+    """Check which workflows the last run started, and on which branches."""
     found = events(machine.hub / "dispatched.jsonl")
     if found != expected:
         raise ReleaseError(f"the release started {found}, not {expected}")
 
 
 def check_pinned(machine: Machine, used: dict[str, str]) -> None:
-    """Check that a pull request proposes the digest of each image that was used."""
+    """Check that a pull request proposes the digest of each used image."""
     if events(machine.hub / "pulls.jsonl") != [["main", BRANCH]]:
         raise ReleaseError("there is no pull request of the digests, or more than one")
     place = f"{BRANCH}:{LOCK.relative_to(ROOT)}"
@@ -61,9 +61,9 @@ def check_release(machine: Machine, tag: str, used: dict[str, str]) -> Path:
     """Check the release that was published, and return its wheel.
 
     Args:
-        machine: the one of the rehearsal.
-        tag: of the release.
-        used: the digest of each image in which it was built.
+        machine: the machine of the rehearsal.
+        tag: the release's tag.
+        used: the digest of each build image.
     """
     folder = machine.hub / "releases" / tag
     if json.loads((folder / "state.json").read_text())["draft"]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What stands in for cmake where CUDA packs are built, so that none is compiled.
+"""Stands in for cmake where CUDA packs are built, and compiles no kernels.
 
-The packs are taken from the folder REHEARSAL_PACKS, where they were built before. Without one they
-are libraries that no GPU runs, with the name, the exported symbol, the label of machine code and
+It copies the packs from the folder REHEARSAL_PACKS, where they were built before. Without one, it
+makes libraries without kernels, with the name, the exported symbol, the label of machine code and
 the row of the manifest that the options ask for.
 """
 
@@ -70,7 +70,7 @@ def archs(wanted: str, toolkit: str) -> list[targets.Arch]:
 def pack(
     folder: Path, toolkit: str, arch: targets.Arch, definitions: dict[str, str]
 ) -> dict[str, Any]:
-    """Make one pack, and return its row of the manifest."""
+    """Copy or make one pack, and return its row of the manifest."""
     folder.mkdir(exist_ok=True)
     commit = {"commit": definitions["FLASH_DMATTN_COMMIT"] or None}
     name = f"cu{toolkit.partition('.')[0]}-{arch.name}"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Defects that the workflows once had, which a rehearsal must find when they are put back.
+"""Known defects of workflows, which a rehearsal must find when they are put back.
 
-Each is a few substitutions of text in the repository that is rehearsed, never in this one.
+Each is a list of text substitutions in the rehearsed repository, never in this one.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from release.project import ReleaseError
 
 @dataclass(frozen=True)
 class Defect:
-    """A defect, the shortest run that shows it, and how that run ends.
+    """A defect, the shortest run that shows it, and the failure of that run.
 
     Attributes:
-        what: is wrong.
-        workflow: to run.
-        job: of it, with what it needs.
-        fails: the one job that fails, by what calls it and its id.
-        says: a pattern that is in the output of that job.
-        changes: file, what stands there once, and what stood there before it was mended.
+        what: the description of the defect.
+        workflow: the workflow to run.
+        job: its job to run, with its dependencies.
+        fails: the only job that fails, by its caller and its id.
+        says: a pattern in the output of that job.
+        changes: a file, a text that occurs once in it, and the defective text.
     """
 
     what: str
@@ -94,7 +94,7 @@ def put_back(defect: Defect, root: Path) -> None:
     """Change the files of a repository.
 
     Raises:
-        ReleaseError: a file is not as it was when the defect was written down here.
+        ReleaseError: a file does not have the text to replace exactly once.
     """
     for name, present, former in defect.changes:
         path = root / name
@@ -108,10 +108,10 @@ def put_back(defect: Defect, root: Path) -> None:
 
 
 def check_found(defect: Defect, failure: JobsError | None) -> None:
-    """Check that a run failed of the defect: in its job alone, which says why.
+    """Check that the defect made only its job fail, with the expected output.
 
     Raises:
-        ReleaseError: it passed, or failed of something else.
+        ReleaseError: the run passed, or failed for another reason.
     """
     if failure is None:
         raise ReleaseError(f"nothing failed, although {defect.what}")

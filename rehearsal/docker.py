@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What stands in for docker: its `run`, and the registry's digests.
+"""Stands in for docker: its `run`, and the registry's digests.
 
-A container is a root of its own with this machine's programs in it, but not its home folders, its
-CUDA, or anything that the command line does not name as a volume. Its user is root, whose home is
-empty. An image of the registry has another digest each time that somebody asks, as a tag that moves
-has; a container starts only from a digest that is committed, or that was told.
+A container is a chroot with this machine's programs, but without its home folders and its CUDA.
+Other folders are present only as volumes of the command line. The user is root with an empty home.
+The registry returns a new digest for each request, as for a tag that moves. A container starts only
+from a digest that is committed or that the registry has returned.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from release.matrix import LOCK
 REHEARSAL = Path(os.environ["REHEARSAL"])
 TOLD = REHEARSAL / "hub" / "digests.json"
 USED = REHEARSAL / "hub" / "images.jsonl"
-# A folder of packs that were built before, if there is one.
+# A folder of packs that were built before; optional.
 PACKS = os.environ.get("REHEARSAL_PACKS")
-# Where an image of manylinux has the oldest Python that is supported.
+# The path of the oldest supported Python in a manylinux image.
 PYTHON = "opt/python/cp310-cp310/bin/python"
 SYSTEM = (
     "bin",
@@ -44,12 +44,12 @@ SYSTEM = (
     "proc",
     "sys",
 )
-# How this machine reaches its package index: an image would know.
+# Prefixes of this machine's variables for access to package indexes.
 NETWORK = ("PIP_", "SSL_", "HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy")
 
 
 def main() -> int:
-    """Do what the command line asks of docker."""
+    """Run one of the supported docker commands."""
     words = sys.argv[1:]
     if words[:3] == ["buildx", "imagetools", "inspect"]:
         print(told_digest(words[-1]))
@@ -76,7 +76,7 @@ def run_parser() -> argparse.ArgumentParser:
 
 
 def told_digest(image: str) -> str:
-    """Return a new digest of an image, and remember it."""
+    """Return a new digest of an image, and record it."""
     told = json.loads(TOLD.read_text()) if TOLD.exists() else []
     digest = hashlib.sha256(f"{image} {len(told)}".encode()).hexdigest()
     TOLD.write_text(json.dumps([*told, f"{image}@sha256:{digest}"]))
@@ -84,7 +84,7 @@ def told_digest(image: str) -> str:
 
 
 def check_image(image: str) -> None:
-    """Refuse an image that is not there; write down one that is used."""
+    """Exit if an image has no known digest; else record its use."""
     committed = [f"{name}@{digest}" for name, digest in json.loads(LOCK.read_text()).items()]
     told = json.loads(TOLD.read_text()) if TOLD.exists() else []
     if image not in [*committed, *told]:
@@ -104,7 +104,7 @@ def start(options: argparse.Namespace) -> int:
     if PACKS:
         volumes.append(Path(PACKS))
     steps = "\n".join([*mounts(root, volumes), entering(root, options)])
-    # What is mounted is seen by nobody else, and gone with the last process.
+    # The mounts are private to these processes, and end with the last of them.
     done = subprocess.run(
         ["unshare", "--mount", "--propagation", "private", "bash", "-euc", steps], check=False
     )
@@ -124,7 +124,7 @@ def mounts(root: Path, volumes: list[Path]) -> Iterator[str]:
             yield from (bind(root, path) for path in sorted(place.glob("*")) if path.is_dir())
         elif place.is_dir():
             yield f"mount --rbind {place} {name}"
-    # Neither this machine's own programs nor its CUDA; but its Python, wherever that is.
+    # Hides this machine's /usr/local and its CUDA, but shows its Python wherever that is.
     yield "mount -t tmpfs local usr/local"
     yield bind(root, Path(sys.base_prefix))
     yield "for cuda in usr/local/cuda*; do ! [[ -d $cuda ]] || mount -t tmpfs cuda $cuda; done"
@@ -133,22 +133,22 @@ def mounts(root: Path, volumes: list[Path]) -> Iterator[str]:
 
 
 def bind(root: Path, path: Path) -> str:
-    """Return the command that shows a folder of the machine at the same place in the container."""
+    """Return the command that mounts a folder of the machine at the same path in the container."""
     return f"mkdir -p {root}{path}; mount --rbind {path} {root}{path}"
 
 
 def entering(root: Path, options: argparse.Namespace) -> str:
-    """Return the shell command that runs the command in the root."""
+    """Return the shell command that runs the command in the container's root."""
     variables = {
         "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
         "HOME": "/root",
-        "AUDITWHEEL_POLICY": policy(options.workdir),  # as the images of manylinux have it
+        "AUDITWHEEL_POLICY": policy(options.workdir),  # set in manylinux images
         **{
             name: value
             for name, value in os.environ.items()
             if name.startswith(NETWORK) and name != "PIP_CONSTRAINT"
         },
-        # With stand-ins for packs, one for the program that reads them.
+        # Stand-ins for packs need a stand-in for cuobjdump, which reads packs.
         **({} if PACKS else {"CUDA_HOME": f"{options.workdir}/rehearsal/toolkit"}),
         **cuda_variables(options.image.partition("@")[0], options.workdir),
         **{name: os.environ[name] for name in options.env if name in os.environ},
@@ -160,13 +160,13 @@ def entering(root: Path, options: argparse.Namespace) -> str:
 
 
 def policy(workdir: str) -> str:
-    """Return the manylinux policy that the tree in the container promises; "" without a tree."""
+    """Return the manylinux policy of the source tree in the container; "" without a tree."""
     table = Path(workdir) / "cmake" / "targets.json"
     return targets.load(table).wheel.policy if table.exists() else ""
 
 
 def cuda_variables(image: str, workdir: str) -> dict[str, str]:
-    """Return the variables by which an image with CUDA compiles: with what is here in its place."""
+    """Return the variables that make builds in a CUDA image use the stand-ins for compilers."""
     table = targets.load()
     for cuda in table.cuda:
         names = [

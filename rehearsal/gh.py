@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What stands in for GitHub's program gh: releases, each a folder of assets and its state.
+"""Stands in for GitHub's program gh. A release is a folder of assets and a state.
 
-Branches and pull requests of the repository are those of its clone, and pulls.jsonl beside them.
+Branches are those of the rehearsed clone. Pull requests are lines of pulls.jsonl.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REPOSITORY = HUB.parent / "repository"
 
 
 def main() -> int:
-    """Do what the command line asks of gh."""
+    """Run one of the supported gh commands."""
     words = sys.argv[1:]
     if words[:1] == ["api"]:
         return api(words[1:])
@@ -81,7 +81,7 @@ def create(folder: Path, options: argparse.Namespace) -> int:
 
 
 def dispatch(words: list[str]) -> int:
-    """Note a workflow that shall run, by its file and the branch; the rehearsal then runs it."""
+    """Record a workflow to run, by its file and the branch; the rehearsal runs it later."""
     parser = argparse.ArgumentParser(prog="gh workflow run")
     parser.add_argument("workflow")
     parser.add_argument("--ref", required=True)
@@ -92,7 +92,7 @@ def dispatch(words: list[str]) -> int:
 
 
 def pull_requests(words: list[str]) -> int:
-    """Note a pull request, or print those that were opened."""
+    """Record a pull request, or print the recorded ones."""
     parser = argparse.ArgumentParser(prog="gh pr")
     parser.add_argument("verb", choices=["create", "list"])
     for name in ("head", "base", "title", "body", "state", "json"):
@@ -137,7 +137,7 @@ def all_releases() -> list[dict[str, Any]]:
 
 
 def references(method: str, path: str, fields: Mapping[str, str]) -> Any:
-    """Return a branch, or those whose names begin so; or set one."""
+    """Return a branch or the branches with a prefix, or set a branch."""
     if method != "GET":
         git("update-ref", fields.get("ref", path), fields["sha"])
         return {}
@@ -149,7 +149,7 @@ def references(method: str, path: str, fields: Mapping[str, str]) -> Any:
 
 
 def contents(method: str, path: str, fields: Mapping[str, str]) -> dict[str, str]:
-    """Return a file of a branch, or commit one."""
+    """Return a file of a branch, or commit a file to it."""
     if method == "GET":
         name, _, branch = path.partition("?ref=")
         place = f"{branch}:{name}"

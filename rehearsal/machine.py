@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a job of a rehearsal finds in the place of GitHub's runner, in one folder.
+"""The folder that stands in for GitHub's runner in the jobs of a rehearsal.
 
-actions/     what stands in for the actions, and artifacts/, the scripts of two of them
+actions/     stand-ins for the actions; artifacts/ has the scripts of two of them
 bin/         docker, gh and python3, first on the PATH
-home/        of the jobs' user
-hub/         releases, pages, images: what GitHub and the registry would have
-repository/  what is rehearsed
+home/        the home of the jobs' user
+hub/         the data of GitHub and of the registry: releases, pages, images
+repository/  the rehearsed repository
 torch/cpu/   an index of torch for the CPU
 """
 
@@ -37,7 +37,7 @@ PROGRAMS = {
 
 @dataclass(frozen=True)
 class Machine:
-    """The folder, the address under which it is served, who owns the checkouts, the artifacts."""
+    """The folder, the address that serves it, the owner of checkouts, and the artifacts."""
 
     folder: Path
     url: str
@@ -68,7 +68,7 @@ class Machine:
                 filter(None, [os.environ.get("PIP_FIND_LINKS"), str(self.folder / "wheels")])
             ),
             "PIP_CONSTRAINT": str(self.folder / "constraint.txt"),
-            # The subset of cibuildwheel needs a real engine and a real compiler.
+            # cibuildwheel builds nothing: it needs a real container engine and a real compiler.
             "CIBW_SKIP": "*",
             "CIBW_ALLOW_EMPTY": "1",
             **self.artifacts.variables(),
@@ -79,7 +79,7 @@ class Machine:
         }
 
     def prepare(self, real: dict[str, Path]) -> dict[str, Path]:
-        """Fill the folder, and return the folder of each action as the workflows name it."""
+        """Fill the folder, and return the folder of each action by its name in the workflows."""
         for name in ("bin", "home", "hub/releases"):
             (self.folder / name).mkdir(parents=True)
         self.add_program(
@@ -99,7 +99,7 @@ class Machine:
         path.chmod(0o755)
 
     def add_torch(self) -> None:
-        """Lay out torch, and what it needs, as an index of packages and as one folder."""
+        """Download torch and its dependencies, as a package index and as one folder."""
         wheels = self.folder / "wheels"
         torch = os.environ.get("FDM_TORCH", "torch==2.13.0").split()
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
@@ -126,7 +126,7 @@ class Machine:
 
 
 def missing_programs() -> list[str]:
-    """Return which programs are absent, with Debian's packages that have them."""
+    """Return the missing programs, with the Debian packages that contain them."""
     return [
         f"{name} (package {package})"
         for name, package in PROGRAMS.items()
@@ -138,7 +138,7 @@ def actions(folder: Path, real: dict[str, Path]) -> dict[str, Path]:
     """Return a folder for each action that a workflow uses, by its name with the commit.
 
     Raises:
-        ReleaseError: nothing stands in for one.
+        ReleaseError: an action has no stand-in.
     """
     found = {}
     for workflow in sorted((ROOT / ".github" / "workflows").glob("*.yml")):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The repository that is rehearsed: a clone of this one, with the commit that makes a release."""
+"""The rehearsed repository: a clone of this one, with the commit of a release."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def make_repository(folder: Path, change: Callable[[Path], None] = lambda folder
     """Clone this tree's commit, commit what a release changes, tag it, and return the tag.
 
     Args:
-        folder: of the clone.
-        change: makes more changes in it, before they are committed.
+        folder: the folder of the clone.
+        change: makes more changes in it before the commit.
     """
     if output(["git", "-C", ROOT, "status", "--porcelain", "-uno"]):
         raise ReleaseError(f"{ROOT} has changes that are not committed; workflows run commits")
@@ -50,19 +50,19 @@ def git(folder: Path, *arguments: str) -> None:
 
 
 def date_changelog(path: Path, version: str) -> None:
-    """Give the version its date, which comes last before a release."""
+    """Give the version a date in the changelog."""
     heading, _ = changes(version, path.parent)
     path.write_text(path.read_text().replace(heading, f"## {version} (2030-01-31)", 1))
 
 
 def decide(path: Path) -> None:
-    """Write that everything is decided that somebody has to."""
+    """Mark all manual steps as done."""
     decided = dict.fromkeys(json.loads(path.read_text()), "the rehearsal, 2030-01-31")
     path.write_text(json.dumps(decided, indent=2) + "\n")
 
 
 def lower_floor(table: Path) -> None:
-    """Promise no older a machine than this one, where the wheels are built; images keep names."""
+    """Set the policy to this machine's libraries, which the wheels use. Images keep their names."""
     text = table.read_text()
     policy = targets.load(table).wheel.policy
     glibc = platform.libc_ver()[1]
@@ -76,7 +76,7 @@ def lower_floor(table: Path) -> None:
 
 
 def libstdcxx() -> dict[str, str]:
-    """Return the newest versions of symbols that the compiler's libstdc++ has."""
+    """Return the newest symbol versions of the compiler's libstdc++."""
     path = Path(output(["c++", "-print-file-name=libstdc++.so.6"]).strip())
     content = path.read_bytes()
     newest = {}

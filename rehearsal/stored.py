@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""GitHub's service for the artifacts of a run, as far as its own library asks it.
+"""Stands in for GitHub's artifact service: answers the requests that GitHub's library makes.
 
-Requests are Twirp's, in JSON; contents come and go as Azure's block blobs.
+Requests are Twirp's, in JSON. Contents are transferred as Azure's block blobs.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 SERVICE = "/twirp/github.actions.results.api.v1.ArtifactService/"
-# Whom the library believes to serve: it reads the scope alone, and nobody checks the signature.
+# The claims of the token. The library reads only the scope; nothing checks the signature.
 CLAIMS = base64.urlsafe_b64encode(b'{"scp": "Actions.Results:1:1"}').decode().rstrip("=")
 TOKEN = f"none.{CLAIMS}.none"
 
 
 @dataclass
 class Artifact:
-    """One artifact: its blocks in the order of their arrival, and its content when it is whole."""
+    """One artifact: its blocks in the order of their arrival, and its complete content."""
 
     number: int
     name: str
@@ -46,11 +46,11 @@ class Server(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}/"
 
     def variables(self) -> dict[str, str]:
-        """Return the variables by which a job finds it."""
+        """Return the variables with which jobs find the server."""
         return {"ACTIONS_RESULTS_URL": self.url, "ACTIONS_RUNTIME_TOKEN": TOKEN}
 
     def clear(self) -> None:
-        """Begin another run."""
+        """Remove the artifacts of a run."""
         self.artifacts.clear()
 
 
@@ -66,7 +66,7 @@ class Handler(BaseHTTPRequestHandler):
             self.reply(200, json.dumps(answer).encode())
 
     def answer(self, method: str, request: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the answer to a request; None where the artifact is there already."""
+        """Return the answer to a request; None if the artifact exists already."""
         artifacts, name = self.server.artifacts, request.get("name", "")
         if method == "CreateArtifact":
             if name in artifacts:
@@ -90,7 +90,7 @@ class Handler(BaseHTTPRequestHandler):
         return f"{self.server.url}blob/{artifact.number}?signed=no"
 
     def stored(self) -> Artifact:
-        """Return the artifact that the address names."""
+        """Return the artifact of the requested address."""
         number = int(urlsplit(self.path).path.rpartition("/")[2])
         return next(a for a in self.server.artifacts.values() if a.number == number)
 
@@ -117,7 +117,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *arguments: object) -> None:
-        """Say nothing: the library tells of what it does."""
+        """Log nothing: the library logs its requests."""
 
 
 def described(artifact: Artifact) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A plugin of pytest: of the tests that a job has chosen, a few run; .ci/run runs them all.
+"""A pytest plugin that runs every EACH-th of a job's tests; .ci/run runs all of them.
 
-Tests of an installed CUDA pack are left out where libraries stand in for these packs.
+It skips tests of an installed CUDA pack where libraries stand in for these packs.
 """
 
 from __future__ import annotations

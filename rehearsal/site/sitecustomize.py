@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A GPU for `python -m release records`, which writes down on which one the tests have passed.
+"""Stands in for a GPU in `python -m release records`, which records the GPU of the tests.
 
-Every other program of the jobs finds this on its path, and nothing in it.
+Every Python program of the jobs imports this file. It changes no other program.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def report() -> dict[str, Any]:
-    """Return the part of a self-test's report that a record is made of."""
+    """Return the part of a self-test's report that a record uses."""
     pack = f"cu{os.environ['FLASH_DMATTN_CUDA']}-sm90"
     return {
         "devices": [
