@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Draws the pictures of masks and plans of the documentation, from the installed package.
 
-Those of measurements are drawn by "python -m benchmarks render". Needs the extra [bench].
+"python -m benchmarks render" draws those of measurements. Needs the extra [bench].
 """
 
 from __future__ import annotations

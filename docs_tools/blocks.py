@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Blocks of Markdown pages that programs write, between <!-- NAME --> and <!-- end NAME -->."""
+"""Generated blocks of Markdown pages, between <!-- NAME --> and <!-- end NAME -->."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _BEGIN = re.compile(r"^<!-- (?!end )([\w-]+) -->\n", re.MULTILINE)
 
 
 class MarkerError(ValueError):
-    """A page has the begin of a block without its end."""
+    """A page has the start marker of a block without its end marker."""
 
 
 def blocks(page: str) -> dict[str, str]:
-    """The blocks of a page by their names, with what they hold.
+    """Return the contents of a page's blocks by name.
 
     Raises:
         MarkerError: a block does not end.
@@ -30,7 +30,7 @@ def blocks(page: str) -> dict[str, str]:
 
 
 def filled(page: str, bodies: Mapping[str, str]) -> str:
-    """The page with these blocks renewed, as far as it has them; others are left alone.
+    """Return the page with new contents of those of its blocks that are given.
 
     Raises:
         MarkerError: a block does not end.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the pictures have in common: colors, and a mask as squares."""
+"""The common parts of the pictures: colors, and masks as squares."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DOTS_PER_INCH = 110
 
 
 def draw_classes(axis: Any, classes: numpy.ndarray, colors: list[str]) -> None:
-    """Draw a (queries, keys) array of numbers of colors as squares, the first query on top."""
+    """Draw a (queries, keys) array of color indices as squares, the first query on top."""
     rows, columns = classes.shape
     axis.pcolormesh(
         numpy.arange(columns + 1),
@@ -61,7 +61,7 @@ def legend(figure: Any, entries: dict[str, str]) -> None:
 
 
 def save(figure: Any, path: Path) -> Path:
-    """Write a PNG, whose bytes tell nothing of when it was made."""
+    """Write a PNG without the metadata that names matplotlib's version."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=DOTS_PER_INCH, bbox_inches="tight", metadata={"Software": None})
     pyplot.close(figure)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What mkdocs runs on each page: pages must look as on GitHub, and fetch nothing from elsewhere."""
+"""mkdocs' hooks for each page: pages look as on GitHub, and fetch nothing from other hosts."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import re
 from html.parser import HTMLParser
 from typing import Any
 
-# Below mkdocs' own, so that a strict build counts its warnings.
+# A child of mkdocs' logger, so that a strict build counts its warnings.
 _log = logging.getLogger("mkdocs.hooks.docs")
 
 
 class _Fetched(HTMLParser):
-    """Collects what a browser fetches to show a page; links that a reader follows are none."""
+    """Collects the addresses that a browser fetches to show a page, without links for readers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.addresses: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Note the source of a script or picture, and what a page links to for itself."""
+        """Collect the sources of scripts and pictures, and the addresses of link elements."""
         named = dict(attrs)
         address = named.get("href" if tag == "link" else "src")
         if tag == "link" and named.get("rel") in {"canonical", "prev", "next", "alternate"}:
@@ -37,12 +37,12 @@ def fetched_from_elsewhere(html: str) -> list[str]:
 
 
 def on_page_content(html: str, *, page: Any, config: Any, files: Any) -> str:
-    """Show pipes of code in tables: GitHub needs them escaped, mkdocs would show the escape."""
+    """Unescape pipes in table cells: GitHub needs the escape, mkdocs shows it."""
     return re.sub(r"<td.*?</td>", lambda cell: cell[0].replace(r"\|", "|"), html, flags=re.DOTALL)
 
 
 def on_post_page(output: str, *, page: Any, config: Any) -> str:
-    """Warn of what is fetched from elsewhere; a strict build then fails."""
+    """Warn about addresses that are fetched from other hosts; a strict build then fails."""
     for address in fetched_from_elsewhere(output):
         _log.warning("%s makes browsers fetch %s", page.file.src_uri, address)
     return output

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Pictures of masks: every way of giving one, intervals, and the growth of a causal selection."""
+"""Pictures of masks: every kind of mask, intervals, and the growth of a causal selection."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ CAUSAL = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
 
 
 def random_bias(length: int, seed: int = 3) -> torch.Tensor:
-    """A bias with one number for each key, (1, 1, 1, length)."""
+    """Return a bias with one number for each key, (1, 1, 1, length)."""
     return torch.randn(1, 1, 1, length, generator=torch.Generator().manual_seed(seed))
 
 
 def kinds(folder: Path) -> Path:
-    """Masks of every kind, side by side."""
+    """Draw masks of every kind side by side."""
     bias = random_bias(LENGTH)
     drawn = torch.rand(LENGTH, LENGTH, generator=torch.Generator().manual_seed(1))
     padding = torch.arange(LENGTH)[None] < LENGTH - 6
@@ -51,7 +51,7 @@ def kinds(folder: Path) -> Path:
 
 
 def intervals(folder: Path) -> Path:
-    """A causal selection as squares, and as what is stored: two integers for each key."""
+    """Draw a causal selection as squares, and as it is stored: two integers for each key."""
     mask = dynamic_mask(random_bias(LENGTH), 5, is_causal=True)
     assert isinstance(mask, IntervalMask)
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(8.6, 4.4), layout="constrained")
@@ -69,7 +69,7 @@ def intervals(folder: Path) -> Path:
 
 
 def growth(folder: Path) -> Path:
-    """Which keys a causal top-w selection holds as the queries advance, above them their bias."""
+    """Draw the keys that a causal top-w selection keeps for each query; above, their biases."""
     length, window = 40, 6
     bias = random_bias(length, seed=8)
     mask = dynamic_mask(bias, window, is_causal=True)

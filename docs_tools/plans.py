@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Pictures of column plans: tiles and their columns, their numbers, and the order of keys."""
+"""Pictures of column plans: the columns of tiles, their counts, and the order of keys."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ class Intervals(NamedTuple):
 
     @classmethod
     def of_selection(cls, length: int, window: int) -> Intervals:
-        """Of the keys with the largest of random biases."""
+        """Return the intervals of a causal selection of `window` keys by random biases."""
         mask = dynamic_mask(random_bias(length), window, is_causal=True)
         assert isinstance(mask, IntervalMask)
         return cls(mask.start[0, 0].numpy(), mask.end[0, 0].numpy())
 
     def columns(self, first: int, past: int) -> tuple[numpy.ndarray, numpy.ndarray]:
-        """The full and the partial columns of a tile, which rows [first, past) make."""
+        """Return the full and the partial columns of the tile of rows [first, past)."""
         full = (self.start <= first) & (self.end >= past)
         touched = numpy.maximum(self.start, first) < numpy.minimum(self.end, past)
         return numpy.flatnonzero(full), numpy.flatnonzero(touched & ~full)
 
 
 def columns(folder: Path) -> Path:
-    """A mask cut into tiles, and below what the kernels walk instead."""
+    """Draw a mask with its tiles, and beside it the columns that the kernels visit instead."""
     length, window, tile = 48, 9, 12
     mask = Intervals.of_selection(length, window)
     row = numpy.arange(length)[:, None]
@@ -66,7 +66,7 @@ def columns(folder: Path) -> Path:
 
 
 def counts(folder: Path) -> Path:
-    """How many columns a tile has, and how many keys a kernel that skips blocks would visit."""
+    """Draw the columns of each tile, and the keys that a kernel that skips blocks would visit."""
     length, window, block = 8192, 1024, 64
     mask = Intervals.of_selection(length, window)
     tiles = range(0, length, TILE_ROWS)
@@ -94,7 +94,7 @@ def counts(folder: Path) -> Path:
 
 
 def key_order(folder: Path) -> Path:
-    """The rows of the kept keys, in key order and in the order of the backward pass."""
+    """Draw the rows of the kept keys, in key order and in the order of the backward pass."""
     length, window = 16384, 1024
     mask = Intervals.of_selection(length, window)
     kept = numpy.flatnonzero(mask.start < mask.end)
@@ -121,7 +121,7 @@ def key_order(folder: Path) -> Path:
 
 
 def _scheduled(kept: numpy.ndarray, end: numpy.ndarray) -> numpy.ndarray:
-    """Kept keys as key_order.cuh puts them: in buckets, by the end, then in chunks by position."""
+    """Order kept keys as key_order.cuh does: buckets by end, then their chunks by position."""
     ordered = []
     for bucket in numpy.split(kept, range(BUCKET_KEYS, len(kept), BUCKET_KEYS)):
         longest_first = bucket[numpy.argsort(-end[bucket].astype(numpy.int64), kind="stable")]
