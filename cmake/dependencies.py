@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the wheel requires, for scikit-build-core: that depends on where nanobind's half of the
-module is.
-"""
+"""Tells scikit-build-core the wheel's requirements, which depend on FDM_NANOBIND."""
 
 from __future__ import annotations
 
@@ -11,10 +9,10 @@ from typing import Any
 
 
 def dynamic_metadata(settings: Mapping[str, Any], _: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return the requirements of the module that FDM_NANOBIND names; none of the linked one."""
+    """Return the requirements of the kind of module in FDM_NANOBIND; a linked one has none."""
     return {"dependencies": list(settings.get(os.environ.get("FDM_NANOBIND", "linked"), []))}
 
 
 def dynamic_wheel(_: Mapping[str, Any]) -> dict[str, bool]:
-    """Tell that a wheel may require other distributions than the sdist that it is made from."""
+    """Declare that a wheel's dependencies may differ from those in its sdist."""
     return {"dependencies": True}

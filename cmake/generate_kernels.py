@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Writes the sources that instantiate the CUDA kernels, one small file each, into the build tree.
 
-The table is the product of the kernel families below, the head dimensions and the dtypes of
-cmake/targets.json. CMake runs this while it configures; only the standard library is needed. Output
-is deterministic, and a file whose content is right already is left alone, so that nothing is
-compiled anew. The paths of the sources to compile are printed, separated by semicolons.
+Each kernel family below is instantiated for head dimensions of cmake/targets.json and for both
+dtypes. CMake runs this while it configures. It needs only the standard library. The output is
+deterministic, and files with the right content stay untouched, so that they are not compiled again.
+It prints the paths of the sources to compile, separated by semicolons.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 HEADER = "// Made by cmake/generate_kernels.py from cmake/targets.json; do not edit.\n"
-# The registers do not hold more: beyond it the general kernels take a bias for each query. Tiles of
-# 96 columns take as much shared memory as those of 128, which serve these heads.
+# The registers hold no larger heads: for these, the general kernels take a bias for each query.
+# Heads of 96 columns use tiles of 128, since tiles of 96 take as much shared memory.
 MOST_PAIR_BIAS_HEAD_DIM = 128
 PAIR_BIAS_HEAD_DIMS = (32, 64, 128)
-# Of the kernels for rare calls: a larger tile serves the head dimensions between these.
+# For rare calls. The next larger tile serves the head dimensions between these.
 RARE_HEAD_DIMS = (64, 128, 256)
-# Of the pair bias kernels for sm_90: their shared memory does not hold more. Heads of 96
-# columns take tiles of 128.
+# For the pair bias kernels of sm_90, whose shared memory holds no larger heads. Heads of 96 columns
+# use tiles of 128.
 PAIR_BIAS_SM90_HEAD_DIMS = (32, 64, 128)
-# A warp of the kernel for one query and few keys has its rows of K and V in registers.
+# For the direct decode kernel (one query, few keys). Each warp holds its rows of K and V in
+# registers.
 DIRECT_HEAD_DIMS = (64, 128)
 ELEMENTS = {"float16": "__half", "bfloat16": "__nv_bfloat16"}
-# What declares them; a family's header includes it only where the arch has kernels of the family.
+# Headers of the element types; a family's header includes them only for archs with its kernels.
 INCLUDES = "#include <cuda_bf16.h>\n#include <cuda_fp16.h>\n\n"
 
 
@@ -41,11 +42,11 @@ class Family:
     header: str
     params: str
     most_head_dim: int = 256
-    only_head_dims: tuple[int, ...] = ()  # all up to the largest where none are named
-    serves_smaller: bool = False  # has the largest built, named or not, for all that are smaller
+    only_head_dims: tuple[int, ...] = ()  # empty: all up to the largest
+    serves_smaller: bool = False  # adds the largest built, which serves all smaller ones
 
     def served(self, head_dims: list[int]) -> list[int]:
-        """Return which of the built head dimensions the family has kernels of."""
+        """Return the built head dimensions for which the family has kernels."""
         built = [dim for dim in head_dims if dim <= self.most_head_dim]
         named = [dim for dim in built if not self.only_head_dims or dim in self.only_head_dims]
         return sorted({*named, *built[-1:]}) if self.serves_smaller else named
@@ -103,7 +104,7 @@ FAMILIES = (
 
 
 def list_head_dims(name: str, head_dims: list[int], family_name: str) -> str:
-    """Declare the head dimensions of a family, and the largest: 0 where there are none."""
+    """Declare the head dimensions of a family, and the largest: 0 if there are none."""
     family = next(family for family in FAMILIES if family.name == family_name)
     served = family.served(head_dims)
     listed = ", ".join(map(str, served or head_dims[:1]))
@@ -131,7 +132,7 @@ def head_dims_source(head_dims: list[int]) -> str:
 
 
 def choose_head_dims(known: list[int], asked: str) -> list[int]:
-    """Return the asked head dimensions in ascending order; all where none are asked for."""
+    """Return the requested head dimensions in ascending order; all if none are requested."""
     chosen = sorted({int(dim) for dim in asked.replace(",", " ").replace(";", " ").split()})
     unknown = [dim for dim in chosen if dim not in known]
     if unknown:

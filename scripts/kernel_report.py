@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Reports registers, stack, spills and static shared memory of the kernels in CUDA packs.
 
-It reads finished libraries with cuobjdump and nvdisasm of the CUDA toolkit, and so needs neither a
-GPU nor the compiler's log. Spills are counted as ptxas does: each load and store of local memory
-once, in bytes a thread; arrays that live in local memory count too. The exit status is 1 if a
-kernel spills more than ALLOWANCES states.
+It reads finished libraries with cuobjdump and nvdisasm of the CUDA toolkit. It needs neither a GPU
+nor the compiler's log. Spills are counted as by ptxas: each load and store of local memory once, in
+bytes per thread. Arrays in local memory count, too. The exit status is 1 if a kernel spills more
+than ALLOWANCES permits.
 
-Static shared memory holds the 1024 bytes that the system takes from sm_90 on. Dynamic shared memory
-is chosen at the launch and not recorded in a library: the static_asserts of cpp/cuda compare it
-with the arch's limit when a kernel is compiled.
+From sm_90 on, static shared memory includes 1024 bytes for the system. Dynamic shared memory is set
+by the launch and not recorded in a library: static_asserts in cpp/cuda compare it with the arch's
+limit.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _ARCH = re.compile(r"arch = (sm_\w+)")
 _FUNCTION = re.compile(r"\s*Function (?:: )?([^\s:]+)")
 _USAGE = re.compile(r"\b(REG|STACK|SHARED):(\d+)")
 _LOCAL_ACCESS = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?(LDL|STL)((?:\.\w+)*)\s")
-# Namespaces, the result's type, and the type of an enumerator: (fdm::cuda::Lookup)1.
+# Omitted in names: namespaces, the result's type, an enumerator's type as in (fdm::cuda::Lookup)1.
 _UNSAID = re.compile(r"\(anonymous namespace\)::|\([\w:]+\)(?=\d)|\bfdm::(cuda::)?|^void ")
 _WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
 
 
 @dataclass(frozen=True)
 class Allowance:
-    """How many bytes of spill stores and loads together some kernels may have, and why."""
+    """The maximum bytes of spill stores and loads together of some kernels, and the reason."""
 
     kernel: str  # pattern of the name, as the report prints it
     arch: str  # pattern of the arch
@@ -48,7 +48,7 @@ class Allowance:
     reason: str
 
 
-# The first that fits a kernel counts; one that none fits must not spill at all. The numbers are the
+# The first match applies to a kernel; a kernel without a match must not spill. The numbers are the
 # largest seen with CUDA 12.5 (ptxas 12.9), 13.0 and 13.1.
 ALLOWANCES = (
     Allowance(
@@ -233,7 +233,7 @@ ALLOWANCES = (
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel of one library; sizes in bytes a thread, shared memory in bytes a block."""
+    """One kernel of one library; sizes in bytes per thread, shared memory in bytes per block."""
 
     pack: str
     arch: str
@@ -341,7 +341,7 @@ def excesses(kernels: Iterable[Kernel], allowances: Sequence[Allowance]) -> list
 
 
 def table(kernels: Sequence[Kernel]) -> str:
-    """Return the report for people."""
+    """Return the report as a text table."""
     lines = ["arch    registers  stack  spill stores  loads  static shared  kernel"]
     pack = ""
     for kernel in kernels:
@@ -356,7 +356,7 @@ def table(kernels: Sequence[Kernel]) -> str:
 
 
 def find_cuobjdump() -> str:
-    """Return the cuobjdump of PATH, of a CUDA toolkit, or the one that triton brings."""
+    """Return the cuobjdump on the PATH, in a CUDA toolkit or in the triton package."""
     places = [Path(folder) / "bin" for folder in CUDA_FOLDERS if folder]
     if (triton := importlib.util.find_spec("triton")) and triton.submodule_search_locations:
         places.append(Path(triton.submodule_search_locations[0]) / "backends" / "nvidia" / "bin")
@@ -370,7 +370,7 @@ def find_cuobjdump() -> str:
 
 
 def find_libraries(paths: Iterable[Path]) -> list[Path]:
-    """Return the libraries that are named, and the CUDA packs of folders."""
+    """Return the named libraries, and the CUDA packs in the named folders."""
     libraries = []
     for path in paths:
         found = sorted(path.glob(FOLDER_PATTERN)) if path.is_dir() else [path]
@@ -389,7 +389,7 @@ def _run(command: list[str], text: str | None = None) -> str:
 
 
 def main() -> int:
-    """Parse the command line, print the report, and judge."""
+    """Parse the command line, print the report, and return the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

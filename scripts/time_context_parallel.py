@@ -3,10 +3,10 @@
 
     python scripts/time_context_parallel.py --length 524288
 
-A rank on each GPU computes its shard, forward and backward, over NCCL; then one GPU computes the
-whole, and torch's own ring of context parallelism computes dense attention. It prints the times,
-the rows that each rank sends and receives beside what they may be, and whether repeated runs give
-equal bits. The exit status is 1 where rows or bits are not what they must be.
+A rank on each GPU computes its shard, forward and backward, with NCCL. Then one GPU computes the
+whole sequence, and torch's own context parallelism (a ring) computes dense attention. It prints the
+times, the rows that each rank sends and receives with their bounds, and whether repeated runs are
+bitwise equal. The exit status is 1 if rows exceed a bound or runs differ.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def run(rank: int, options: argparse.Namespace, meeting: str) -> None:
-    """Measure, as one rank."""
+    """Run the measurements of one rank."""
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
     dist.init_process_group(
@@ -75,7 +75,7 @@ def run(rank: int, options: argparse.Namespace, meeting: str) -> None:
 
 
 def measure(options: argparse.Namespace, rank: int, device: torch.device) -> bool:
-    """Print what was measured, on rank 0; return whether rows and bits are what they must be."""
+    """Print the measurements on rank 0; return whether the checks of rows and bits pass."""
     say(rank, f"{options.ranks} x {torch.cuda.get_device_name()}, {vars(options)}")
     shard = make_tensors(options, options.length // options.ranks, device, seed=rank)
     is_right = check(shard, options, rank)
@@ -94,7 +94,7 @@ def measure(options: argparse.Namespace, rank: int, device: torch.device) -> boo
 
 
 def check(shard: list[Tensor], options: argparse.Namespace, rank: int) -> bool:
-    """Print and return whether few rows travel, and whether runs repeat to the bit."""
+    """Check that exchanged rows are within their bounds, and that runs are bitwise equal."""
     exchanges: list[Exchange] = []
 
     def noted(candidates: Rows, exchange: Exchange) -> tuple[Tensor, Tensor, Tensor]:
@@ -144,7 +144,7 @@ def sharded(shard: list[Tensor], options: argparse.Namespace, deterministic: boo
 
 
 def local(tensors: list[Tensor], options: argparse.Namespace) -> None:
-    """Compute what a rank would without any exchange."""
+    """Compute attention on one GPU without any exchange."""
     *leaves, dout = tensors
     query, key, value, bias = leaves
     out = flash_dmattn_func(
@@ -155,7 +155,7 @@ def local(tensors: list[Tensor], options: argparse.Namespace) -> None:
 
 
 def check_rows(exchange: Exchange, options: argparse.Namespace, rank: int) -> bool:
-    """Print the rows that travel; return whether they are as few as is promised."""
+    """Print the exchanged rows; return whether they are within their bounds."""
     bound = options.window * options.kv_heads
     counts = torch.tensor([exchange.received, sum(exchange.sent_counts)], device="cuda")
     of_ranks = [torch.empty_like(counts) for _ in range(options.ranks)]
@@ -177,7 +177,7 @@ def check_rows(exchange: Exchange, options: argparse.Namespace, rank: int) -> bo
 def time_whole(
     options: argparse.Namespace, rank: int, device: torch.device, together: float
 ) -> None:
-    """Time one GPU with the sequence, or with the largest part by halves that it can hold."""
+    """Time one GPU with the sequence, which is halved until it fits in memory."""
     length, taken = options.length, None
     while rank == 0 and taken is None:
         try:
@@ -199,7 +199,7 @@ def time_alone(options: argparse.Namespace, length: int, device: torch.device) -
 
 
 def time_ring(options: argparse.Namespace, rank: int, device: torch.device) -> None:
-    """Time torch's ring with dense attention, for as long a part of the sequence as time allows."""
+    """Time torch's ring with dense attention, doubling the length until the time runs out."""
     from torch.distributed.tensor.experimental import context_parallel as ring
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -232,7 +232,7 @@ def time_ring(options: argparse.Namespace, rank: int, device: torch.device) -> N
             say(rank, f"torch's ring, {length} tokens: {type(error).__name__}: {error}")
             return
         say(rank, f"torch's ring, dense, {length} tokens: {taken:.2f} ms")
-        # Four times the pairs in the next round, and three calls of it.
+        # The next round has three calls, each with four times the pairs.
         left = options.ring_seconds - (time.monotonic() - begin)
         is_left = torch.tensor(float(left > 12 * taken / 1e3), device=device)
         dist.broadcast(is_left, 0)
@@ -264,7 +264,7 @@ def milliseconds(
 
 
 def say(rank: int, text: str) -> None:
-    """Print a line once."""
+    """Print a line on rank 0 only."""
     if rank == 0:
         print(text, flush=True)
 

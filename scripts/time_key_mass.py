@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: BSD-3-Clause
-"""Time the pass that sums the attention of each key, beside the forward pass of the same call.
+"""Time the pass that sums the attention of each key, and the forward pass of the same call.
 
     python scripts/time_key_mass.py                # on a GPU, as calls do it
     python scripts/time_key_mass.py --pack-kernel  # always by the kernel of its pack
@@ -23,7 +23,7 @@ import torch
 from flash_dmattn import IntervalMask, dynamic_mask, explain, flash_dmattn_func
 from flash_dmattn.backends import pack
 
-# Tokens, heads, KV heads, head dimension, and what of the keys is kept.
+# Tokens, heads, KV heads, head dimension, and the kept keys.
 CALLS = (
     (16384, 16, 16, 64, "all"),
     (16384, 16, 4, 64, "window 1024"),
@@ -57,7 +57,7 @@ def milliseconds(call: Callable[[], Any], device: str, repetitions: int) -> floa
 
 
 def options_of(kept: str, tokens: int, kv_heads: int, device: str) -> dict[str, Any]:
-    """Return the arguments that keep these keys; a selection is made beforehand."""
+    """Return the arguments that keep these keys. A selection is made here and is not timed."""
     if kept == "all":
         return {"is_causal": True}
     if kept == "half of the keys":
