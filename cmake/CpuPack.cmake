@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: BSD-3-Clause
 #
-# The pack of the CPU: one library that holds its inner kernels several times, once for each SIMD level, and chooses
-# among them at run time.
+# The pack of the CPU: one library with its inner kernels compiled once for each SIMD level. It chooses a level at run
+# time.
 include_guard(GLOBAL)
 include(Pack)
 
 set(FDM_SANITIZERS -fsanitize=address,undefined,float-cast-overflow)
 
 # fdm_add_cpu_pack(SOURCES <file>... SIMD_SOURCES <file>...)
-#   Does nothing where FLASH_DMATTN_CPU is OFF. SOURCES are compiled once, for the oldest machine that is supported.
-#   SIMD_SOURCES are compiled for each level with
+#   Does nothing if FLASH_DMATTN_CPU is OFF. SOURCES are compiled once, for the oldest supported machine. SIMD_SOURCES
+#   are compiled for each level with
 #     FDM_SIMD_NAMESPACE  baseline, avx2 or avx512: the namespace for everything they define
 #     FDM_SIMD_BYTES      16, 32 or 64: the width of a register
 #
-#   The order of the objects matters. An inline function of the standard library that several objects hold is taken
-#   from the first of them; so objects for every machine come first, lest code that runs everywhere is bound to a copy
-#   that was compiled for AVX. CMake links a target's own objects after those of other targets, hence the pack has none.
+#   The order of the objects matters. If several objects hold an inline function of the standard library, the linker
+#   takes it from the first. Objects for every machine come first, so that code for every machine does not call a copy
+#   compiled for AVX. CMake links a target's own objects after those of other targets, so the pack has none of its own.
 function(fdm_add_cpu_pack)
   if(NOT FLASH_DMATTN_CPU)
     return()
@@ -36,7 +36,7 @@ function(fdm_add_cpu_pack)
   if(machine STREQUAL "x86_64")
     set(fma -mfma -mbmi2)
     fdm_add_simd_level(avx2 BYTES 32 OPTIONS -mavx2 ${fma} SOURCES ${CPU_SIMD_SOURCES})
-    # GCC and clang prefer 256-bit registers by default, for processors that lowered their clock for 512-bit ones.
+    # GCC and clang prefer 256-bit registers by default, since some processors lower their clock for 512-bit ones.
     fdm_add_simd_level(avx512 BYTES 64
       OPTIONS -mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512 ${fma}
       SOURCES ${CPU_SIMD_SOURCES})
@@ -54,15 +54,15 @@ function(fdm_add_simd_level level)
 endfunction()
 
 # fdm_add_cpu_objects(<target> SOURCES <file>...)
-#   Compiles the sources to objects, and adds those to the cpu pack after the ones it has. The compiler may vectorise
-#   and fuse, but not assume finite numbers as with -ffast-math: -inf is an ordinary value here (an empty row's lse, a
+#   Compiles the sources to objects, and adds these to the cpu pack after its present ones. The compiler may vectorise
+#   and fuse, but may not assume finite numbers as with -ffast-math: -inf is an ordinary value (an empty row's lse, a
 #   dropped key's bias).
 function(fdm_add_cpu_objects target)
   cmake_parse_arguments(PARSE_ARGV 1 OBJECTS "" "" "SOURCES")
   add_library(${target} OBJECT ${OBJECTS_SOURCES})
   fdm_setup_pack_objects(${target})
   target_compile_options(${target} PRIVATE -fno-math-errno -fno-trapping-math -ffp-contract=fast)
-  if(FLASH_DMATTN_SANITIZE) # which has its own checks of the C library's functions
+  if(FLASH_DMATTN_SANITIZE) # the sanitizers have their own checks of the C library's functions
     target_compile_options(${target} PRIVATE ${FDM_SANITIZERS} -fno-sanitize-recover=all -fno-omit-frame-pointer
       -U_FORTIFY_SOURCE)
   endif()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 #
-# Which CUDA packs to build, decided from plain values: no compiler and no GPU is touched here, so that every case can
-# be tested in script mode (cmake/print_cuda_archs.cmake).
+# Decides which CUDA packs to build, from plain values. It uses no compiler and no GPU, so that tests can run every case
+# in script mode (cmake/print_cuda_archs.cmake).
 include_guard(GLOBAL)
 include(ProjectFacts)
 
@@ -9,12 +9,12 @@ include(ProjectFacts)
 #     MODE <AUTO|ON|OFF> [ARCHS <entry>...] [AMBIENT <entry>...] [CAPABILITIES <capability>...]
 #     [NVCC_VERSION <version>] [HAVE_SOURCES <truth value>])
 #   Sets <archs> to the names of the archs to build, possibly none, and <reason> to one sentence that says why.
-#     ARCHS         what the user asked for. Every entry must be known and buildable.
-#     AMBIENT       CMAKE_CUDA_ARCHITECTURES or CUDAARCHS, which often list what an environment builds for in general:
-#                   entries that are not in the table are left out, but something must be left.
+#     ARCHS         the entries of the user. Every entry must be known and buildable, unless the only one is "all".
+#     AMBIENT       CMAKE_CUDA_ARCHITECTURES or CUDAARCHS, which often list the general targets of an environment:
+#                   entries that are not in the table are left out, but at least one must remain.
 #     CAPABILITIES  compute capabilities of the visible GPUs
 #     NVCC_VERSION  empty if there is no nvcc
-#   Fails where what was asked for cannot be built. Mode ON, and ARCHS, ask; mode AUTO alone does not.
+#   Fails if requested packs cannot be built. Mode ON and ARCHS are requests; mode AUTO alone is not.
 function(fdm_resolve_cuda_archs archs reason)
   cmake_parse_arguments(PARSE_ARGV 2 CUDA "" "MODE;NVCC_VERSION;HAVE_SOURCES" "ARCHS;AMBIENT;CAPABILITIES")
   set(${archs} "" PARENT_SCOPE)
@@ -47,7 +47,7 @@ function(fdm_resolve_cuda_archs archs reason)
     set(source "FLASH_DMATTN_ARCHS")
     set(entries ${CUDA_ARCHS})
     set(strictness STRICT)
-    if(CUDA_ARCHS STREQUAL "all") # all that this nvcc can build
+    if(CUDA_ARCHS STREQUAL "all") # all archs that this nvcc can build
       set(strictness "")
     endif()
   elseif(CUDA_AMBIENT)
@@ -80,10 +80,10 @@ function(fdm_resolve_cuda_archs archs reason)
 endfunction()
 
 # fdm_expand_archs(<archs> [STRICT] SOURCE <text> ENTRIES <entry>... [CAPABILITIES <capability>...])
-#   Sets <archs> to the arch names that the entries stand for, in ascending order and without repetition. An entry is
-#   a name (sm90, sm_90), a number with the suffixes that nvcc and CMake know (90, 90a, 90-real), a compute capability
-#   (9.0), "native", "required", "all" or "all-major". Packs hold no PTX, so "90-virtual" stands for nothing. With
-#   STRICT an entry that stands for nothing is an error.
+#   Sets <archs> to the arch names of the entries, in ascending order and without repetition. An entry is a name (sm90,
+#   sm_90), a number with the suffixes of nvcc and CMake (90, 90a, 90-real), a compute capability (9.0), "native",
+#   "required", "all" or "all-major". Packs hold no PTX, so "90-virtual" names no arch. With STRICT an entry that names
+#   no arch is an error.
 function(fdm_expand_archs archs)
   cmake_parse_arguments(PARSE_ARGV 1 EXPAND "STRICT" "SOURCE" "ENTRIES;CAPABILITIES")
   fdm_table_archs(supported)
@@ -111,7 +111,7 @@ function(fdm_expand_archs archs)
       fdm_preferred_arch(found "${entry}")
     elseif(entry MATCHES "^(sm_?)?([0-9]+)([0-9])[af]?(-real)?$")
       set(found "sm${CMAKE_MATCH_2}${CMAKE_MATCH_3}")
-      if(NOT found IN_LIST supported) # of a GPU that runs another's code, such as 103
+      if(NOT found IN_LIST supported) # a GPU that runs the code of another arch, such as 103
         fdm_preferred_arch(found "${CMAKE_MATCH_2}.${CMAKE_MATCH_3}")
       endif()
     endif()
@@ -131,7 +131,7 @@ function(fdm_expand_archs archs)
 endfunction()
 
 # fdm_keep_buildable_archs(<archs> [STRICT] SOURCE <text> ARCHS <arch>... NVCC_VERSION <version>)
-#   Sets <archs> to those of ARCHS that this nvcc can compile for. With STRICT, one that it cannot is an error.
+#   Sets <archs> to those of ARCHS that this nvcc can compile. With STRICT, an arch that it cannot compile is an error.
 function(fdm_keep_buildable_archs archs)
   cmake_parse_arguments(PARSE_ARGV 1 KEEP "STRICT" "SOURCE;NVCC_VERSION" "ARCHS")
   set(kept "")
@@ -148,10 +148,10 @@ function(fdm_keep_buildable_archs archs)
 endfunction()
 
 # fdm_resolve_tiles(<tiles> [TILES <arch>] [ARCHS <arch>...])
-#   Sets <tiles> to the name of the arch whose tiles and choice of kernels all packs use, for tests on a GPU at hand of
-#   what other GPUs run; "" if each pack uses its own. TILES is what the user asked for, ARCHS are the packs to build.
-#   Fails where one of those cannot run such a pack: an arch stands in for another if its blocks have as much shared
-#   memory and its instructions are enough for the other's kernels, as "stands_in_for" of targets.json declares.
+#   Sets <tiles> to the name of the arch whose tiles and choice of kernels all packs use; "" if each pack uses its own.
+#   This tests the kernels of other GPUs on the present GPU. TILES is the user's value, ARCHS are the packs to build.
+#   Fails if one of these cannot run such a pack. An arch can run the tiles of another if its thread blocks have enough
+#   shared memory and it has the instructions of the other's kernels; "stands_in_for" of targets.json declares this.
 function(fdm_resolve_tiles tiles)
   cmake_parse_arguments(PARSE_ARGV 1 RESOLVE "" "TILES" "ARCHS")
   set(${tiles} "" PARENT_SCOPE)

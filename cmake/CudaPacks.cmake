@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 #
-# The packs of NVIDIA GPUs: one library for each arch, so that each can be built, cached and loaded by itself.
+# The packs of NVIDIA GPUs: one library for each arch, so that each can be built, cached and loaded separately.
 include_guard(GLOBAL)
 include(CheckCompilerFlag)
 include(CudaArchs)
@@ -8,8 +8,8 @@ include(Kernels)
 include(Pack)
 
 # fdm_choose_cuda_archs(<archs> <nvcc> SOURCES <file>...)
-#   Sets <archs> to the archs to build and <nvcc> to the compiler, from the options, the environment and the machine,
-#   and says what was decided and why.
+#   Sets <archs> to the archs to build and <nvcc> to the compiler, from the options, the environment and the machine.
+#   Prints the decision and the reason.
 function(fdm_choose_cuda_archs archs nvcc)
   cmake_parse_arguments(PARSE_ARGV 2 CHOOSE "" "" "SOURCES")
   fdm_find_nvcc(compiler version)
@@ -40,8 +40,8 @@ function(fdm_choose_cuda_archs archs nvcc)
 endfunction()
 
 # fdm_find_nvcc(<path> <version>)
-#   Sets both to "" if there is none. It is looked for where CMake itself looks, and its version is asked for before
-#   the CUDA language is enabled: enabling fails where there is no usable nvcc, which AUTO must survive.
+#   Sets both to "" if there is no nvcc. It searches the places that CMake searches. It reads the version before the
+#   CUDA language is enabled, since enabling fails without a usable nvcc, and AUTO must not fail.
 function(fdm_find_nvcc path version)
   set(${path} "" PARENT_SCOPE)
   set(${version} "" PARENT_SCOPE)
@@ -80,8 +80,8 @@ endfunction()
 #     FDM_TILE_ARCH  the number of the arch whose tiles and choice of kernels are used: that of TILES, else FDM_ARCH
 #     FDM_PACK_NAME  the name of the pack, "cu13-sm90"; with TILES "cu13-sm90-tiles86"
 #
-#   It holds machine code only, no PTX: PTX of a toolkit newer than the driver fails at load. Machine code is
-#   compressed; the stronger mode of CUDA 13 asks for a driver that only CUDA 13 needs anyway.
+#   It holds machine code only, no PTX: PTX of a toolkit newer than the driver fails to load. The machine code is
+#   compressed. The stronger mode of CUDA 13 needs a newer driver, which CUDA 13 needs anyway.
 function(fdm_add_kernel_pack)
   cmake_parse_arguments(PARSE_ARGV 0 KERNEL "" "ARCH;TILES;INCLUDE" "SOURCES")
   string(REGEX MATCH "^([0-9]+)\\.([0-9]+)" cuda "${CMAKE_CUDA_COMPILER_VERSION}")
@@ -125,10 +125,10 @@ function(fdm_add_kernel_pack)
 endfunction()
 
 # fdm_name_cuda_modules(<file>...)
-#   Makes the binary independent of the folder that it is built in. nvcc gives everything with internal linkage, kernels
-#   in unnamed namespaces too, a name with a hash of the source's absolute path; here the hash is of the path within
-#   the source or build folder. cmake/cuda_module.h tells what else the name has. With CUDA 12.4 and 13.0, builds in two
-#   folders give equal files; -frandom-seed leaves the path in, and CUDA 12 has no such flag.
+#   Makes the binary independent of the folder of the build. By default, nvcc gives each symbol with internal linkage,
+#   also kernels in unnamed namespaces, a name with a hash of the source's absolute path. Here the hash is of the path
+#   within the source or build folder. cmake/cuda_module.h describes another part of the name. With CUDA 12.4 and 13.0,
+#   builds in two folders give equal files. -frandom-seed keeps the path in the name, and CUDA 12 does not have it.
 function(fdm_name_cuda_modules)
   check_compiler_flag(CUDA "-Xcudafe=--orig_src_path_name=module.cu" FDM_NVCC_NAMES_MODULES)
   if(NOT FDM_NVCC_NAMES_MODULES)
@@ -136,7 +136,7 @@ function(fdm_name_cuda_modules)
     return()
   endif()
   foreach(source IN LISTS ARGN)
-    if(NOT source MATCHES "\\.cu$") # nvcc does not see it
+    if(NOT source MATCHES "\\.cu$") # not compiled by nvcc
       continue()
     endif()
     cmake_path(ABSOLUTE_PATH source BASE_DIRECTORY "${PROJECT_SOURCE_DIR}" OUTPUT_VARIABLE name)

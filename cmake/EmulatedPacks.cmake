@@ -37,7 +37,7 @@ function(fdm_add_emulated_packs)
       PREFIX lib
       OUTPUT_NAME "flash_dmattn_${arch}"
       LIBRARY_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}/emulated")
-    # Headers are most of a small source. Those of the emulator define words of CUDA, which its own sources do not use.
+    # Headers are most of a small source. The emulator's own sources skip them, since they define CUDA's keywords.
     target_precompile_headers(${target} PRIVATE
       <cuda_runtime.h> <cuda_bf16.h> <cuda_fp16.h> "${PROJECT_SOURCE_DIR}/cpp/cuda/host/launch.cuh")
     # The folders of the emulator come first.
@@ -50,10 +50,9 @@ function(fdm_add_emulated_packs)
       __CUDA_ARCH__=${number}0
       __CUDACC_VER_MAJOR__=0 __CUDACC_VER_MINOR__=0 __CUDACC_VER_BUILD__=0
       flash_dmattn_pack=flash_dmattn_cuda_pack)
-    # Shared memory has no constructors. Kernels look at the bits of numbers through pointers, as nvcc lets them, whose
-    # warnings are the ones that count. Fibers jump from stack to stack, which _FORTIFY_SOURCE would take for an error.
-    # With more optimization it takes half as long again to compile. CMake leaves an option out that is there already, if
-    # earlier, but for one that SHELL marks.
+    # Shared memory has no constructors. Kernels read the bits of numbers through pointers, which nvcc permits; only
+    # nvcc's warnings matter. Fibers jump between stacks, which _FORTIFY_SOURCE reports as an error. More optimization
+    # makes compiling take 1.5 times as long. SHELL: keeps an option that CMake would remove as a repetition.
     target_compile_options(${target} PRIVATE -fno-extern-tls-init -fno-strict-aliasing "SHELL:-U_FORTIFY_SOURCE" -w -O1)
     target_link_libraries(${target} PRIVATE Threads::Threads)
   endforeach()

@@ -2,10 +2,10 @@
 include_guard(GLOBAL)
 
 # fdm_limit_jobs()
-#   Limits how many compilers Ninja runs at once; call it before targets are added. With the environment variable
-#   MAX_JOBS, at most that many of all kinds. Without it only the CUDA compilers are limited, to what memory allows:
-#   a job of nvcc is given FDM_NVCC_JOB_MIB, and a machine with many cores has often less than that for each. The
-#   largest kernels (head dimension 256, CUDA 13.0) were measured to take a fifth of it.
+#   Limits how many compilers Ninja runs at once; call it before targets are added. The environment variable MAX_JOBS
+#   limits all jobs together. Without it, only the CUDA compilers are limited, by memory: each nvcc job gets
+#   FDM_NVCC_JOB_MIB, and machines with many cores often have less than that per core. Measured, the largest kernels
+#   (head dimension 256, CUDA 13.0) take a fifth of it.
 #   Other generators take their limit from `cmake --build --parallel` or CMAKE_BUILD_PARALLEL_LEVEL.
 macro(fdm_limit_jobs)
   if(DEFINED ENV{MAX_JOBS} AND NOT "$ENV{MAX_JOBS}" STREQUAL "")
@@ -31,7 +31,7 @@ endmacro()
 set(FDM_NVCC_JOB_MIB 1024)
 
 # fdm_usable_memory(<mib>)
-#   Sets <mib> to the machine's memory, or to the limit of the container that this runs in.
+#   Sets <mib> to the machine's memory, or to the container's limit if that is less.
 function(fdm_usable_memory mib)
   cmake_host_system_information(RESULT total QUERY TOTAL_PHYSICAL_MEMORY)
   foreach(path /sys/fs/cgroup/memory.max /sys/fs/cgroup/memory/memory.limit_in_bytes)

@@ -5,8 +5,8 @@ include_guard(GLOBAL)
 
 # fdm_generate_kernels(<sources> <include folder>)
 #   Writes the files that instantiate the kernels into the build tree, for the head dimensions of FLASH_DMATTN_HEAD_DIMS
-#   or else of cmake/targets.json; sets <sources> to those to compile and <include folder> to where the generated header
-#   lies. One small file for each kernel: they compile side by side, and a change touches few.
+#   or else of cmake/targets.json. Sets <sources> to the files to compile and <include folder> to the folder of the
+#   generated header. Each kernel has its own small file: files compile in parallel, and a change affects few.
 function(fdm_generate_kernels sources include)
   find_package(Python 3.10 REQUIRED COMPONENTS Interpreter)
   set(folder "${PROJECT_BINARY_DIR}/kernels")
@@ -25,8 +25,8 @@ function(fdm_generate_kernels sources include)
 endfunction()
 
 # fdm_describe_kernels(<head dims> <hash> INCLUDE <folder of generated headers> SOURCES <file>...)
-#   Sets <head dims> to those that the generated kernels were instantiated for, and <hash> to the SHA-256 of the
-#   generated files' names and contents; sources that were not generated do not count.
+#   Sets <head dims> to the instantiated head dimensions, and <hash> to the SHA-256 of the names and contents of the
+#   generated files. The hash does not include other sources.
 function(fdm_describe_kernels head_dims hash)
   cmake_parse_arguments(PARSE_ARGV 2 KERNEL "" "INCLUDE" "SOURCES")
   set(header "${KERNEL_INCLUDE}/head_dims.h")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 #
-# packs/manifest.json: what each pack was built for and from. The loader and the diagnostics must know that before they
-# open a pack, and whoever handles the files can verify them.
+# packs/manifest.json: the target and the sources of each pack. The loader and the diagnostics need these before they
+# open a pack. The hashes in it verify the files.
 include_guard(GLOBAL)
 include(Platform)
 include(ProjectFacts)
@@ -10,8 +10,8 @@ set(FDM_MANIFEST_SCHEMA 1)
 
 # fdm_describe_pack(<description> NAME <pack name> FILE <file name> DEVICE <cpu|cuda>
 #     [CUDA <version> ARCH <arch> HEAD_DIMS <dim>... KERNELS <hash>])
-#   Sets <description> to the JSON object that the manifest has for a pack, without what is known of the finished file
-#   only. KERNELS is the hash of the instantiated kernels: packs of two CUDA majors with the same one do the same.
+#   Sets <description> to a pack's JSON object in the manifest, without the hash and the size of the finished file.
+#   KERNELS is the hash of the instantiated kernels: packs of two CUDA majors with the same hash have the same kernels.
 function(fdm_describe_pack description)
   cmake_parse_arguments(PARSE_ARGV 1 PACK "" "NAME;FILE;DEVICE;CUDA;ARCH;KERNELS" "HEAD_DIMS")
   fdm_machine(machine)
@@ -51,8 +51,8 @@ function(fdm_describe_pack description)
 endfunction()
 
 # fdm_list_pack(<description>)
-#   Adds a pack's JSON object to the manifest of this build. A name may stand there only once: the loader could not
-#   tell two packs of one name apart.
+#   Adds a pack's JSON object to the manifest of this build. Names must be unique: the loader cannot distinguish two
+#   packs of one name.
 function(fdm_list_pack description)
   get_property(packs GLOBAL PROPERTY FDM_PACKS)
   if(NOT packs)
@@ -74,8 +74,8 @@ function(fdm_list_pack description)
 endfunction()
 
 # fdm_install_manifest()
-#   Installs packs/manifest.json. Call it after every pack was added. It is finished at installation, after the packs,
-#   since installing strips them.
+#   Installs packs/manifest.json. Call it after all packs are added. The installation completes the manifest after the
+#   packs are installed and stripped.
 function(fdm_install_manifest)
   fdm_read_pack_interface(abi_version symbol)
   get_property(packs GLOBAL PROPERTY FDM_PACKS)

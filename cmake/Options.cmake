@@ -17,7 +17,7 @@ include_guard(GLOBAL)
 #                        of their own. With FLASH_DMATTN_ARCHS=90, the suite then tests sm_86's tiles on an sm_90 GPU.
 #   FLASH_DMATTN_DELAYS  for tests: kernels that may overlap the preceding kernel sleep at irregular times. The
 #                        results of deterministic=True must not change by a bit, and others must be right;
-#                        "scripts/test_delays" sees to both.
+#                        "scripts/test_delays" checks both.
 #   FLASH_DMATTN_EMULATE  for tests: archs, such as sm80;sm90, whose CUDA kernels are compiled for the CPU by an emulator,
 #                        below "emulated" in the build folder; needs GCC, and FLASH_DMATTN_CUDA=OFF. None by default.
 #   FLASH_DMATTN_SANITIZE  for tests: the cpu pack ends the process at accesses outside of an allocation and at undefined
@@ -25,10 +25,10 @@ include_guard(GLOBAL)
 #   FLASH_DMATTN_CUDART  static: packs contain the CUDA runtime; shared: for distributions in which libcudart is a
 #                        separate package.
 #   FLASH_DMATTN_CORE    OFF builds the packs only, without Python.
-#   FLASH_DMATTN_NANOBIND  linked: `_core` needs no other distribution, and serves the Python that builds it; shared: it
-#                        serves every Python from the floor on, as in the wheels of a release, and needs the distribution
-#                        nanobind-backend, and nanobind 3.1 to build it. pip takes it from
-#                        the environment's FDM_NANOBIND, with which it also names the wheel and its requirement.
+#   FLASH_DMATTN_NANOBIND  linked: `_core` needs no other distribution, and is for the Python that builds it; shared: as in
+#                        the wheels of a release, it is for every Python from the oldest supported one on, needs the
+#                        distribution nanobind-backend, and nanobind 3.1 to be built. pip takes the value from the
+#                        environment's FDM_NANOBIND, which also sets the wheel's tag and its requirement.
 #   FLASH_DMATTN_CPU     OFF builds no cpu pack.
 #   FLASH_DMATTN_PREBUILT_PACKS  folders with packs that were built before and their manifest.json, separated by ";".
 #                        Relative paths start at the source folder. The packs are installed unchanged.

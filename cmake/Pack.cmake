@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
 #
-# What every kernel pack has in common, whatever it runs on.
+# The common parts of all kernel packs, for CPUs and GPUs.
 include_guard(GLOBAL)
 include(Manifest)
 include(Platform)
 
-# fdm_setup_pack(<target> FILE <stem> <what fdm_describe_pack takes>)
+# fdm_setup_pack(<target> FILE <stem> <arguments of fdm_describe_pack>)
 #   Turns a library target into an installed kernel pack, lib<stem>.so on Linux: hidden symbols, hardened linking, and an
 #   entry in the manifest.
 #
-#   One exported symbol, that of cpp/pack.h: a process may hold packs of several CUDA majors and torch's own libraries,
-#   and none may bind to another's symbols.
+#   The only exported symbol is that of cpp/pack.h: a process may load packs of several CUDA majors and torch's
+#   libraries, and none may bind to another's symbols.
 function(fdm_setup_pack target)
   cmake_parse_arguments(PARSE_ARGV 1 PACK "" "FILE" "")
   fdm_read_pack_interface(abi_version symbol)
@@ -31,8 +31,8 @@ function(fdm_setup_pack target)
 endfunction()
 
 # fdm_setup_pack_objects(<target>)
-#   The compiler settings of everything that goes into a pack. The prefix maps keep the build's paths out of the
-#   binary, so that equal sources give equal files; the later one wins where the build folder is in the source folder.
+#   Sets the compiler options of all objects of a pack. The prefix maps keep the build's paths out of the binary, so
+#   that equal sources give equal files. The later map has precedence if the build folder is in the source folder.
 function(fdm_setup_pack_objects target)
   set_target_properties(${target} PROPERTIES
     CXX_VISIBILITY_PRESET hidden

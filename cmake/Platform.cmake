@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
 #
-# What differs between operating systems: the compilers, the names of files, and how symbols are hidden.
+# The differences between operating systems: compilers, file names, and options that hide symbols.
 include_guard(GLOBAL)
 
 # fdm_require_supported_platform()
-#   Fails where the packs or the module cannot be built, and says what would do. Their vectors are those of GCC and
-#   clang, whose width the compiler splits or joins as the processor needs, so any 64-bit little-endian machine will do.
-#   With neither of them the package alone is installed, which computes in plain PyTorch, anywhere.
+#   Fails if the packs or the module cannot be built, and names the requirements. They use vector extensions of GCC and
+#   clang. The compiler maps these to the processor's registers, so any 64-bit little-endian machine is supported.
+#   Without packs and module, only the Python package is installed, which computes in plain PyTorch on any platform.
 function(fdm_require_supported_platform)
   if(NOT FLASH_DMATTN_CORE AND NOT FLASH_DMATTN_CPU AND FLASH_DMATTN_CUDA STREQUAL "OFF")
     return()
@@ -25,7 +25,7 @@ function(fdm_require_supported_platform)
       "${CMAKE_CXX_COMPILER_ID} (${CMAKE_CXX_COMPILER}). On Windows install LLVM, and set CXX=clang++ and "
       "CMAKE_GENERATOR=Ninja. ${without}")
   endif()
-  # GCC leaves the stack aligned to 16 bytes there, and spills registers of 32 and 64 (its bug 54412).
+  # On Windows, GCC aligns the stack to 16 bytes, but spills registers of 32 and 64 bytes (its bug 54412).
   if(CMAKE_SYSTEM_NAME STREQUAL "Windows" AND NOT CMAKE_CXX_COMPILER_ID STREQUAL "Clang")
     message(FATAL_ERROR "on Windows flash-dmattn needs clang, as GCC misaligns AVX registers that it spills; this is "
       "${CMAKE_CXX_COMPILER_ID} (${CMAKE_CXX_COMPILER}). Set CXX=clang++")
@@ -37,8 +37,8 @@ function(fdm_require_supported_platform)
 endfunction()
 
 # fdm_machine(<machine>)
-#   Sets <machine> to the processor architecture that is built for, by the name that manifests have: x86_64, aarch64, or
-#   the system's own name for others.
+#   Sets <machine> to the target's processor architecture as manifests name it: x86_64, aarch64, or the system's name
+#   for others.
 function(fdm_machine machine)
   set(name "${CMAKE_SYSTEM_PROCESSOR}")
   if(CMAKE_SYSTEM_NAME STREQUAL "Darwin" AND CMAKE_OSX_ARCHITECTURES)
@@ -51,7 +51,7 @@ function(fdm_machine machine)
 endfunction()
 
 # fdm_library_name(<prefix> <suffix>)
-#   Sets what a pack's file name begins and ends with.
+#   Sets the prefix and the suffix of a pack's file name.
 function(fdm_library_name prefix suffix)
   set(begin "lib")
   set(end ".so")
@@ -66,8 +66,8 @@ function(fdm_library_name prefix suffix)
 endfunction()
 
 # fdm_export_only(<target> <symbol>)
-#   Links a library so that others see this symbol alone, and so that it is hardened as the system allows. Windows shows
-#   nothing but what is declared with dllexport.
+#   Links a library so that it exports only this symbol, with the hardening of the system's linker. On Windows, only
+#   symbols declared with dllexport are exported.
 function(fdm_export_only target symbol)
   if(CMAKE_SYSTEM_NAME STREQUAL "Linux")
     set(script "${PROJECT_BINARY_DIR}/${symbol}.map")
@@ -82,9 +82,9 @@ function(fdm_export_only target symbol)
 endfunction()
 
 # fdm_harden_objects(<target>)
-#   Compiles the host's code with a stack protector and with the C library's checked functions: they cost a call of the
-#   cpu pack nothing that can be measured. clang for Windows has neither. A level of _FORTIFY_SOURCE that the builder's
-#   own flags have stays; without optimization the C library has no checked functions.
+#   Compiles host code with a stack protector and with the C library's checked functions. Their cost in calls of the cpu
+#   pack is too small to measure. clang for Windows has neither. A level of _FORTIFY_SOURCE in the user's flags stays.
+#   Without optimization the C library has no checked functions.
 function(fdm_harden_objects target)
   if(CMAKE_SYSTEM_NAME STREQUAL "Windows")
     return()
@@ -97,7 +97,7 @@ function(fdm_harden_objects target)
 endfunction()
 
 # fdm_compile_host_code(<target> <flag>...)
-#   Compiles C++, and what nvcc leaves to the C++ compiler, with the flags.
+#   Compiles C++ and the host code of CUDA sources with the flags.
 function(fdm_compile_host_code target)
   foreach(flag IN LISTS ARGN)
     target_compile_options(${target} PRIVATE
@@ -107,8 +107,8 @@ function(fdm_compile_host_code target)
 endfunction()
 
 # fdm_link_self_contained(<target>)
-#   Links the C++ library into a library with a C interface, so that it needs no newer one than the machine has. macOS
-#   has its own, which is never linked statically.
+#   Links the C++ library statically into a library with a C interface, which then runs where the C++ library is older.
+#   macOS has its own C++ library, which is never linked statically.
 function(fdm_link_self_contained target)
   set_target_properties(${target} PROPERTIES MSVC_RUNTIME_LIBRARY "MultiThreaded$<$<CONFIG:Debug>:Debug>")
   if(CMAKE_SYSTEM_NAME STREQUAL "Linux")

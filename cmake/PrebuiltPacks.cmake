@@ -6,8 +6,8 @@ include_guard(GLOBAL)
 include(Manifest)
 
 # fdm_add_prebuilt_packs(<folder>...)
-#   Installs the packs of the folders unchanged, and lists them in the manifest. Each must be of this version, this
-#   interface and this machine, and be the file that its manifest describes.
+#   Installs the packs of the folders unchanged, and lists them in the manifest. Each must have this version, interface
+#   and machine, and its file must match its manifest.
 function(fdm_add_prebuilt_packs)
   fdm_read_pack_interface(abi_version symbol)
   foreach(folder IN LISTS ARGN)
@@ -32,7 +32,7 @@ function(fdm_add_prebuilt_packs)
 endfunction()
 
 # fdm_add_prebuilt_pack(<folder> <description>)
-#   Installs one pack, given as its manifest describes it.
+#   Installs one pack with its description from the manifest.
 function(fdm_add_prebuilt_pack folder description)
   string(JSON name GET "${description}" name)
   string(JSON file GET "${description}" file)
@@ -49,13 +49,13 @@ function(fdm_add_prebuilt_pack folder description)
   file(SHA256 "${path}" sha256)
   fdm_require_value("${path}" "${description}" sha256 "${sha256}")
   fdm_list_pack("${description}")
-  # With the permissions that a linked library has; archives that were downloaded often lose them.
+  # Sets the permissions of a linked library, which downloaded archives often lose.
   install(PROGRAMS "${path}" DESTINATION flash_dmattn/packs)
   message(STATUS "Prebuilt pack: ${name} from ${folder}")
 endfunction()
 
 # fdm_require_value(<what> <json> <member> <value>)
-#   Fails unless the member of the JSON object has the value; <what> says whose it is.
+#   Fails unless the member of the JSON object has the value; <what> names the object.
 function(fdm_require_value what json member value)
   string(JSON found ERROR_VARIABLE missing GET "${json}" ${member})
   if(NOT found STREQUAL value)

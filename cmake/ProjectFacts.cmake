@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
 #
-# Facts that are declared elsewhere, read from the one place that declares each. Usable in script mode.
+# Reads facts from the files that declare them. Usable in script mode.
 include_guard(GLOBAL)
 
 set(FDM_ROOT "${CMAKE_CURRENT_LIST_DIR}/..")
 cmake_path(NORMAL_PATH FDM_ROOT)
 
 # fdm_read_version(<full> <numbers>)
-#   Sets <full> to the version in pyproject.toml, such as 2.0.0a1, and <numbers> to its leading numbers, 2.0.0, which
-#   is the most that project(VERSION) understands. Read here, not taken from scikit-build-core, so that a plain
-#   `cmake -S .` gives the same binaries.
+#   Sets <full> to the version in pyproject.toml, such as 2.0.0a1, and <numbers> to its leading numbers, 2.0.0, since
+#   project(VERSION) accepts no more. It is not taken from scikit-build-core, so that a plain `cmake -S .` gives the
+#   same binaries.
 function(fdm_read_version full numbers)
   file(STRINGS "${FDM_ROOT}/pyproject.toml" line REGEX "^version = \"[^\"]+\"$")
   if(NOT line MATCHES "^version = \"(([0-9]+(\\.[0-9]+)*)[^\"]*)\"$")
@@ -49,7 +49,7 @@ function(fdm_table_archs archs)
 endfunction()
 
 # fdm_table_get(<value> <key>...)
-#   Sets <value> to the string, number or truth value at that path of the table; "" if there is none.
+#   Sets <value> to the string, number or truth value at that path of the table; "" if the path does not exist.
 function(fdm_table_get value)
   file(READ "${FDM_ROOT}/cmake/targets.json" table)
   string(JSON found ERROR_VARIABLE missing GET "${table}" ${ARGN})
@@ -60,7 +60,7 @@ function(fdm_table_get value)
 endfunction()
 
 # fdm_preferred_arch(<arch> <capability>)
-#   Sets <arch> to the best arch for a GPU of that compute capability ("9.0"); "" if none serves it.
+#   Sets <arch> to the best arch for a GPU of that compute capability ("9.0"); "" if no arch supports it.
 function(fdm_preferred_arch arch capability)
   fdm_table_get(best preference ${capability} 0)
   set(${arch} "${best}" PARENT_SCOPE)

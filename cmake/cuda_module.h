@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  *
- * Included ahead of every CUDA source by fdm_name_cuda_modules, which defines FDM_MODULE. nvcc names a source's internal
- * symbols after its first external definition, and without any after its process id: a source that only instantiates
- * templates would differ in each build. The linker drops the variable.
+ * fdm_name_cuda_modules includes this file before every CUDA source and defines FDM_MODULE. nvcc names a source's
+ * internal symbols after its first external definition, or after the process id if there is none. A source that only
+ * instantiates templates would then differ in each build. The linker removes the variable.
  */
 #pragma once
 

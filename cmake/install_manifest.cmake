@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 #
-# Run by `cmake --install`, after the packs: writes packs/manifest.json from the draft FDM_MANIFEST_DRAFT and the files
-# as they were installed.
+# `cmake --install` runs this after it has installed the packs. It writes packs/manifest.json from the draft
+# FDM_MANIFEST_DRAFT and the installed files.
 set(packs_folder "$ENV{DESTDIR}${CMAKE_INSTALL_PREFIX}/flash_dmattn/packs")
 file(READ "${FDM_MANIFEST_DRAFT}" manifest)
 string(JSON count LENGTH "${manifest}" packs)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 #
-# Prints which CUDA packs a build with the given facts would make, without building anything:
+# Prints the CUDA packs that a build with these values makes, without a build:
 #   cmake -DMODE=ON "-DARCHS=80;90" -DNVCC_VERSION=13.0 -P cmake/print_cuda_archs.cmake
 # Variables: MODE (AUTO), ARCHS, AMBIENT, CAPABILITIES, NVCC_VERSION, HAVE_SOURCES (ON), TILES; CudaArchs.cmake explains
 # them.
