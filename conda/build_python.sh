@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: BSD-3-Clause
 #
-# The Python package and its cpu pack; the packs of GPUs are an output of their own.
+# Builds the Python package and its cpu pack; the packs of GPUs are a separate output.
 set -euo pipefail
 
-# conda gives the linker a run path. No library here needs one, and its place would be rewritten at installation, after
-# which the hashes of the manifest and of RECORD hold no more.
+# conda gives the linker a run path. No library here needs one. conda would rewrite it at installation, and the hashes of
+# the manifest and of RECORD would no longer match.
 unset LD_RUN_PATH
 shopt -s extglob
 export LDFLAGS=${LDFLAGS-}
