@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Downloads one artifact, or all that match a pattern. Each of these gets a folder of its name, unless they are merged, or
-// there is one only: so does actions/download-artifact v8.
+// Downloads one artifact, or all that match a pattern. Each of several artifacts gets a folder of its name, unless they are
+// merged. A single one gets no folder. actions/download-artifact v8 does the same.
 import path from 'node:path';
 import { DefaultArtifactClient } from '@actions/artifact';
 import { minimatch } from 'minimatch';

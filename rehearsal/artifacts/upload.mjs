@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Uploads what matches as an artifact: paths in it are relative to the folder that was named, or to the one before the
-// first wildcard, or to the deepest folder that holds everything where several were named. Hidden files are left out.
+// Uploads the matching files as an artifact. Its paths are relative to the named folder, or to the folder before the first
+// wildcard, or, of several paths, to their deepest common folder. Hidden files are left out.
 import path from 'node:path';
 import fs from 'node:fs';
 import { DefaultArtifactClient } from '@actions/artifact';
