@@ -77,7 +77,7 @@ endfunction()
 # fdm_add_kernel_pack(ARCH <arch> [TILES <arch>] SOURCES <file>... INCLUDE <folder of generated headers>)
 #   Adds libflash_dmattn_cu<major>_<arch>.so, built from the sources for that arch of cmake/targets.json with
 #     FDM_ARCH       the number of the arch, 90
-#     FDM_TILE_ARCH  the number of the arch whose tiles and choice of kernels are used: that of TILES, else FDM_ARCH
+#     FDM_TILE_ARCH  the number of the arch of the tiles and of the choice of kernels: that of TILES, else FDM_ARCH
 #     FDM_PACK_NAME  the name of the pack, "cu13-sm90"; with TILES "cu13-sm90-tiles86"
 #
 #   It holds machine code only, no PTX: PTX of a toolkit newer than the driver fails to load. The machine code is

@@ -37,7 +37,8 @@ function(fdm_add_emulated_packs)
       PREFIX lib
       OUTPUT_NAME "flash_dmattn_${arch}"
       LIBRARY_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}/emulated")
-    # Headers are most of a small source. The emulator's own sources skip them, since they define CUDA's keywords.
+    # Precompiled, since headers are most of a small source. The emulator's own sources skip them: they define CUDA's
+    # keywords.
     target_precompile_headers(${target} PRIVATE
       <cuda_runtime.h> <cuda_bf16.h> <cuda_fp16.h> "${PROJECT_SOURCE_DIR}/cpp/cuda/host/launch.cuh")
     # The folders of the emulator come first.

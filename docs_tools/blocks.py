@@ -30,7 +30,7 @@ def blocks(page: str) -> dict[str, str]:
 
 
 def filled(page: str, bodies: Mapping[str, str]) -> str:
-    """Return the page with new contents of those of its blocks that are given.
+    """Return the page with these contents in its blocks; other blocks stay unchanged.
 
     Raises:
         MarkerError: a block does not end.

@@ -42,7 +42,7 @@ def draw_classes(axis: Any, classes: numpy.ndarray, colors: list[str]) -> None:
 
 
 def draw_mask(axis: Any, kept: Any, title: str, seen: Any = None) -> None:
-    """Draw a boolean (queries, keys) tensor; ``seen`` tells dropped keys from invisible ones."""
+    """Draw a boolean (queries, keys) tensor; ``seen`` marks the visible keys."""
     kept = numpy.asarray(kept, dtype=bool)
     seen = numpy.zeros_like(kept) if seen is None else numpy.asarray(seen, dtype=bool)
     draw_classes(axis, numpy.where(kept, 2, numpy.where(seen, 1, 0)), [UNSEEN, SEEN, KEPT])

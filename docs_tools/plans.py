@@ -14,12 +14,12 @@ from flash_dmattn import IntervalMask, dynamic_mask
 from .canvas import FULL, PARTIAL, UNSEEN, draw_classes, legend, save
 from .masks import random_bias
 
-# Of the GPU packs: kTileRows of plan.cuh; kBucketKeys and kChunkKeys of the backward pass.
+# Constants of the GPU packs: kTileRows of plan.cuh; kBucketKeys and kChunkKeys of the backward pass.
 TILE_ROWS, BUCKET_KEYS, CHUNK_KEYS, BLOCK_KEYS = 128, 2048, 256, 128
 
 
 class Intervals(NamedTuple):
-    """The rows that keep each key of one head."""
+    """The first row that keeps each key of one head, and the end of these rows."""
 
     start: numpy.ndarray
     end: numpy.ndarray

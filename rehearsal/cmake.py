@@ -24,7 +24,7 @@ DEFINITIONS = "definitions.json"
 
 
 def main() -> int:
-    """Configure, build or install, as the first option says."""
+    """Configure, build or install; the first option selects the step."""
     words = sys.argv[1:]
     steps = {"-S": configure, "--build": build, "--install": install}
     steps[words[0]](words)

@@ -20,7 +20,7 @@ IDENTITY = ("-c", "user.name=rehearsal", "-c", "user.email=rehearsal@example.org
 
 
 def make_repository(folder: Path, change: Callable[[Path], None] = lambda folder: None) -> str:
-    """Clone this tree's commit, commit what a release changes, tag it, and return the tag.
+    """Clone this tree's commit, commit the changes of a release, tag it, and return the tag.
 
     Args:
         folder: the folder of the clone.

@@ -116,7 +116,7 @@ class Table:
         pythons: with a GIL; ``free_threaded`` is the oldest supported Python without a GIL.
         min_torch: the oldest supported torch; torch.compile and torch.export trace every call
             from ``compiling_torch`` on.
-        torch_python: the newest of the Pythons on which calls with torch were run.
+        torch_python: the newest of the Pythons that ran calls with torch.
     """
 
     archs: tuple[Arch, ...]

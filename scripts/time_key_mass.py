@@ -6,7 +6,7 @@
     python scripts/time_key_mass.py --pack-kernel  # always by the kernel of its pack
     python scripts/time_key_mass.py --device cpu
 
-Each line has the forward pass, what return_key_mass adds to it, and their ratio.
+Each line has the time of the forward pass, the additional time of return_key_mass, and their ratio.
 """
 
 from __future__ import annotations

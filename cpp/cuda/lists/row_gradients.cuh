@@ -32,7 +32,7 @@ struct ListRow {
     return {lse, share, dlse - share * delta};
   }
 
-  // A score exceeds lse only by rounding errors. They are large where biases are large.
+  // A score exceeds lse only by rounding errors, which grow with the magnitude of biases.
   __device__ float exponential(float score) const { return ptx::exp2_approximate(ptx::min_or_nan(score - lse, 0.0f)); }
   // Turns an exponential and dO . V into P and dS.
   __device__ void finish(float &p, float &ds) const {

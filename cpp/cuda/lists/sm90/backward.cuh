@@ -42,7 +42,7 @@ template <class Config> struct ListBackwardSharedSm90 {
   __device__ void init(const ListBackwardParams &params) {
     ptx::init_barrier(loaded, Roles::kProducerThreads);
     for (int stage = 0; stage < Config::kStages; ++stage) {
-      ptx::init_barrier(full[stage], 2 * Roles::kProducerThreads); // copies; stores of keys and biases
+      ptx::init_barrier(full[stage], 2 * Roles::kProducerThreads); // the copies; the stores of keys and biases
       ptx::init_barrier(empty[stage], Roles::kConsumerThreads);
     }
     task.set(params.p, params.tiles, blockIdx.x);
@@ -50,7 +50,8 @@ template <class Config> struct ListBackwardSharedSm90 {
   __device__ int steps() const { return (task.length + Config::kColumns - 1) / Config::kColumns; }
 };
 
-// The producer warpgroup. It loads keys and biases before it waits for an empty stage, to overlap the latencies.
+// The producer warpgroup. It loads the indices and biases of keys before it waits for an empty stage: the loads overlap
+// the wait.
 template <class Config>
 __device__ void produce_list_gradients(const ListBackwardParams &params, ListBackwardSharedSm90<Config> &shared) {
   constexpr int kColumns = Config::kColumns;
