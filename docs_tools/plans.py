@@ -14,7 +14,7 @@ from flash_dmattn import IntervalMask, dynamic_mask
 from .canvas import FULL, PARTIAL, UNSEEN, draw_classes, legend, save
 from .masks import random_bias
 
-# Constants of the GPU packs: kTileRows of plan.cuh; kBucketKeys and kChunkKeys of the backward pass.
+# Constants of GPU packs: kTileRows of plan.cuh; kBucketKeys and kChunkKeys of the backward pass.
 TILE_ROWS, BUCKET_KEYS, CHUNK_KEYS, BLOCK_KEYS = 128, 2048, 256, 128
 
 
