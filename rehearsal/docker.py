@@ -2,7 +2,7 @@
 """Stands in for docker: its `run`, and the registry's digests.
 
 A container is a chroot with this machine's programs, but without its home folders and its CUDA.
-Other folders are present only as volumes of the command line. The user is root with an empty home.
+Other folders are present only as volumes. The user is root with an empty home.
 The registry returns a new digest for each request, as for a tag that moves. A container starts only
 from a digest that is committed or that the registry has returned.
 """
