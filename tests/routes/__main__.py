@@ -14,23 +14,21 @@ from .library import ARCHS, HEAD_DIMS, PASSES, Routes, Spec, known_routes, table
 FOCUS = {
     1: ("direct", "cluster", "decode", "keep"),
     2: ("segment", "consecutive", "list", "plan", "select", "clear", "few_columns"),
-    3: ("pair_bias", "dbias", "share_", "half", "window", "live", "fused", "row_bias"),
+    3: ("pair_bias", "dbias", "share_", "half", "window", "live", "fused", "per_query"),
     4: (
         "small",
         "chain",
         "short",
-        "least",
+        "min_",
         "split",
-        "most",
-        "blocks_of",
+        "max_",
         "ticket",
-        "order",
-        "rows_",
+        "heads_inside",
     ),
 }
 DRAWS = 40_000
 # A lower value of these changes no route: one split means no split.
-ONE_SIDED = ("least_splits",)
+ONE_SIDED = ("min_splits",)
 
 
 def problem(

@@ -153,12 +153,12 @@ struct KeyChoice {
     const int64_t window = std::min(p.max_kept, table.segment_window);
     const int64_t steps = table.segment_steps * division.tile_rows / group_size(p);
     const int64_t wanted = std::max({window, steps, p.queries / table.segments});
-    int64_t rows = table.segment_least_rows;
-    while (rows < wanted && rows < table.segment_most_rows) rows *= 2;
+    int64_t rows = table.segment_min_rows;
+    while (rows < wanted && rows < table.segment_max_rows) rows *= 2;
     // Fewer key blocks would leave SMs idle.
     const int64_t kept = std::min(p.max_kept, p.keys), heads = is_varlen(p) ? p.kv_heads : division.heads;
     const auto blocks = [&] { return segment_count(p, rows) * (kept / division.block_keys + 2) * heads; };
-    while (rows > table.segment_least_rows && blocks() < table.items) rows /= 2;
+    while (rows > table.segment_min_rows && blocks() < table.target_parts) rows /= 2;
     const int64_t most = segment_blocks(p, division, rows);
     const bool is_used = !is_varlen(p) || p.batch * most * division.block_keys <= table.segment_room * total_rows(p);
     return most <= table.segment_blocks && is_used ? rows : 0;
@@ -174,7 +174,7 @@ struct KeyChoice {
   HeadsInside heads_inside() const {
     if (has_query_rows(p.bias)) return HeadsInside::all; // the bias gradient is summed over heads that share it
     if (!device.has_wgmma() || keys.small) return HeadsInside::none;
-    const bool usual = keys.block_keys < 128 || keys.sum_dim <= table.rows_inside_head_dim;
+    const bool usual = keys.block_keys < 128 || keys.sum_dim <= table.heads_inside_max_head_dim;
     if (mask_kind(p) == FDM_MASK_KEYS && keys.listed) {
       const bool scheduled = !is_varlen(p) && p.keys > table.unscheduled_keys;
       return usual || scheduled ? HeadsInside::all : HeadsInside::few;
@@ -230,7 +230,7 @@ struct KeyChoice {
   // end. A schedule would not be worth its launch and its sums.
   bool is_in_order(int64_t blocks) const {
     return !keys.listed && !plans_runs(p) && is_causal(p) && p.queries >= p.keys &&
-           keys.sum_dim > table.order_head_dim && 3 * blocks >= table.order_thirds * table.items;
+           keys.sum_dim > table.max_scheduled_head_dim && 3 * blocks >= table.min_unscheduled_thirds * table.target_parts;
   }
 };
 
@@ -285,7 +285,7 @@ void divide_blocks(const fdm_problem &p, const KeyChoice &choice, WorkspaceParts
   const int64_t most_parts = keys.small ? 1 : (2 * steps + table.part_steps) / (2 * table.part_steps);
   if (is_varlen(p) || (p.keys > table.unscheduled_keys && !choice.is_in_order(blocks))) {
     // The schedule makes at most as many parts as can be stored.
-    keys.stored_parts = int32_t(most_parts > 1 ? std::min(table.items, blocks * most_parts) : 0);
+    keys.stored_parts = int32_t(most_parts > 1 ? std::min(table.target_parts, blocks * most_parts) : 0);
     // The last block of a sequence may be partial, and so may the last block of a bucket.
     const int64_t partial = p.batch + (keys.listed ? list_keys(p) / kBucketKeys + 1 : 0);
     const int64_t existing = is_varlen(p) ? p.kv_heads * (list_keys(p) / keys.block_keys + partial) : blocks;
@@ -293,7 +293,7 @@ void divide_blocks(const fdm_problem &p, const KeyChoice &choice, WorkspaceParts
     route->items = parts.take<KeyItem>(keys.max_items);
     route->item_count = parts.take<int32_t>(1);
   } else {
-    keys.parts = int32_t(std::max<int64_t>(1, std::min(most_parts, table.items / std::max<int64_t>(1, blocks))));
+    keys.parts = int32_t(std::max<int64_t>(1, std::min(most_parts, table.target_parts / std::max<int64_t>(1, blocks))));
     keys.max_items = int32_t(std::min<int64_t>(INT32_MAX, blocks * keys.parts));
     keys.stored_parts = keys.parts > 1 ? keys.max_items : 0;
   }
@@ -307,7 +307,7 @@ int32_t heads_together(const fdm_problem &p, const RouteTable &table, const KeyD
   if (is_varlen(p)) return keys.heads;
   constexpr int64_t kRowBytes = 2 + 2 + 4, kKeyBytes = 2 + 2;
   const int64_t bytes = (p.queries * group_size(p) * kRowBytes + p.keys * kKeyBytes) * keys.sum_dim;
-  const int64_t enough = ceil_div(2 * table.items, std::max<int64_t>(1, keys.blocks));
+  const int64_t enough = ceil_div(2 * table.target_parts, std::max<int64_t>(1, keys.blocks));
   const int64_t groups = ceil_div(keys.heads, std::max(enough, table.l2_bytes / std::max<int64_t>(1, bytes)));
   return int32_t(ceil_div(keys.heads, std::max<int64_t>(1, groups)));
 }
@@ -523,7 +523,7 @@ BackwardRoute backward_route(const fdm_problem &p, const DeviceFacts &device, co
   route.value_dim = device.value_instantiation(p, route.head_dim);
   lay_out(p, KeyChoice(p, device, fused, route.head_dim), own_bias_heads(p), &route);
   KeyDivision &keys = route.division;
-  route.too_large = int64_t(keys.blocks) * keys.heads + device.table->items > INT32_MAX;
+  route.too_large = int64_t(keys.blocks) * keys.heads + device.table->target_parts > INT32_MAX;
   route.order = tile_order(p, *device.table);
   route.keys = key_kernel(p, device, route, fused);
   route.dq = query_kernel(device, route, wanted.dq && !fused);
@@ -585,7 +585,7 @@ BackwardRoute key_mass_route(const fdm_problem &p, const DeviceFacts &device, co
   route.general = !lies.inputs;
   route.head_dim = device.instantiation(p, route.general);
   lay_out(p, KeyChoice(p, device, false, route.head_dim), int32_t(group_size(p)), &route);
-  route.too_large = int64_t(route.division.blocks) * route.division.heads + device.table->items > INT32_MAX;
+  route.too_large = int64_t(route.division.blocks) * route.division.heads + device.table->target_parts > INT32_MAX;
   route.order = tile_order(p, *device.table);
   route.keys = key_kernel(p, device, route, false);
   if (route.keys == KeyKernel::wgmma) {

@@ -54,15 +54,15 @@ struct ForwardChoice {
     heads_per_tile = !narrow && (shared_decode || (!decode && shared_forward)) ? int(group) : 1;
     tiles = ceil_div(p.queries * heads_per_tile, decode ? kDecodeRows : tile.rows);
     blocks = p.batch * (p.heads / heads_per_tile) * tiles;
-    most_splits = std::clamp<int64_t>(p.keys / (tile.columns * table.split_blocks), 1, table.most_splits);
+    most_splits = std::clamp<int64_t>(p.keys / (tile.columns * table.split_blocks), 1, table.max_splits);
     // A wgmma kernel computes a tile of few columns sooner than other kernels compute and merge its parts.
     const bool undivided = may_use_wgmma() && p.head_dim % 8 == 0;
-    least_splits = undivided ? table.least_wgmma_splits : table.least_splits;
+    least_splits = undivided ? table.min_wgmma_splits : table.min_splits;
     if ((undivided && has_few_columns()) || narrow) most_splits = 1;
     // Twice as many blocks as are resident finish closer together where their work is unequal, as with a causal mask.
     // The merge costs little where a block has as much work as with a per-query bias.
-    const bool has_much_work = has_query_rows(p.bias) && p.head_dim <= table.row_bias_most_head_dim;
-    wanted_blocks = has_much_work ? table.row_bias_blocks_of_sm : table.blocks_of_sm;
+    const bool has_much_work = has_query_rows(p.bias) && p.head_dim <= table.per_query_max_head_dim;
+    wanted_blocks = has_much_work ? table.per_query_blocks_per_sm : table.split_blocks_per_sm;
     if (decode) wanted_blocks = p.head_dim <= 64 ? table.decode_blocks_64 : table.decode_blocks_256;
   }
 

@@ -15,7 +15,7 @@ FillWork fill_work(const fdm_tensor &t, bool aligned) {
 
 CombineWork combine_work(const fdm_problem &p, const RouteTable &table, const Alignment &lies, int64_t splits) {
   const int32_t lanes = p.head_dim <= 64 ? 16 : p.head_dim <= 128 ? 32 : 64;
-  return {lanes, int32_t(splits <= table.few_splits ? table.few_splits : table.most_splits),
+  return {lanes, int32_t(splits <= table.few_splits ? table.few_splits : table.max_splits),
           ceil_div(partial_rows(p), kCombineThreads / lanes), lies.out};
 }
 

@@ -28,7 +28,7 @@ inline int32_t query_heads_together(const fdm_problem &p, const RouteTable &tabl
   const int64_t tiles = ceil_div(total_rows(p), kTileRows), group = group_size(p);
   int64_t together = p.kv_heads;
   for (int64_t fewer = p.kv_heads - 1; fewer > 0 && together * key_bytes_of_place(p) > table.l2_bytes; --fewer)
-    if (p.kv_heads % fewer == 0 && fewer * group * tiles >= table.group_least_tiles) together = fewer;
+    if (p.kv_heads % fewer == 0 && fewer * group * tiles >= table.group_min_tiles) together = fewer;
   return static_cast<int32_t>(together * group);
 }
 

@@ -20,31 +20,31 @@ struct RouteTable {
   // SMs of an H100 or H200, for choices that must not depend on the device
   int64_t usual_sms = 0;
   // Minimum tiles of a group of heads: several tiles per SM let short tiles balance long ones [head-groups]
-  int64_t group_least_tiles = 1024;
+  int64_t group_min_tiles = 1024;
 
   // Forward: division of columns, and choice of the kernel.
 
   // Minimum column blocks of a split; fewer are not worth a combine step [few-parts]
   int64_t split_blocks = 4;
   // Maximum splits: combine.cu has a lane for each
-  int64_t most_splits = 32;
+  int64_t max_splits = 32;
   // Splits whose results a thread of combine.cu loads at a time
   int64_t few_splits = 8;
   // Thread blocks that fill rows outside all packed sequences: two for each SM of an H100. Most batches have no such
   // rows, and a block then reads only two bounds
   int64_t fill_blocks = 264;
   // Minimum splits of a kernel with mma.sync
-  int64_t least_splits = 2;
+  int64_t min_splits = 2;
   // The same where a wgmma kernel is the alternative. It has no splits, but computes a tile sooner than four parts
   // take [few-parts]
-  int64_t least_wgmma_splits = 0;
+  int64_t min_wgmma_splits = 0;
   // Thread blocks wanted per SM with splits: as many as share an SM
-  int64_t blocks_of_sm = 2;
+  int64_t split_blocks_per_sm = 2;
   // The same with a per-query bias: twice as many parts finish closer together
-  int64_t row_bias_blocks_of_sm = 4;
-  // Maximum head dimension for row_bias_blocks_of_sm: an SM has room for one block with larger heads, where 4096
+  int64_t per_query_blocks_per_sm = 4;
+  // Maximum head dimension for per_query_blocks_per_sm: an SM has room for one block with larger heads, where 4096
   // queries took a fifth longer
-  int64_t row_bias_most_head_dim = 128;
+  int64_t per_query_max_head_dim = 128;
   // Decode: thread blocks that an SM has registers for, with head dimensions of at most 64
   int64_t decode_blocks_64 = 2;
   // Decode: the same with larger head dimensions
@@ -98,20 +98,20 @@ struct RouteTable {
   // Backward: the parts of key blocks.
 
   // Target number of parts over all key blocks: a few for each SM of the largest GPUs, so that SMs finish together
-  int64_t items = 352;
+  int64_t target_parts = 352;
   // Minimum steps of a part; fewer are not worth its partial sums
   int64_t part_steps = 16;
   // Maximum keys that the host divides: waiting for a schedule takes longer than unequal parts cost
   int64_t unscheduled_keys = 4096;
   // Maximum head dimension with a schedule: larger ones took 2 to 3 % less time without one, smaller ones 4 % more
   // [backward-order]
-  int64_t order_head_dim = 64;
-  // Minimum number of blocks without a schedule, in thirds of `items`: short blocks then balance long ones
+  int64_t max_scheduled_head_dim = 64;
+  // Minimum number of blocks without a schedule, in thirds of `target_parts`: short blocks then balance long ones
   // [backward-order]
-  int64_t order_thirds = 2;
+  int64_t min_unscheduled_thirds = 2;
   // Maximum head dimension for heads inside of row tiles (HeadsInside). Kernels with key blocks of fewer than 128
   // keys, as for most head dimensions above 128, always use this order [rows-together]
-  int64_t rows_inside_head_dim = 0;
+  int64_t heads_inside_max_head_dim = 0;
 
   // Backward: kernels before and after the mainloops.
 
@@ -136,9 +136,9 @@ struct RouteTable {
   // Backward: segments of rows.
 
   // Minimum rows of a segment: with fewer, key blocks have too few steps for their prologue [segment-rows]
-  int64_t segment_least_rows = 256;
+  int64_t segment_min_rows = 256;
   // Maximum rows of a segment: the classes of key_segments.cuh cover this many
-  int64_t segment_most_rows = 4096;
+  int64_t segment_max_rows = 4096;
   // Maximum wanted rows of a segment. Up to this bound, the number of keys that a query keeps is the best number of
   // rows [segment-rows]
   int64_t segment_window = 1024;
@@ -262,7 +262,7 @@ struct RouteTable {
 constexpr RouteTable table_of_sm90() {
   RouteTable t;
   t.usual_sms = 132;
-  t.least_wgmma_splits = 5;
+  t.min_wgmma_splits = 5;
   t.few_columns_64 = 640;
   t.few_columns_128 = 512;
   t.short_keys = 512;
@@ -279,7 +279,7 @@ constexpr RouteTable table_of_sm90() {
   t.direct_part_turns = 2;
   t.direct_shared_turns = 4;
   t.direct_shared_masked_keys = 32768;
-  t.rows_inside_head_dim = 64;
+  t.heads_inside_max_head_dim = 64;
   t.small_keys = 2048;
   t.small_steps = 32;
   t.small_many_blocks = 256;
