@@ -42,7 +42,7 @@ BuiltFor built_for(int arch, int64_t missing) {
   const auto add_largest = [&](HeadDimList &list, int largest) {
     for (int n = built.all.count - 1; n >= 0; --n) {
       if (built.all.dims[n] > largest) continue;
-      if (list.most() != built.all.dims[n]) add(list, built.all.dims[n]);
+      if (list.max() != built.all.dims[n]) add(list, built.all.dims[n]);
       return;
     }
   };

@@ -81,7 +81,7 @@ cudaError_t run_key_gradients(const BackwardLaunch &work, cudaStream_t stream) {
       },
       [&] { return route.query_sum_data.exists() ? launch_query_sums(work, stream) : cudaSuccess; },
       [&] { return route.division.stored_parts > 0 ? launch_key_sum(work, stream) : cudaSuccess; },
-      [&] { return route.segments.most_sums > 0 ? launch_key_segment_sums(work, stream) : cudaSuccess; },
+      [&] { return route.segments.max_sums > 0 ? launch_key_segment_sums(work, stream) : cudaSuccess; },
       [&] { return route.reduces_bias ? launch_bias_reduce(work, stream) : cudaSuccess; });
 }
 

@@ -34,9 +34,9 @@ struct KeySegments : SegmentWork {
   SegmentBlock *order; // [list][segment][blocks]: the longest first
   // The float32 sums of keys that several segments keep. round_sums.cu rounds them. Heads are counted over sequences,
   // except packed ones.
-  float *sums;        // [head][most_sums][dk, dv][D of the instantiation]
-  float *bias_sums;   // [head][most_sums]
-  int32_t *sum_keys;  // [list][most_sums]
+  float *sums;        // [head][max_sums][dk, dv][D of the instantiation]
+  float *bias_sums;   // [head][max_sums]
+  int32_t *sum_keys;  // [list][max_sums]
   int32_t *sum_count; // [list][sequence of the batch, or 1]
 };
 

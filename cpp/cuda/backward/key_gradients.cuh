@@ -266,7 +266,7 @@ struct KeyGradients {
   // accumulator tiles from kFirst on are the columns from `first` on.
   template <int kFirst = 0, int kTiles = kHeadDim / 8>
   __device__ void add_segment_sums(int first = 0, WantedSums wanted = {}) const {
-    if (params.keys.segments.most_sums == 0) return;
+    if (params.keys.segments.max_sums == 0) return;
 #pragma unroll
     for (int m = 0; m < kKeyTiles; ++m)
 #pragma unroll

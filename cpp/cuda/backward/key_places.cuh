@@ -61,7 +61,7 @@ struct ListSegments {
     first = list * segments.count;
     count = segments.count;
     first_sum = 0;
-    past_sums = segments.most_sums;
+    past_sums = segments.max_sums;
     if (!is_varlen(params.p)) return;
     const int shift = __ffs(segments.rows) - 1; // a power of two
     first += (s.q_begin >> shift) + sequence_index;
@@ -162,10 +162,10 @@ __device__ __forceinline__ KeyBlockPlace place_in_segment(const BackwardParams &
 
 // The sums of a key that several segments keep. `head` is counted over sequences, except packed ones.
 FDM_INLINE float *key_segment_sums(const KeyWork &keys, int64_t head, int32_t sum) {
-  return keys.segments.sums + (head * keys.segments.most_sums + sum) * 2 * keys.sum_dim;
+  return keys.segments.sums + (head * keys.segments.max_sums + sum) * 2 * keys.sum_dim;
 }
 FDM_INLINE float *bias_segment_sum(const KeyWork &keys, int64_t head, int32_t sum) {
-  return keys.segments.bias_sums + head * keys.segments.most_sums + sum;
+  return keys.segments.bias_sums + head * keys.segments.max_sums + sum;
 }
 
 // With segments, all lanes of a warp call this.

@@ -103,7 +103,7 @@ template <int kThreads> struct SegmentOrder {
         if (!writes || !fits) continue;
         const uint32_t own_class = step.own_class[i];
         if (own_class < kClasses) put(ordered, once ? shared.places[own_class] + place[i] : claim(own_class), rows);
-        if (begins && rows.sum >= 0) segments.sum_keys[int64_t(list) * segments.most_sums + rows.sum] = rows.key;
+        if (begins && rows.sum >= 0) segments.sum_keys[int64_t(list) * segments.max_sums + rows.sum] = rows.key;
       }
     }
     fits = __syncthreads_and(fits);

@@ -64,7 +64,7 @@ struct QueryBands {
 };
 
 FDM_INLINE int64_t bands_of_keys(const BackwardParams &params) {
-  return ceil_div(params.keys.segments.most_sums, kBandRows);
+  return ceil_div(params.keys.segments.max_sums, kBandRows);
 }
 
 // The sums of 16 keys of a head. One row of the grid has the sums of dk, the other those of dv. Only the device knows
@@ -97,7 +97,7 @@ struct KeyBands {
     for (int half = 0; half < 2; ++half) {
       const int32_t row = first + accumulator_row(half), sum = segments.first_sum + row;
       if (row >= count) continue;
-      const int32_t key = keys.segments.sum_keys[list * keys.segments.most_sums + sum];
+      const int32_t key = keys.segments.sum_keys[list * keys.segments.max_sums + sum];
       band.rows.offset[half] = s.batch * t.stride[0] + (s.k_begin + key) * t.stride[1] + kv_head * t.stride[2];
       band.sums[half] = key_segment_sums(keys, head, sum) + (KeyBand::of_values() ? keys.sum_dim : 0);
       if (!KeyBand::of_values() && params.wants_bias_sums && threadIdx.x % 4 == 0)

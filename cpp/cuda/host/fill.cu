@@ -17,10 +17,10 @@ constexpr int kThreads = kFillThreads;
 // Each row of the grid fills a tensor, whose dimension 1 is rows, with the bits of one element; for float64, the bits
 // of a float32. With cu_seqlens it fills only the rows outside all sequences.
 struct FillParams {
-  static constexpr int kMost = 3;
-  fdm_tensor tensors[kMost];
-  uint32_t bits[kMost];
-  bool vectors[kMost]; // eight zero elements of 16 or 8 bits at a time
+  static constexpr int kMaxTensors = 3;
+  fdm_tensor tensors[kMaxTensors];
+  uint32_t bits[kMaxTensors];
+  bool vectors[kMaxTensors]; // eight zero elements of 16 or 8 bits at a time
   fdm_tensor cu_seqlens;
   int64_t batch;
 

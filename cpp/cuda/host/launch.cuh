@@ -62,10 +62,10 @@ cudaError_t launch_with_shared(const Params &params, Grid grid, int threads, cud
   return launch<kOverlap>(kKernel, grid, threads, bytes, stream, params);
 }
 
-// Returns in `most` the number of clusters of `blocks` blocks that can be resident at once, with one block per SM.
+// Returns in `clusters` the number of clusters of `blocks` blocks that can be resident at once, with one block per SM.
 // The blocks of a cluster need SMs of the same GPC, so there are fewer than SMs / blocks, or none if every GPC has
 // fewer SMs. Calls the driver once for each kernel. For more than 8 blocks, callers must call this before the launch.
-template <class Shared, auto kKernel> cudaError_t most_clusters(int blocks, int threads, int64_t *most) {
+template <class Shared, auto kKernel> cudaError_t max_clusters(int blocks, int threads, int64_t *clusters) {
   constexpr int kBlockRoom = 16, kPortable = 8; // CUDA programming guide, thread block clusters
   static std::atomic<int> known[kMaxDevices][kBlockRoom + 1];
   static std::atomic<uint64_t> allowed{0};
@@ -99,7 +99,7 @@ template <class Shared, auto kKernel> cudaError_t most_clusters(int blocks, int 
     found = count + 1;
     if (device < kMaxDevices) known[device][blocks].store(found, std::memory_order_relaxed);
   }
-  *most = found - 1;
+  *clusters = found - 1;
   return cudaSuccess;
 }
 

@@ -18,14 +18,14 @@ namespace fdm::cuda {
 template <class Config> cudaError_t launch_clusters(const PairBiasBackward &work, cudaStream_t stream) {
   using Shared = PairBiasFusedShared<Config>;
   const int64_t blocks = int64_t(work.fused.row_tiles) * work.fused.key_tiles;
-  int64_t most;
-  if (cudaError_t error = most_clusters<Shared, pair_bias_fused_kernel<Config>>(int(blocks), Roles::kThreads, &most))
+  int64_t clusters;
+  if (cudaError_t error = max_clusters<Shared, pair_bias_fused_kernel<Config>>(int(blocks), Roles::kThreads, &clusters))
     return error;
-  if (most == 0) return cudaErrorInvalidConfiguration;
+  if (clusters == 0) return cudaErrorInvalidConfiguration;
   PairBiasBackward cluster_work = work;
   if (cluster_work.fused.splits == 0)
-    cluster_work.fused.splits = work.fused.cluster_splits(kRouteTable.fused_task_steps, most);
-  const Grid grid(std::min<int64_t>(int64_t(cluster_work.fused.planes) * cluster_work.fused.splits, most), blocks,
+    cluster_work.fused.splits = work.fused.cluster_splits(kRouteTable.fused_task_steps, clusters);
+  const Grid grid(std::min<int64_t>(int64_t(cluster_work.fused.planes) * cluster_work.fused.splits, clusters), blocks,
                   blocks);
   return launch_with_shared<Shared, pair_bias_fused_kernel<Config>>(cluster_work, grid, Roles::kThreads, stream);
 }

@@ -67,7 +67,7 @@ int64_t segment_blocks(const fdm_problem &p, const KeyDivision &keys, int64_t ro
 
 // The number of key sums of a head, for keys that several segments keep: the keys that rows at segment borders keep,
 // or at most one sum per key.
-int64_t most_segment_sums(const fdm_problem &p, int64_t rows) {
+int64_t max_segment_sums(const fdm_problem &p, int64_t rows) {
   const int64_t borders = is_varlen(p) ? total_rows(p) / rows : ceil_div(p.queries, rows) - 1;
   return std::min(list_keys(p), std::min(p.max_kept, p.keys) * borders);
 }
@@ -159,9 +159,10 @@ struct KeyChoice {
     const int64_t kept = std::min(p.max_kept, p.keys), heads = is_varlen(p) ? p.kv_heads : division.heads;
     const auto blocks = [&] { return segment_count(p, rows) * (kept / division.block_keys + 2) * heads; };
     while (rows > table.segment_min_rows && blocks() < table.target_parts) rows /= 2;
-    const int64_t most = segment_blocks(p, division, rows);
-    const bool is_used = !is_varlen(p) || p.batch * most * division.block_keys <= table.segment_room * total_rows(p);
-    return most <= table.segment_blocks && is_used ? rows : 0;
+    const int64_t blocks_of_segment = segment_blocks(p, division, rows);
+    const bool is_used =
+        !is_varlen(p) || p.batch * blocks_of_segment * division.block_keys <= table.segment_room * total_rows(p);
+    return blocks_of_segment <= table.segment_blocks && is_used ? rows : 0;
   }
 
   // With heads inside, all key blocks visit the rows together, from the last tile on. The sums of dQ to which they
@@ -230,7 +231,8 @@ struct KeyChoice {
   // end. A schedule would not be worth its launch and its sums.
   bool is_in_order(int64_t blocks) const {
     return !keys.listed && !plans_runs(p) && is_causal(p) && p.queries >= p.keys &&
-           keys.sum_dim > table.max_scheduled_head_dim && 3 * blocks >= table.min_unscheduled_thirds * table.target_parts;
+           keys.sum_dim > table.max_scheduled_head_dim &&
+           3 * blocks >= table.min_unscheduled_thirds * table.target_parts;
   }
 };
 
@@ -260,11 +262,11 @@ void lay_out_segments(const fdm_problem &p, int64_t rows, WorkspaceParts &parts,
   route->ordered = parts.take<KeyRows>(lists * keys.blocks * size);
   route->segment_order = parts.take<SegmentBlock>(lists * keys.blocks);
   route->segment_kept = parts.take<int32_t>(lists * count);
-  segments.most_sums = int32_t(most_segment_sums(p, rows));
-  if (is_varlen(p) && segments.most_sums < list_keys(p)) segments.row_sums = int32_t(std::min(p.max_kept, p.keys));
-  route->segment_sums = parts.take<float>(int64_t(keys.heads) * segments.most_sums * 2 * keys.sum_dim);
-  route->segment_bias_sums = parts.take<float>(int64_t(keys.heads) * segments.most_sums);
-  route->segment_keys = parts.take<int32_t>(lists * segments.most_sums);
+  segments.max_sums = int32_t(max_segment_sums(p, rows));
+  if (is_varlen(p) && segments.max_sums < list_keys(p)) segments.row_sums = int32_t(std::min(p.max_kept, p.keys));
+  route->segment_sums = parts.take<float>(int64_t(keys.heads) * segments.max_sums * 2 * keys.sum_dim);
+  route->segment_bias_sums = parts.take<float>(int64_t(keys.heads) * segments.max_sums);
+  route->segment_keys = parts.take<int32_t>(lists * segments.max_sums);
   route->segment_counts = parts.take<int32_t>(lists * list_sequences(p));
   keys.parts = 1;
   keys.max_items = int32_t(std::min<int64_t>(INT32_MAX, int64_t(keys.blocks) * keys.heads));
@@ -282,10 +284,10 @@ void divide_blocks(const fdm_problem &p, const KeyChoice &choice, WorkspaceParts
   const int64_t blocks = int64_t(keys.blocks) * keys.heads;
   // No part is shorter than two thirds of part_steps, so with few steps no parts are stored.
   const int64_t steps = group_size(p) * (p.queries / keys.tile_rows + 1);
-  const int64_t most_parts = keys.small ? 1 : (2 * steps + table.part_steps) / (2 * table.part_steps);
+  const int64_t max_parts = keys.small ? 1 : (2 * steps + table.part_steps) / (2 * table.part_steps);
   if (is_varlen(p) || (p.keys > table.unscheduled_keys && !choice.is_in_order(blocks))) {
     // The schedule makes at most as many parts as can be stored.
-    keys.stored_parts = int32_t(most_parts > 1 ? std::min(table.target_parts, blocks * most_parts) : 0);
+    keys.stored_parts = int32_t(max_parts > 1 ? std::min(table.target_parts, blocks * max_parts) : 0);
     // The last block of a sequence may be partial, and so may the last block of a bucket.
     const int64_t partial = p.batch + (keys.listed ? list_keys(p) / kBucketKeys + 1 : 0);
     const int64_t existing = is_varlen(p) ? p.kv_heads * (list_keys(p) / keys.block_keys + partial) : blocks;
@@ -293,7 +295,7 @@ void divide_blocks(const fdm_problem &p, const KeyChoice &choice, WorkspaceParts
     route->items = parts.take<KeyItem>(keys.max_items);
     route->item_count = parts.take<int32_t>(1);
   } else {
-    keys.parts = int32_t(std::max<int64_t>(1, std::min(most_parts, table.target_parts / std::max<int64_t>(1, blocks))));
+    keys.parts = int32_t(std::max<int64_t>(1, std::min(max_parts, table.target_parts / std::max<int64_t>(1, blocks))));
     keys.max_items = int32_t(std::min<int64_t>(INT32_MAX, blocks * keys.parts));
     keys.stored_parts = keys.parts > 1 ? keys.max_items : 0;
   }
@@ -356,10 +358,10 @@ int64_t workspace_of(const fdm_problem &p, const KeyChoice &choice, int32_t bias
 }
 // The same with a separate kernel for each gradient. The alignment of some tensors is still unknown.
 int64_t unfused_workspace(const fdm_problem &p, const DeviceFacts &device, int32_t bias_heads) {
-  int64_t most = 0;
+  int64_t bytes = 0;
   for (bool is_rare : {false, true})
-    most = std::max(most, workspace_of(p, KeyChoice(p, device, false, device.instantiation(p, is_rare)), bias_heads));
-  return most;
+    bytes = std::max(bytes, workspace_of(p, KeyChoice(p, device, false, device.instantiation(p, is_rare)), bias_heads));
+  return bytes;
 }
 
 KeyKernel key_kernel(const fdm_problem &p, const DeviceFacts &device, const BackwardRoute &route, bool fused) {
@@ -434,8 +436,8 @@ void divide_helpers(const fdm_problem &p, const RouteTable &table, const Alignme
     const int64_t rows = (is_varlen(p) ? 1 : p.batch) * p.heads * route->query_sums.head_rows;
     route->query_sum_blocks = rounding_blocks(rows / kBandRows);
   }
-  if (route->segments.most_sums > 0)
-    route->segment_sum_blocks = rounding_blocks(p.batch * p.kv_heads * ceil_div(route->segments.most_sums, kBandRows));
+  if (route->segments.max_sums > 0)
+    route->segment_sum_blocks = rounding_blocks(p.batch * p.kv_heads * ceil_div(route->segments.max_sums, kBandRows));
   if (route->reduces_bias)
     route->bias_reduction = reduction_work(p.bias.shape[0] * p.bias.shape[1] * p.bias.shape[3], p.bias.shape[3] == 1);
   route->sink_reduction = reduction_work(p.heads, true);
@@ -457,7 +459,7 @@ void list_launches(BackwardRoute *route, const Wanted &wanted) {
     if (route->key_launches == KeyLaunches::each) launches.add(name_of(route->keys));
     if (route->query_sum_data.exists()) launches.add("round_sums");
     if (route->division.stored_parts > 0) launches.add("sum_parts");
-    if (route->segments.most_sums > 0) launches.add("round_sums");
+    if (route->segments.max_sums > 0) launches.add("round_sums");
     if (route->reduces_bias) launches.add("reduce");
   }
   if (route->row_bias_blocks > 0) launches.add("row_bias_kernel");

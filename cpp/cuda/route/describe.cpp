@@ -153,7 +153,7 @@ Object of_keys(const BackwardRoute &route) {
   fields.number("segments", segments.count);
   fields.number("segment_blocks", segments.blocks);
   fields.number("segment_leading", segments.leading);
-  fields.number("segment_sums", segments.most_sums);
+  fields.number("segment_sums", segments.max_sums);
   fields.number("segment_row_sums", segments.row_sums);
   return fields;
 }
@@ -235,8 +235,8 @@ std::string describe(const ForwardRoute &route) {
   fields.order(route.order);
   if (route.kernel == ForwardKernel::direct) {
     fields.number("heads_of_block", route.direct.rows);
-    fields.number("most_splits", route.direct.most_splits);
-    fields.number("warps", route.direct.most_warps);
+    fields.number("most_splits", route.direct.max_splits);
+    fields.number("warps", route.direct.max_warps);
   }
   if (route.is_pair_bias()) {
     fields.number("slots", route.pair_bias.slots);

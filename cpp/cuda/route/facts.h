@@ -17,12 +17,12 @@ struct HeadDimList {
   int count, dims[8];
 
   // 0 if there are none.
-  int most() const { return count == 0 ? 0 : dims[count - 1]; }
+  int max() const { return count == 0 ? 0 : dims[count - 1]; }
   // The smallest instantiation for `head_dim`, or the largest.
   int serving(int64_t head_dim) const {
     for (int n = 0; n < count; ++n)
       if (dims[n] >= head_dim) return dims[n];
-    return most();
+    return max();
   }
 };
 

@@ -22,7 +22,7 @@ bool heads_share_columns(const fdm_problem &p) {
 }
 
 // The maximum columns of a tile.
-int64_t most_columns(const fdm_problem &p) {
+int64_t max_columns(const fdm_problem &p) {
   return p.max_kept > 0 ? std::min(p.keys, p.max_kept + kTileRows - 1) : p.keys;
 }
 
@@ -36,11 +36,11 @@ struct ForwardChoice {
   ForwardTileChoice tile; // of the usual kernel
   bool narrow;            // values are narrower than keys; kernels without a separate value dimension do not serve them
   bool decode;
-  int heads_per_tile;                // 1, or the group size
-  int64_t tiles;                     // of the longest sequence
-  int64_t blocks;                    // without splits
-  int64_t least_splits, most_splits; // if the columns are split
-  int64_t wanted_blocks;             // wanted per SM
+  int heads_per_tile;             // 1, or the group size
+  int64_t tiles;                  // of the longest sequence
+  int64_t blocks;                 // without splits
+  int64_t min_splits, max_splits; // if the columns are split
+  int64_t wanted_blocks;          // wanted per SM
 
   ForwardChoice(const fdm_problem &problem, const DeviceFacts &facts)
       : p(problem), device(facts), table(*facts.table),
@@ -54,11 +54,11 @@ struct ForwardChoice {
     heads_per_tile = !narrow && (shared_decode || (!decode && shared_forward)) ? int(group) : 1;
     tiles = ceil_div(p.queries * heads_per_tile, decode ? kDecodeRows : tile.rows);
     blocks = p.batch * (p.heads / heads_per_tile) * tiles;
-    most_splits = std::clamp<int64_t>(p.keys / (tile.columns * table.split_blocks), 1, table.max_splits);
+    max_splits = std::clamp<int64_t>(p.keys / (tile.columns * table.split_blocks), 1, table.max_splits);
     // A wgmma kernel computes a tile of few columns sooner than other kernels compute and merge its parts.
     const bool undivided = may_use_wgmma() && p.head_dim % 8 == 0;
-    least_splits = undivided ? table.min_wgmma_splits : table.min_splits;
-    if ((undivided && has_few_columns()) || narrow) most_splits = 1;
+    min_splits = undivided ? table.min_wgmma_splits : table.min_splits;
+    if ((undivided && has_few_columns()) || narrow) max_splits = 1;
     // Twice as many blocks as are resident finish closer together where their work is unequal, as with a causal mask.
     // The merge costs little where a block has as much work as with a per-query bias.
     const bool has_much_work = has_query_rows(p.bias) && p.head_dim <= table.per_query_max_head_dim;
@@ -70,7 +70,7 @@ struct ForwardChoice {
 
   // Whether small_tiles.cuh serves the problem rather than the persistent kernel: its tiles have few columns.
   bool has_few_columns() const {
-    return p.head_dim <= 128 && most_columns(p) <= (p.head_dim <= 64 ? table.few_columns_64 : table.few_columns_128);
+    return p.head_dim <= 128 && max_columns(p) <= (p.head_dim <= 64 ? table.few_columns_64 : table.few_columns_128);
   }
 
   // Whether small_boxes.cuh serves the problem rather than forward_boxes.cuh: its sequences are short.
@@ -84,8 +84,8 @@ struct ForwardChoice {
   // columns that a mask keeps; splits that find none end at once.
   int64_t splits_for(int64_t sms) const {
     if (blocks == 0) return 1;
-    const int64_t splits = std::min(wanted_blocks * sms / blocks, most_splits);
-    return splits >= least_splits ? splits : 1;
+    const int64_t splits = std::min(wanted_blocks * sms / blocks, max_splits);
+    return splits >= min_splits ? splits : 1;
   }
   // The number of splits that the workspace has room for on every device.
   int64_t room_for_splits() const { return splits_for(kSmLimit); }
@@ -94,8 +94,8 @@ struct ForwardChoice {
   // cluster. The blocks of a cluster must be resident at the same time and share SMs badly: with twice as many blocks
   // as SMs they took twice as long as other kernels (measured on an H200).
   int64_t cluster_splits() const {
-    const int64_t most_keys = mask_kind(p) == FDM_MASK_NONE ? table.cluster_keys : table.cluster_masked_keys;
-    if (table.cluster_split_keys == 0 || !decode || blocks == 0 || p.keys > most_keys) return 1;
+    const int64_t max_keys = mask_kind(p) == FDM_MASK_NONE ? table.cluster_keys : table.cluster_masked_keys;
+    if (table.cluster_split_keys == 0 || !decode || blocks == 0 || p.keys > max_keys) return 1;
     return std::clamp<int64_t>(std::min(p.keys / table.cluster_split_keys, device.sms / blocks), 1,
                                table.cluster_splits);
   }
@@ -108,7 +108,7 @@ struct ForwardChoice {
   // kernel. Therefore calls that share a plan may run concurrently, and a CUDA graph clears the counter on each
   // launch.
   bool gives_out_tiles() const {
-    return may_use_wgmma() && room_for_splits() == 1 && most_columns(p) >= table.ticket_columns &&
+    return may_use_wgmma() && room_for_splits() == 1 && max_columns(p) >= table.ticket_columns &&
            blocks >= table.ticket_tiles * table.usual_sms && !has_short_columns();
   }
 
@@ -135,8 +135,7 @@ struct ForwardChoice {
   // Whether the direct decode kernel serves the problem. Without a mask the other decode kernel also reads all keys,
   // and with enough thread blocks it is never faster (measured on an H100).
   bool decodes_directly(const Alignment &lies, int64_t splits) const {
-    if (p.queries != 1 || p.keys > INT32_MAX / 2 || splits > 0 || p.head_dim > device.built->direct.most())
-      return false;
+    if (p.queries != 1 || p.keys > INT32_MAX / 2 || splits > 0 || p.head_dim > device.built->direct.max()) return false;
     if (has_query_rows(p.bias) || narrow) return false; // a bias with rows: packed sequences of one query each
     if (has_relative_bias(p)) return false;
     const fdm_mask_kind kind = mask_kind(p);
@@ -158,9 +157,9 @@ struct ForwardChoice {
     work.parts = int32_t(direct_parts());
     const int64_t all = direct_blocks() * work.parts;
     const int64_t warps = std::max<int64_t>(1, ceil_div(p.keys, kDirectKeys * work.parts));
-    work.most_splits = int32_t(std::clamp<int64_t>(std::min(ceil_div(warps, table.direct_few_warps), device.sms / all),
-                                                   1, table.direct_splits));
-    work.most_warps = work.warps(table, p.keys, all, work.most_splits, device.sms);
+    work.max_splits = int32_t(std::clamp<int64_t>(std::min(ceil_div(warps, table.direct_few_warps), device.sms / all),
+                                                  1, table.direct_splits));
+    work.max_warps = work.warps(table, p.keys, all, work.max_splits, device.sms);
     return work;
   }
 

@@ -24,7 +24,7 @@ int64_t StatisticsDivision::units(int64_t batches) const {
   return ceil_div(batches * batch_rows, rows_together() * statistics_rows(aligned));
 }
 int64_t StatisticsDivision::blocks(int64_t batches) const {
-  return std::max(std::min(units(batches), wanted_blocks), units(batches) / most_units);
+  return std::max(std::min(units(batches), wanted_blocks), units(batches) / max_units);
 }
 
 // The lanes of an aligned row read up to 128 elements at once.
@@ -40,10 +40,10 @@ ReductionWork reduction_work(int64_t elements, bool by_block) {
 }
 
 KeepParts keep_parts(const fdm_selection &s, int64_t all_rows, int64_t blocks) {
-  constexpr int64_t kWarps = kKeepThreads / 32, kLeast = kWarps * kWarpKeys;
+  constexpr int64_t kWarps = kKeepThreads / 32, kMinKeys = kWarps * kWarpKeys;
   KeepParts parts{};
   parts.rows = kept_rows(s);
-  parts.keys = round_up(ceil_div(s.keys, max64(1, blocks / max64(1, all_rows))), kLeast);
+  parts.keys = round_up(ceil_div(s.keys, max64(1, blocks / max64(1, all_rows))), kMinKeys);
   parts.count = ceil_div(s.keys, parts.keys);
   const double rank = sampled_rank(s, s.keys);
   if (rank > kSampledKeys / 8.0) return parts;
@@ -53,8 +53,8 @@ KeepParts keep_parts(const fdm_selection &s, int64_t all_rows, int64_t blocks) {
 }
 
 SelectionChunks selection_chunks(const fdm_selection &s, const RouteTable &table) {
-  const int64_t least = table.select_chunk_keys, wanted = round_up(ceil_div(s.keys, table.select_chunks), least);
-  const int64_t keys = max64(least, min64(kChunkRoom, wanted));
+  const int64_t min_keys = table.select_chunk_keys, wanted = round_up(ceil_div(s.keys, table.select_chunks), min_keys);
+  const int64_t keys = max64(min_keys, min64(kChunkRoom, wanted));
   if (!is_varlen(s)) return {keys, ceil_div(s.keys, keys)};
   return {keys, s.batch == 0 ? 0 : max64(s.bias.shape[3], s.mask.shape[3]) / keys + s.batch};
 }

@@ -42,7 +42,7 @@ struct StatisticsDivision {
   int32_t lanes;               // threads per row
   bool aligned;                // rows of O and dO are read 16 bytes at a time
   int64_t batches, batch_rows; // batch elements, and the rows of each
-  int64_t wanted_blocks, most_units;
+  int64_t wanted_blocks, max_units;
 
   int64_t rows_together() const; // rows that a thread block loads at a time
   int64_t units(int64_t batches) const;

@@ -32,7 +32,7 @@ bool shares_sequences(const fdm_problem &p) {
 
 // Whether the sm_90 kernels serve problems of these sizes. They require that at least half of the tile area is used.
 bool has_sm90_sizes(const fdm_problem &p, const DeviceFacts &device) {
-  if (!device.has_wgmma() || p.softcap > 0 || p.head_dim > device.built->pair_bias_sm90.most()) return false;
+  if (!device.has_wgmma() || p.softcap > 0 || p.head_dim > device.built->pair_bias_sm90.max()) return false;
   return 2 * p.queries * p.keys >= round_up(p.queries, kPairBiasTileSm90) * round_up(p.keys, kPairBiasTileSm90);
 }
 
@@ -104,12 +104,12 @@ struct PairBiasChoice {
   template <class Sizes>
   PairBiasTiles divide(const Sizes &sizes, const PairBiasTileChoice &tile, int64_t length, int64_t side_by_side,
                        int64_t all) const {
-    const int rows = 16 * tile.tiles * tile.warps, least = 16 * tile.tiles;
+    const int rows = 16 * tile.tiles * tile.warps, min_rows = 16 * tile.tiles;
     const auto fits = [&](int slots) {
       return sizes.shared_bytes(slots, has_float32_bias(p), has_query_rows(p.mask)) <= pair_bias_shared_limit(arch);
     };
     int slots = 1;
-    while (2 * slots <= side_by_side && rows / slots > least && rows / slots / 2 >= length && fits(2 * slots))
+    while (2 * slots <= side_by_side && rows / slots > min_rows && rows / slots / 2 >= length && fits(2 * slots))
       slots *= 2;
     return {slots, int32_t(ceil_div(length, rows / slots)), int32_t(ceil_div(all, slots))};
   }
@@ -133,13 +133,13 @@ struct PairBiasChoice {
         std::min(pair_bias_forward_tile(int(p.head_dim)).blocks, pair_bias_shared_limit(arch) / bytes);
     const int64_t key_blocks = ceil_div(p.keys, kPairBiasKeys);
     const int64_t launched = std::max<int64_t>(1, planes_of(p) * work.groups * work.tiles);
-    const int64_t most = std::min({resident * sms / launched, key_blocks, table.pair_bias_splits});
+    const int64_t max_splits = std::min({resident * sms / launched, key_blocks, table.pair_bias_splits});
     const int64_t merge = (mask ? table.pair_bias_mask_merge : table.pair_bias_merge) * (1 + partial_rows(p) / 1024);
     const auto time_of = [&](int64_t splits) {
       return ceil_div(key_blocks, splits) + (splits > 1 ? merge + splits / 4 : 0);
     };
     int64_t best = 1;
-    for (int64_t splits = 2; splits <= most; ++splits)
+    for (int64_t splits = 2; splits <= max_splits; ++splits)
       if (time_of(splits) < time_of(best)) best = splits;
     return best;
   }
@@ -189,8 +189,8 @@ struct PairBiasChoice {
     }
     // The parts of a row tile are in consecutive thread blocks.
     const int64_t longest = steps_of(0) - 1;
-    const int64_t least_steps = std::max(table.share_steps, ceil_div(longest, table.pair_bias_splits - 1));
-    const int64_t shares = std::clamp<int64_t>(all / least_steps, 1, sms);
+    const int64_t min_steps = std::max(table.share_steps, ceil_div(longest, table.pair_bias_splits - 1));
+    const int64_t shares = std::clamp<int64_t>(all / min_steps, 1, sms);
     const int64_t splits = 1 + ceil_div(longest - 1, all / shares);
     const int64_t bytes = (tasks + shares) * kPairBiasTileSm90 * p.head_dim * int64_t(sizeof(float));
     const int64_t shares_time = ceil_div(all, shares) + 1 + table.share_merge_steps + bytes / table.share_step_bytes;
@@ -226,14 +226,14 @@ struct PairBiasChoice {
   bool divide_sm90(PairBiasForwardWork *work, int64_t sms, bool may_take_halves) const {
     if (!has_sm90_tiles() || !facts.bias_chunks || present(p.start)) return false;
     if (has_query_rows(p.mask) && (!facts.mask_chunks || !facts.shares_mask || !has_mask_room())) return false;
-    const int64_t most = sm90_sources(sm90_head_dim);
+    const int64_t max_slots = sm90_sources(sm90_head_dim);
     work->pairs = has_head_pairs();
     const bool shares = work->pairs || has_query_rows(p.mask);
     work->tiles = int32_t(ceil_div(p.queries, sm90_rows(*work)));
     work->slots = work->pairs ? 2 : 1;
     if (!shares) {
       const int64_t tiles = planes_of(p) * work->tiles;
-      work->slots = int32_t(sources() >= most && tiles * (sources() / most) >= sms ? most : 1);
+      work->slots = int32_t(sources() >= max_slots && tiles * (sources() / max_slots) >= sms ? max_slots : 1);
       if (tiles * ceil_div(sources(), work->slots) < sms / 2) {
         const bool halves = may_take_halves && takes_halves(table.half_steps, sms);
         if (halves) use_halves(work, sms);
@@ -265,12 +265,12 @@ struct PairBiasChoice {
     // The largest tile has one slot. With fewer rows and keys, if the sources share the bias tile, smaller tiles of
     // several sources leave less of a block idle.
     const int elements = DbiasSizes{arch, head_dim}.elements();
-    const int most_keys = elements >= 64 * 128 ? 128 : 64, most_rows = elements / most_keys;
-    work.tile_keys = facts.shares_mask && p.keys <= 64 ? 64 : most_keys;
-    work.tile_rows = most_rows;
+    const int max_keys = elements >= 64 * 128 ? 128 : 64, max_rows = elements / max_keys;
+    work.tile_keys = facts.shares_mask && p.keys <= 64 ? 64 : max_keys;
+    work.tile_rows = max_rows;
     while (facts.shares_mask && work.tile_rows / 2 >= std::max<int64_t>(p.queries, kDbiasWarpRows)) work.tile_rows /= 2;
     while (!fit_dbias_tile(&work)) {
-      if (work.tile_keys < most_keys)
+      if (work.tile_keys < max_keys)
         work.tile_keys *= 2;
       else
         work.tile_rows *= 2;
@@ -347,11 +347,12 @@ struct PairBiasChoice {
   // Returns the maximum sequences of a launch. The workspace holds their deltas, and the second halves of sums that
   // fit no later gradient. It takes less than half of the memory of lse, unless a quarter of the batch and one spare
   // sequence need more.
-  int64_t plan_in_gradients(FusedPlan *plan, int64_t most) const {
+  int64_t plan_in_gradients(FusedPlan *plan, int64_t max_batches) const {
     const int64_t sequence = plan->sequence_bytes(), deltas = plan->delta_bytes, batch = p.batch;
-    const int64_t room = std::max(batch * deltas * 9 / 20, sequence + std::min(most, ceil_div(batch, 4)) * deltas);
-    plan->spare = std::clamp<int64_t>((room - most * deltas) / sequence, 1, batch);
-    return std::clamp<int64_t>((room - plan->spare * sequence) / deltas, 1, most);
+    const int64_t room =
+        std::max(batch * deltas * 9 / 20, sequence + std::min(max_batches, ceil_div(batch, 4)) * deltas);
+    plan->spare = std::clamp<int64_t>((room - max_batches * deltas) / sequence, 1, batch);
+    return std::clamp<int64_t>((room - plan->spare * sequence) / deltas, 1, max_batches);
   }
 
   FusedPlan plan_fused(int64_t sms) const {
@@ -371,8 +372,8 @@ struct PairBiasChoice {
     plan.sums_dbias = dbias_bytes <= table.fused_bytes;
     const int64_t sums_bytes = 2 * plan.sequence_bytes();
     const int64_t room = plan.shares ? max64(table.fused_bytes, dbias_bytes) : table.fused_bytes;
-    const int64_t most = room / (sums_bytes + (plan.shares || !plan.sums_dbias ? 0 : dbias_bytes));
-    int64_t batches = ceil_div(p.batch, ceil_div(p.batch, std::clamp<int64_t>(most, 1, p.batch)));
+    const int64_t max_batches = room / (sums_bytes + (plan.shares || !plan.sums_dbias ? 0 : dbias_bytes));
+    int64_t batches = ceil_div(p.batch, ceil_div(p.batch, std::clamp<int64_t>(max_batches, 1, p.batch)));
     if (plan.shares && !plan.sums_dbias && batches < p.batch) {
       plan.sums_dbias = (p.batch - batches) * sums_bytes > dbias_bytes;
       if (!plan.sums_dbias) batches = p.batch;
@@ -382,7 +383,7 @@ struct PairBiasChoice {
       plan.query_bytes = p.heads * p.queries * half_row;
       plan.key_bytes = p.kv_heads * p.keys * half_row;
       plan.delta_bytes = p.heads * p.queries * int64_t(sizeof(float));
-      batches = plan_in_gradients(&plan, std::clamp<int64_t>(most, 1, ceil_div(p.batch, 2)));
+      batches = plan_in_gradients(&plan, std::clamp<int64_t>(max_batches, 1, ceil_div(p.batch, 2)));
     }
     plan.set_batches(&work, batches, plan.sums_dbias);
     // With one thread block per tile, the block writes the tile itself.
@@ -463,10 +464,10 @@ FusedDivision FusedPlan::launch(int64_t first, int64_t *batches) const {
 bool is_pair_bias(const fdm_problem &p, const DeviceFacts &device) {
   const RouteTable &table = *device.table;
   if (!has_query_rows(p.bias) || p.bias.shape[3] != p.keys || p.queries <= kDecodeRows || is_varlen(p)) return false;
-  if (p.head_dim > device.built->pair_bias.most() || present(p.sink)) return false;
+  if (p.head_dim > device.built->pair_bias.max() || present(p.sink)) return false;
   const bool one_source = p.bias.shape[0] == p.batch && p.bias.shape[1] == p.heads;
   if (p.keys <= table.pair_bias_keys || !(one_source || has_query_rows(p.mask))) return true;
-  const bool fuses = device.has_wgmma() && p.softcap <= 0 && p.head_dim <= device.built->pair_bias_sm90.most();
+  const bool fuses = device.has_wgmma() && p.softcap <= 0 && p.head_dim <= device.built->pair_bias_sm90.max();
   if (!one_source && fuses && p.keys <= table.pair_bias_few_rows_keys && partial_rows(p) <= table.pair_bias_few_rows)
     return true;
   // If alignment excludes the sm_90 kernels, slower pair bias kernels serve the problem. This decision must be the

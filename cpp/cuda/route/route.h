@@ -66,8 +66,8 @@ struct DirectWork {
   int32_t blocks_of_kv_head; // without splits
   int32_t parts;             // clusters that share the keys of a block; combine.cu merges their results
   // blocks of a cluster, which must all be resident at once; the driver may allow fewer
-  int32_t most_splits;
-  int32_t most_warps; // of a block with most_splits
+  int32_t max_splits;
+  int32_t max_warps; // of a block with max_splits
 
   // The warps of a block, with `splits` blocks per cluster.
   int32_t warps(const RouteTable &table, int64_t keys, int64_t blocks, int64_t splits, int64_t sms) const;
@@ -129,7 +129,7 @@ struct SegmentWork {
   // The first `leading` blocks of each segment are launched first, segment by segment, so that Q and dO of a segment
   // stay in L2. The other blocks follow, longest first.
   int32_t leading;
-  int32_t most_sums;
+  int32_t max_sums;
   int32_t row_sums; // packed sequences: key sums for each `rows` rows; 0: one for each key
 };
 

@@ -14,7 +14,7 @@ namespace fdm::cuda {
 template <class Config>
 __device__ void add_segment_sums(KeyStationaryShared<Config> &shared, const typename Config::Gradients &sums,
                                  int first = 0) {
-  if (sums.params.keys.segments.most_sums == 0) return;
+  if (sums.params.keys.segments.max_sums == 0) return;
   using Roles = typename Config::Roles;
   constexpr int kHeadDim = Config::kHeadDim, kValueDim = Config::kValueDim;
   constexpr int kPadding = 16, kRoom = offsetof(KeyStationaryShared<Config>, stages) / Config::kKeys - kPadding;
