@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // The host side of the kernel for one query and few keys: its parameters. All strides fit 32 bits
-// (Alignment::narrow).
+// (Alignment::strides_fit_32_bits).
 #include "direct_decode.h"
 
 #include "../host/dispatch.h"

@@ -87,12 +87,12 @@ cudaError_t run_dkdv(PairBiasBackward &work, const PairBiasTiles &tiles, cudaStr
 } // namespace
 
 cudaError_t run_pair_bias_forward(const fdm_problem &p, const fdm_forward_args &args, const ForwardRoute &route,
-                                  const Alignment &lies, void *workspace) {
+                                  const Alignment &alignment, void *workspace) {
   PairBiasForward work{};
   static_cast<PairBiasForwardWork &>(work) = route.pair_bias;
   work.call = {route.pair_bias_facts, p};
   work.a = args;
-  work.out_aligned = lies.out;
+  work.out_aligned = alignment.out;
   if (route.partials.exists()) work.partials = partials_at(at<void>(workspace, route.partials), p, work.splits);
   const auto stream = static_cast<cudaStream_t>(p.context.stream);
   if (route.live.exists()) {
@@ -115,13 +115,13 @@ cudaError_t run_pair_bias_forward(const fdm_problem &p, const fdm_forward_args &
 }
 
 cudaError_t run_pair_bias_backward(const fdm_problem &p, const fdm_backward_args &args,
-                                   const PairBiasBackwardRoute &route, const Alignment &lies, void *workspace) {
+                                   const PairBiasBackwardRoute &route, const Alignment &alignment, void *workspace) {
   PairBiasBackward work{};
   work.call = {route.facts, p};
   work.a = args;
-  work.dout_aligned = lies.dout;
+  work.dout_aligned = alignment.dout;
   work.writes_dbias = route.writes_dbias;
-  work.dbias_pairs = lies.dbias_pairs;
+  work.dbias_pairs = alignment.dbias_pairs;
   const auto stream = static_cast<cudaStream_t>(p.context.stream);
   use_deltas(&work, at<float>(workspace, route.deltas));
   if (cudaError_t error = route.fused ? run_all_gradients(work, route, workspace, stream)

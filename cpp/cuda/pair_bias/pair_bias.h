@@ -120,8 +120,8 @@ cudaError_t launch_live_tiles(const PairBiasCall &call, const LiveTiles &live, c
 cudaError_t launch_pair_bias_dbias_sum(const PairBiasBackward &work, const PartSumGrid &grid, cudaStream_t stream);
 
 cudaError_t run_pair_bias_forward(const fdm_problem &p, const fdm_forward_args &args, const ForwardRoute &route,
-                                  const Alignment &lies, void *workspace);
+                                  const Alignment &alignment, void *workspace);
 cudaError_t run_pair_bias_backward(const fdm_problem &p, const fdm_backward_args &args,
-                                   const PairBiasBackwardRoute &route, const Alignment &lies, void *workspace);
+                                   const PairBiasBackwardRoute &route, const Alignment &alignment, void *workspace);
 
 } // namespace fdm::cuda

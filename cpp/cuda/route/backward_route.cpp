@@ -412,15 +412,15 @@ KeyLaunches key_launches(const BackwardRoute &route, int arch, const Wanted &wan
 }
 
 // Divides the work of the kernels before and after the mainloops.
-void divide_helpers(const fdm_problem &p, const RouteTable &table, const Alignment &lies, BackwardRoute *route) {
+void divide_helpers(const fdm_problem &p, const RouteTable &table, const Alignment &alignment, BackwardRoute *route) {
   const KeyDivision &keys = route->division;
   const int64_t sums = (is_varlen(p) ? 1 : p.batch) * p.kv_heads * route->bias_heads * list_keys(p);
-  route->statistics_division = statistics_division(p, table, lies);
+  route->statistics_division = statistics_division(p, table, alignment);
   if (route->wants_keys) {
     PreparationWork &work = route->preparation;
     const int64_t lists = keys.listed ? mask_tensor(p).shape[0] * mask_tensor(p).shape[1] * list_sequences(p) : 0;
     work.order = route->segments.rows > 0 ? int64_t(keys.heads) * route->segments.count : lists * keys.buckets;
-    work.vectors = lies.dk_dv;
+    work.vectors = alignment.dk_dv;
     const int64_t units = p.k.shape[0] * p.kv_heads * ceil_div(p.k.shape[1], kUnitKeys);
     const bool clears = route->clears_keys && route->wants_dkdv;
     const int64_t of_keys = clears ? ceil_div(units, kStatisticsThreads / 32) : 0;
@@ -476,10 +476,10 @@ bool is_divided_by_members(const fdm_problem &p, const RouteTable &table, int64_
          double(table.member_pairs * sms);
 }
 
-BackwardRoute member_route(const fdm_problem &p, const DeviceFacts &device, const Alignment &lies,
+BackwardRoute member_route(const fdm_problem &p, const DeviceFacts &device, const Alignment &alignment,
                            const Wanted &wanted) {
   const fdm_problem member = member_of(p, 0);
-  BackwardRoute route = backward_route(member, device, lies, wanted);
+  BackwardRoute route = backward_route(member, device, alignment, wanted);
   const PlanRoute plan = plan_route(member, device);
   const Launches member_launches = route.launches;
   WorkspaceParts parts{route.workspace_bytes};
@@ -499,7 +499,7 @@ BackwardRoute member_route(const fdm_problem &p, const DeviceFacts &device, cons
 
 } // namespace
 
-BackwardRoute backward_route(const fdm_problem &p, const DeviceFacts &device, const Alignment &lies,
+BackwardRoute backward_route(const fdm_problem &p, const DeviceFacts &device, const Alignment &alignment,
                              const Wanted &wanted) {
   BackwardRoute route{};
   route.nothing = p.batch == 0 || p.heads == 0 || p.queries == 0 || p.keys == 0;
@@ -510,17 +510,18 @@ BackwardRoute backward_route(const fdm_problem &p, const DeviceFacts &device, co
   }
   if (is_pair_bias(p, device)) {
     route.is_pair_bias = true;
-    choose_pair_bias_backward(&route, p, device, lies, wanted);
+    choose_pair_bias_backward(&route, p, device, alignment, wanted);
     return route;
   }
-  if (is_divided_by_members(p, *device.table, device.sms, wanted.dbias)) return member_route(p, device, lies, wanted);
+  if (is_divided_by_members(p, *device.table, device.sms, wanted.dbias))
+    return member_route(p, device, alignment, wanted);
   route.wants_bias_sums = wanted.dbias && sums_bias_of_keys(p);
   route.wants_dkdv = wanted.dk || wanted.dv;
   route.wants_keys = route.wants_dkdv || route.wants_bias_sums;
-  route.inputs_aligned = lies.inputs;
-  route.dout_aligned = lies.dout;
-  route.general = has_query_rows(p.bias) || !lies.inputs || !lies.dout;
-  const bool fused = lies.inputs && lies.dout && wanted.dq && route.wants_keys && may_fuse(p, device);
+  route.inputs_aligned = alignment.inputs;
+  route.dout_aligned = alignment.dout;
+  route.general = has_query_rows(p.bias) || !alignment.inputs || !alignment.dout;
+  const bool fused = alignment.inputs && alignment.dout && wanted.dq && route.wants_keys && may_fuse(p, device);
   route.head_dim = backward_head_dim(p, device, route.general && !fused);
   route.value_dim = device.value_instantiation(p, route.head_dim);
   lay_out(p, KeyChoice(p, device, fused, route.head_dim), own_bias_heads(p), &route);
@@ -552,7 +553,7 @@ BackwardRoute backward_route(const fdm_problem &p, const DeviceFacts &device, co
   route.scheduled = route.wants_keys && keys.parts == 0;
   if (route.scheduled && fused && device.has_wgmma()) keys.sms = device.sms;
   route.key_launches = key_launches(route, device.built->tile_arch, wanted);
-  divide_helpers(p, *device.table, lies, &route);
+  divide_helpers(p, *device.table, alignment, &route);
   list_launches(&route, wanted);
   return route;
 }
@@ -575,7 +576,7 @@ int64_t backward_workspace(const fdm_problem &p, const DeviceFacts &device) {
   return bytes;
 }
 
-BackwardRoute key_mass_route(const fdm_problem &p, const DeviceFacts &device, const Alignment &lies) {
+BackwardRoute key_mass_route(const fdm_problem &p, const DeviceFacts &device, const Alignment &alignment) {
   BackwardRoute route{};
   route.nothing = p.batch == 0 || p.heads == 0 || p.queries == 0 || p.keys == 0;
   if (route.nothing) {
@@ -583,8 +584,8 @@ BackwardRoute key_mass_route(const fdm_problem &p, const DeviceFacts &device, co
     return route;
   }
   route.wants_bias_sums = route.wants_keys = true;
-  route.inputs_aligned = route.dout_aligned = lies.inputs;
-  route.general = !lies.inputs;
+  route.inputs_aligned = route.dout_aligned = alignment.inputs;
+  route.general = !alignment.inputs;
   route.head_dim = device.instantiation(p, route.general);
   lay_out(p, KeyChoice(p, device, false, route.head_dim), int32_t(group_size(p)), &route);
   route.too_large = int64_t(route.division.blocks) * route.division.heads + device.table->target_parts > INT32_MAX;
@@ -596,8 +597,8 @@ BackwardRoute key_mass_route(const fdm_problem &p, const DeviceFacts &device, co
   }
   route.scheduled = route.division.parts == 0;
   route.key_launches = key_launches(route, device.built->tile_arch, {});
-  Alignment rows = lies;
-  rows.out = rows.dout = lies.inputs; // Q is read in place of O and dO
+  Alignment rows = alignment;
+  rows.out = rows.dout = alignment.inputs; // Q is read in place of O and dO
   divide_helpers(p, *device.table, rows, &route);
   list_launches(&route, {});
   return route;

@@ -56,34 +56,35 @@ bool may_hold_sums(const fdm_tensor &t) {
 } // namespace
 
 Alignment input_alignment(const fdm_problem &p) {
-  Alignment lies{};
-  lies.inputs = all_aligned(p.head_dim, p.q, p.k, p.v);
-  lies.out = lies.dout = lies.gradients = lies.dk_dv = lies.narrow = lies.row_maps = lies.hold_sums = true;
-  lies.row_places = has_row_places(p);
-  lies.bias_chunks = has_chunks(p.bias, p.bias.dtype == FDM_FLOAT32 ? 4 : 2);
-  lies.mask_chunks = has_chunks(p.mask, 1);
-  return lies;
+  Alignment alignment{};
+  alignment.inputs = all_aligned(p.head_dim, p.q, p.k, p.v);
+  alignment.out = alignment.dout = alignment.gradients = alignment.dk_dv = alignment.strides_fit_32_bits =
+      alignment.row_maps = alignment.gradients_hold_sums = true;
+  alignment.row_places = has_row_places(p);
+  alignment.bias_chunks = has_chunks(p.bias, p.bias.dtype == FDM_FLOAT32 ? 4 : 2);
+  alignment.mask_chunks = has_chunks(p.mask, 1);
+  return alignment;
 }
 
 Alignment forward_alignment(const fdm_problem &p, const fdm_forward_args &args) {
-  Alignment lies = input_alignment(p);
-  lies.out = all_aligned(p.head_dim, args.out, args.out_rest);
+  Alignment alignment = input_alignment(p);
+  alignment.out = all_aligned(p.head_dim, args.out, args.out_rest);
   if (p.queries == 1)
     for (const fdm_tensor *t : {&p.q, &p.k, &p.v, &args.out, &args.lse, &p.mask, &p.bias})
-      for (int64_t stride : t->stride) lies.narrow &= fits_32_bits(stride);
-  return lies;
+      for (int64_t stride : t->stride) alignment.strides_fit_32_bits &= fits_32_bits(stride);
+  return alignment;
 }
 
 Alignment backward_alignment(const fdm_problem &p, const fdm_backward_args &args) {
-  Alignment lies = input_alignment(p);
-  lies.out = all_aligned(p.head_dim, args.out, args.out_rest);
-  lies.dout = rows_are_aligned(args.dout, p.head_dim);
-  lies.dk_dv = all_aligned(p.head_dim, args.dk, args.dv);
-  lies.gradients = lies.dk_dv && all_aligned(p.head_dim, args.dq);
-  lies.dbias_pairs = has_pairs(args.dbias);
-  lies.hold_sums = may_hold_sums(args.dq) && may_hold_sums(args.dk) && may_hold_sums(args.dv);
-  lies.dk_room = contiguous_bytes(args.dk);
-  return lies;
+  Alignment alignment = input_alignment(p);
+  alignment.out = all_aligned(p.head_dim, args.out, args.out_rest);
+  alignment.dout = rows_are_aligned(args.dout, p.head_dim);
+  alignment.dk_dv = all_aligned(p.head_dim, args.dk, args.dv);
+  alignment.gradients = alignment.dk_dv && all_aligned(p.head_dim, args.dq);
+  alignment.dbias_pairs = has_pairs(args.dbias);
+  alignment.gradients_hold_sums = may_hold_sums(args.dq) && may_hold_sums(args.dk) && may_hold_sums(args.dv);
+  alignment.dk_scratch_bytes = contiguous_bytes(args.dk);
+  return alignment;
 }
 
 } // namespace fdm::cuda

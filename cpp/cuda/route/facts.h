@@ -69,19 +69,20 @@ template <class... Tensors> bool all_aligned(int64_t head_dim, const Tensors &..
 
 // The alignment of the tensors of a call. Alignment of the results is unknown during a workspace query.
 struct Alignment {
-  bool inputs;      // rows_are_aligned for Q, K and V
-  bool out, dout;   // and for these
-  bool gradients;   // and for the requested gradients of Q, K and V
-  bool dk_dv;       // and for dK and dV
-  bool dbias_pairs; // two neighbours of a row of dbias can be stored at once
-  bool row_places;  // the strides of Q, K and V satisfy tile/row_places.cuh
-  bool row_maps;    // the driver can encode TMA boxes of Q, K and V; queried only where a route would use them
-  bool narrow;      // all strides of a forward pass of one query fit 32 bits
+  bool inputs;              // rows_are_aligned for Q, K and V
+  bool out, dout;           // and for these
+  bool gradients;           // and for the requested gradients of Q, K and V
+  bool dk_dv;               // and for dK and dV
+  bool dbias_pairs;         // two neighbours of a row of dbias can be stored at once
+  bool row_places;          // the strides of Q, K and V satisfy tile/row_places.cuh
+  bool row_maps;            // the driver can encode TMA boxes of Q, K and V; queried only where a route would use them
+  bool strides_fit_32_bits; // all strides of a forward pass of one query fit 32 bits
   // Rows of a per-query bias or mask can be copied 16 bytes at a time.
   bool bias_chunks, mask_chunks;
   // The requested gradients may hold float32 sums until they are written: their sequences are contiguous.
-  bool hold_sums;
-  int64_t dk_room; // bytes of dK, which may serve as scratch memory until it is written; 0 if it is not contiguous
+  bool gradients_hold_sums;
+  int64_t
+      dk_scratch_bytes; // bytes of dK, which may serve as scratch memory until it is written; 0 if it is not contiguous
 };
 
 // input_alignment assumes aligned results, which it does not know.

@@ -134,7 +134,7 @@ struct ForwardChoice {
 
   // Whether the direct decode kernel serves the problem. Without a mask the other decode kernel also reads all keys,
   // and with enough thread blocks it is never faster (measured on an H100).
-  bool decodes_directly(const Alignment &lies, int64_t splits) const {
+  bool decodes_directly(const Alignment &alignment, int64_t splits) const {
     if (p.queries != 1 || p.keys > INT32_MAX / 2 || splits > 0 || p.head_dim > device.built->direct.max()) return false;
     if (has_query_rows(p.bias) || narrow) return false; // a bias with rows: packed sequences of one query each
     if (has_relative_bias(p)) return false;
@@ -142,7 +142,7 @@ struct ForwardChoice {
     if (present(p.block_table)) return false;
     if (!(kind == FDM_MASK_NONE || (kind == FDM_MASK_KEYS && needs_no_plan(p, device)))) return false;
     const int64_t own_blocks = direct_blocks();
-    if (!lies.inputs || !lies.out || !lies.narrow || own_blocks == 0) return false;
+    if (!alignment.inputs || !alignment.out || !alignment.strides_fit_32_bits || own_blocks == 0) return false;
     if (kind == FDM_MASK_NONE && 4 * own_blocks >= device.sms * table.direct_busy_quarters && device.has_wgmma())
       return true;
     const int64_t sharing = std::clamp<int64_t>(device.sms / own_blocks, 1, table.direct_splits) * direct_parts();
@@ -164,12 +164,12 @@ struct ForwardChoice {
   }
 
   // The kernel for problems that are not decode.
-  ForwardKernel kernel(const Alignment &lies, int64_t splits) const {
-    if (!lies.inputs || !lies.out || !lies.row_places || has_query_rows(p.bias)) return ForwardKernel::general;
+  ForwardKernel kernel(const Alignment &alignment, int64_t splits) const {
+    if (!alignment.inputs || !alignment.out || !alignment.row_places || has_query_rows(p.bias)) return ForwardKernel::general;
     const int head_dim = device.instantiation(p, false);
     if (device.has_wgmma()) {
       if (heads_per_tile > 1 || splits > 1) return ForwardKernel::usual;
-      if (has_boxes(p) && lies.row_maps)
+      if (has_boxes(p) && alignment.row_maps)
         return small_box(head_dim).blocks > 0 && has_short_columns() ? ForwardKernel::small_boxes
                                                                      : ForwardKernel::boxes;
       return small_tile(head_dim).columns > 0 && has_few_columns() ? ForwardKernel::small_tiles
@@ -254,16 +254,17 @@ bool needs_no_plan(const fdm_problem &p, const DeviceFacts &device) {
          ForwardChoice(p, device).decode;
 }
 
-ForwardRoute forward_route(const fdm_problem &p, const DeviceFacts &device, const Alignment &lies, int64_t splits) {
+ForwardRoute forward_route(const fdm_problem &p, const DeviceFacts &device, const Alignment &alignment,
+                           int64_t splits) {
   ForwardRoute route{};
   if (is_varlen(p)) {
-    route.unused_rows = fill_work(p.q, lies.out); // `out` has the shape of Q
+    route.unused_rows = fill_work(p.q, alignment.out); // `out` has the shape of Q
     route.unused_rows.blocks = std::min(route.unused_rows.blocks, device.table->fill_blocks);
     route.launches.add("fill");
   }
   if (p.batch == 0 || p.queries == 0) return route;
   if (is_pair_bias(p, device)) {
-    choose_pair_bias_forward(&route, p, device, lies, splits);
+    choose_pair_bias_forward(&route, p, device, alignment, splits);
   } else {
     const ForwardChoice choice(p, device);
     route.heads_per_tile = choice.heads_per_tile;
@@ -271,7 +272,7 @@ ForwardRoute forward_route(const fdm_problem &p, const DeviceFacts &device, cons
     route.splits = 1;
     WorkspaceParts parts;
     route.relative = take_relative_parts(&parts, p, false);
-    if (choice.decodes_directly(lies, splits)) {
+    if (choice.decodes_directly(alignment, splits)) {
       route.kernel = ForwardKernel::direct;
       route.head_dim = device.built->direct.serving(p.head_dim);
       route.direct = choice.direct_work();
@@ -285,12 +286,12 @@ ForwardRoute forward_route(const fdm_problem &p, const DeviceFacts &device, cons
         route.splits = int32_t(in_cluster);
         route.merges_in_cluster = true;
       }
-      route.kernel = choice.decode ? ForwardKernel::decode : choice.kernel(lies, route.splits);
+      route.kernel = choice.decode ? ForwardKernel::decode : choice.kernel(alignment, route.splits);
       const bool is_rare =
           route.kernel == ForwardKernel::general || (device.has_wgmma() && route.kernel == ForwardKernel::usual);
       route.head_dim = device.instantiation(p, is_rare);
       // Only wgmma kernels use the counter. Unaligned tensors take other kernels.
-      if (choice.gives_out_tiles() && lies.inputs && lies.out && lies.row_places)
+      if (choice.gives_out_tiles() && alignment.inputs && alignment.out && alignment.row_places)
         route.tickets = parts.take_bytes(sizeof(uint32_t));
     }
     route.value_dim = device.value_instantiation(p, route.head_dim);
@@ -303,7 +304,7 @@ ForwardRoute forward_route(const fdm_problem &p, const DeviceFacts &device, cons
   if (route.relative.biases.exists()) route.launches.add("find_relative_biases");
   route.launches.add(name_of(route.kernel));
   if (route.splits > 1 && !route.merges_in_cluster) {
-    route.combine = combine_work(p, *device.table, lies, route.splits);
+    route.combine = combine_work(p, *device.table, alignment, route.splits);
     route.launches.add("combine_kernel");
   }
   if (route.relative.biases.exists()) route.launches.add("convert_rows");

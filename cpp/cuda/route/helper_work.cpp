@@ -13,10 +13,10 @@ FillWork fill_work(const fdm_tensor &t, bool aligned) {
   return {vectors, ceil_div(vectors ? elements / 8 : elements, kFillThreads)};
 }
 
-CombineWork combine_work(const fdm_problem &p, const RouteTable &table, const Alignment &lies, int64_t splits) {
+CombineWork combine_work(const fdm_problem &p, const RouteTable &table, const Alignment &alignment, int64_t splits) {
   const int32_t lanes = p.head_dim <= 64 ? 16 : p.head_dim <= 128 ? 32 : 64;
   return {lanes, int32_t(splits <= table.few_splits ? table.few_splits : table.max_splits),
-          ceil_div(partial_rows(p), kCombineThreads / lanes), lies.out};
+          ceil_div(partial_rows(p), kCombineThreads / lanes), alignment.out};
 }
 
 int64_t StatisticsDivision::rows_together() const { return kStatisticsThreads / lanes; }
@@ -28,8 +28,8 @@ int64_t StatisticsDivision::blocks(int64_t batches) const {
 }
 
 // The lanes of an aligned row read up to 128 elements at once.
-StatisticsDivision statistics_division(const fdm_problem &p, const RouteTable &table, const Alignment &lies) {
-  const bool aligned = lies.out && lies.dout;
+StatisticsDivision statistics_division(const fdm_problem &p, const RouteTable &table, const Alignment &alignment) {
+  const bool aligned = alignment.out && alignment.dout;
   const int32_t lanes = !aligned ? 8 : p.head_dim <= 32 ? 4 : p.head_dim <= 64 ? 8 : 16;
   const int64_t batches = is_varlen(p) ? 1 : p.batch;
   return {lanes, aligned, batches, total_rows(p) * p.heads, table.statistics_blocks, table.statistics_units};

@@ -35,7 +35,7 @@ struct CombineWork {
   bool aligned; // rows of `out` can be written 16 bytes at a time
 };
 constexpr int kCombineThreads = 128;
-CombineWork combine_work(const fdm_problem &p, const RouteTable &table, const Alignment &lies, int64_t splits);
+CombineWork combine_work(const fdm_problem &p, const RouteTable &table, const Alignment &alignment, int64_t splits);
 
 // make_statistics.cuh: thread blocks go through units, which are rows of all heads.
 struct StatisticsDivision {
@@ -51,7 +51,7 @@ struct StatisticsDivision {
 constexpr int kStatisticsThreads = 512;
 // Rows of a unit for each thread, whose loads are in flight together.
 constexpr int statistics_rows(bool aligned) { return aligned ? 2 : 1; }
-StatisticsDivision statistics_division(const fdm_problem &p, const RouteTable &table, const Alignment &lies);
+StatisticsDivision statistics_division(const fdm_problem &p, const RouteTable &table, const Alignment &alignment);
 
 // prepare.cu: thread blocks for each task besides the statistics.
 struct PreparationWork {

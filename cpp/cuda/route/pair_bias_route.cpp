@@ -43,16 +43,16 @@ struct PairBiasChoice {
   const int arch, head_dim, sm90_head_dim; // head dimensions of the instantiations
   PairBiasFacts facts;
 
-  PairBiasChoice(const fdm_problem &problem, const DeviceFacts &own_device, const Alignment &lies)
+  PairBiasChoice(const fdm_problem &problem, const DeviceFacts &own_device, const Alignment &alignment)
       : p(problem), device(own_device), table(*own_device.table), arch(own_device.built->tile_arch),
         head_dim(own_device.built->pair_bias.serving(problem.head_dim)),
         sm90_head_dim(own_device.built->pair_bias_sm90.serving(problem.head_dim)) {
     facts.batches = int32_t(batches_of(p));
     facts.heads = int32_t(p.heads / p.bias.shape[1]);
     facts.shares_mask = shares_mask(p, facts.batches, facts.heads);
-    facts.bias_chunks = lies.bias_chunks;
-    facts.mask_chunks = lies.mask_chunks;
-    facts.aligned = lies.inputs;
+    facts.bias_chunks = alignment.bias_chunks;
+    facts.mask_chunks = alignment.mask_chunks;
+    facts.aligned = alignment.inputs;
   }
 
   int64_t sources() const { return facts.sources(); }
@@ -481,10 +481,10 @@ bool is_pair_bias(const fdm_problem &p, const DeviceFacts &device) {
 }
 
 void choose_pair_bias_forward(ForwardRoute *route, const fdm_problem &p, const DeviceFacts &device,
-                              const Alignment &lies, int64_t splits) {
-  const PairBiasChoice choice(p, device, lies);
+                              const Alignment &alignment, int64_t splits) {
+  const PairBiasChoice choice(p, device, alignment);
   PairBiasForwardWork work = choice.forward_work(), sm90_work = work;
-  const bool windows = splits <= 1 && choice.has_windows() && choice.facts.shares_mask && lies.out;
+  const bool windows = splits <= 1 && choice.has_windows() && choice.facts.shares_mask && alignment.out;
   if (windows) {
     sm90_work.splits = 1;
     sm90_work.groups = int32_t(std::clamp<int64_t>(device.sms / p.bias.shape[1], 1, choice.sources()));
@@ -523,22 +523,22 @@ void choose_pair_bias_forward(ForwardRoute *route, const fdm_problem &p, const D
   route->workspace_bytes = parts.bytes;
 }
 
-int64_t pair_bias_forward_workspace(const fdm_problem &p, const DeviceFacts &device, const Alignment &lies) {
-  const PairBiasChoice choice(p, device, lies);
+int64_t pair_bias_forward_workspace(const fdm_problem &p, const DeviceFacts &device, const Alignment &alignment) {
+  const PairBiasChoice choice(p, device, alignment);
   return choice.live_bytes() + partials_bytes(p, choice.room_for_splits());
 }
 
 void choose_pair_bias_backward(BackwardRoute *route, const fdm_problem &p, const DeviceFacts &device,
-                               const Alignment &lies, const Wanted &wanted) {
-  const PairBiasChoice choice(p, device, lies);
+                               const Alignment &alignment, const Wanted &wanted) {
+  const PairBiasChoice choice(p, device, alignment);
   PairBiasBackwardRoute &pair_bias = route->pair_bias;
   pair_bias.facts = choice.facts;
   pair_bias.writes_dbias = wanted.dbias && choice.sources() == 1;
-  pair_bias.fused = choice.may_fuse() && lies.dout && lies.out && wanted.dq && (wanted.dk || wanted.dv);
+  pair_bias.fused = choice.may_fuse() && alignment.dout && alignment.out && wanted.dq && (wanted.dk || wanted.dv);
   if (pair_bias.fused) {
     pair_bias.plan = choice.plan(device.sms);
-    if (pair_bias.plan.work.windows || pair_bias.plan.work.clusters) pair_bias.fused &= lies.gradients;
-    if (pair_bias.plan.in_gradients) pair_bias.fused &= lies.hold_sums;
+    if (pair_bias.plan.work.windows || pair_bias.plan.work.clusters) pair_bias.fused &= alignment.gradients;
+    if (pair_bias.plan.in_gradients) pair_bias.fused &= alignment.gradients_hold_sums;
     pair_bias.plan.may_split = !wanted.dbias || pair_bias.plan.dbias_bytes > 0;
     if (pair_bias.fused && !wanted.dbias) pair_bias.plan.dbias_bytes = 0;
   }
@@ -560,7 +560,7 @@ void choose_pair_bias_backward(BackwardRoute *route, const fdm_problem &p, const
     if (!pair_bias.fused && !choice.lends_dk()) {
       pair_bias.dbias_parts = DbiasParts::workspace;
       rest = pair_bias.dbias.parts_bytes();
-    } else if (!pair_bias.fused && lies.dk_room >= pair_bias.dbias.parts_bytes()) {
+    } else if (!pair_bias.fused && alignment.dk_scratch_bytes >= pair_bias.dbias.parts_bytes()) {
       pair_bias.dbias_parts = DbiasParts::in_dk;
     } else {
       pair_bias.dbias.whole = true;
@@ -568,7 +568,7 @@ void choose_pair_bias_backward(BackwardRoute *route, const fdm_problem &p, const
   }
   if (pair_bias.wants_dbias && !pair_bias.dbias.whole && pair_bias.dbias.blocks > 1)
     pair_bias.dbias_sum = {pair_bias.dbias.blocks - 1, device.table->dbias_sum_divisions};
-  pair_bias.statistics_division = statistics_division(p, *device.table, lies);
+  pair_bias.statistics_division = statistics_division(p, *device.table, alignment);
   if (!keeps_deltas) {
     rest = std::max(rest, choice.deltas_bytes());
     pair_bias.deltas = {parts.bytes, choice.deltas_bytes()};
@@ -593,8 +593,8 @@ void choose_pair_bias_backward(BackwardRoute *route, const fdm_problem &p, const
   if (pair_bias.wants_dkdv) launches.add("pair_bias_dkdv_kernel");
 }
 
-int64_t pair_bias_backward_workspace(const fdm_problem &p, const DeviceFacts &device, const Alignment &lies) {
-  const PairBiasChoice choice(p, device, lies);
+int64_t pair_bias_backward_workspace(const fdm_problem &p, const DeviceFacts &device, const Alignment &alignment) {
+  const PairBiasChoice choice(p, device, alignment);
   const int64_t deltas = choice.deltas_bytes(), first = kNonFiniteBytes + choice.live_bytes();
   if (!choice.may_fuse()) {
     const bool none = choice.sources() == 1 || choice.lends_dk();

@@ -104,7 +104,7 @@ struct ForwardRoute {
 };
 
 // `splits` is the caller's choice; 0: the route chooses.
-ForwardRoute forward_route(const fdm_problem &p, const DeviceFacts &device, const Alignment &lies, int64_t splits);
+ForwardRoute forward_route(const fdm_problem &p, const DeviceFacts &device, const Alignment &alignment, int64_t splits);
 // The workspace for any route of the problem on any device with at most as many SMs.
 int64_t forward_workspace(const fdm_problem &p, const DeviceFacts &device);
 
@@ -244,13 +244,13 @@ struct BackwardRoute {
   bool takes_narrow_values() const { return nothing || (keys == KeyKernel::fused && dq == QueryKernel::none); }
 };
 
-BackwardRoute backward_route(const fdm_problem &p, const DeviceFacts &device, const Alignment &lies,
+BackwardRoute backward_route(const fdm_problem &p, const DeviceFacts &device, const Alignment &alignment,
                              const Wanted &wanted);
 int64_t backward_workspace(const fdm_problem &p, const DeviceFacts &device);
 
 // The key mass pass: a backward pass that computes only the gradient of a per-key bias of each query head. A
 // per-query bias is not supported.
-BackwardRoute key_mass_route(const fdm_problem &p, const DeviceFacts &device, const Alignment &lies);
+BackwardRoute key_mass_route(const fdm_problem &p, const DeviceFacts &device, const Alignment &alignment);
 int64_t key_mass_workspace(const fdm_problem &p, const DeviceFacts &device);
 
 // Whether the pair bias kernels compute the problem. They need no plan.

@@ -47,10 +47,10 @@ inline RelativeParts take_relative_parts(WorkspaceParts *parts, const fdm_proble
 
 // pair_bias_route.cpp: the functions of route.h for the pair bias kernels.
 void choose_pair_bias_forward(ForwardRoute *route, const fdm_problem &p, const DeviceFacts &device,
-                              const Alignment &lies, int64_t splits);
-int64_t pair_bias_forward_workspace(const fdm_problem &p, const DeviceFacts &device, const Alignment &lies);
+                              const Alignment &alignment, int64_t splits);
+int64_t pair_bias_forward_workspace(const fdm_problem &p, const DeviceFacts &device, const Alignment &alignment);
 void choose_pair_bias_backward(BackwardRoute *route, const fdm_problem &p, const DeviceFacts &device,
-                               const Alignment &lies, const Wanted &wanted);
-int64_t pair_bias_backward_workspace(const fdm_problem &p, const DeviceFacts &device, const Alignment &lies);
+                               const Alignment &alignment, const Wanted &wanted);
+int64_t pair_bias_backward_workspace(const fdm_problem &p, const DeviceFacts &device, const Alignment &alignment);
 
 } // namespace fdm::cuda
