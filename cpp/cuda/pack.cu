@@ -98,8 +98,8 @@ struct CudaPack {
       json +=
           ", \"forward\": " + cuda::describe(forward_route(p, device, forward_alignment(p, *forward), forward->splits));
     if (backward)
-      json += ", \"backward\": " +
-              cuda::describe(backward_route(p, device, backward_alignment(p, *backward), wanted_of(*backward)));
+      json += ", \"backward\": " + cuda::describe(backward_route(p, device, backward_alignment(p, *backward),
+                                                                 requested_gradients(*backward)));
     return json + "}";
   }
 

@@ -164,7 +164,7 @@ KeyWork draw_heads(int64_t heads, int64_t blocks) {
   KeyWork keys{};
   keys.heads = int32_t(heads);
   keys.blocks = int32_t(blocks);
-  keys.together = int32_t(draw(1, heads));
+  keys.heads_per_wave = int32_t(draw(1, heads));
   return keys;
 }
 Work blocks_of_keys() {
@@ -576,14 +576,14 @@ Work backward_routes() {
   static_cast<KeyDivision &>(params.keys) = route.division;
   static_cast<SegmentWork &>(params.keys.segments) = route.segments;
   const KeyWork keys = params.keys;
-  if (route.keys == KeyKernel::chained) return check_chains(params);
+  if (route.key_kernel == KeyKernel::chained) return check_chains(params);
   if (keys.segments.rows > 0) {
     const int64_t segments = keys.segments.count;
     return count_segments(params, [=](int64_t) { return std::pair{int64_t(0), segments}; });
   }
-  if (keys.listed || route.scheduled) return {0, {}}; // the device determines the blocks
-  const int64_t parts = route.keys == KeyKernel::shared ? keys.shares : keys.parts;
-  if (route.keys == KeyKernel::shared)
+  if (keys.takes_planned_keys || route.scheduled) return {0, {}}; // the device determines the blocks
+  const int64_t parts = route.key_kernel == KeyKernel::shared ? keys.shares : keys.parts;
+  if (route.key_kernel == KeyKernel::shared)
     launch_blocks(small_block_kernel, dim3(keys.max_items, keys.shares), 32, params);
   else
     launch_blocks(key_item_kernel, dim3(1), 32, params);

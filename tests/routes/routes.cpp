@@ -146,7 +146,7 @@ struct Call {
     lies.row_maps = (s.odd & kMaps) == 0;
     return lies;
   }
-  Wanted wanted() const { return wanted_of(backward); }
+  RequestedGradients wanted() const { return requested_gradients(backward); }
 };
 
 // The routes of a problem, by pass.
@@ -377,7 +377,7 @@ int find_way(int arch, int64_t sms, int pass, const char *name, int64_t seed, in
 double route_time(int arch, const Spec *spec, int pass, int repeats) {
   const Routes routes(*spec, arch, route_table(arch));
   const Call &call = routes.call;
-  const Wanted wanted = call.wanted();
+  const RequestedGradients wanted = call.wanted();
   int64_t sum = 0;
   timespec begin, end;
   clock_gettime(CLOCK_MONOTONIC, &begin);

@@ -49,15 +49,15 @@ BackwardParams make_params(const fdm_problem &p, const fdm_backward_args &args, 
   if (route.wants_bias_sums && !route.reduces_bias) {
     params.bias_sums = args.dbias;
   } else if (route.bias_sums.exists()) {
-    const int64_t heads = p.kv_heads * route.bias_heads, keys_of_list = list_keys(p);
+    const int64_t heads = p.kv_heads * route.bias_heads, keys_of_list = total_keys(p);
     params.bias_sums = {at<float>(workspace, route.bias_sums),
                         {is_varlen(p) ? 1 : p.batch, heads, 1, keys_of_list},
                         {heads * keys_of_list, keys_of_list, 0, 1},
                         FDM_FLOAT32,
                         0};
   }
-  params.clears_keys = route.clears_keys;
-  params.beside_dq = route.dq != QueryKernel::none;
+  params.clears_keys = route.clears_key_gradients;
+  params.beside_dq = route.query_kernel != QueryKernel::none;
   params.aligned = route.inputs_aligned;
   params.dout_aligned = route.dout_aligned;
   params.order = route.order;
@@ -120,12 +120,12 @@ cudaError_t run_gradients(const BackwardLaunch &work, cudaStream_t stream) {
                  [&] { return launch_prepare(work, stream); },
                  [&] { return route.scheduled ? launch_key_schedule(work.params, stream) : cudaSuccess; },
                  [&] {
-                   if (route.dq == QueryKernel::none) return cudaSuccess;
+                   if (route.query_kernel == QueryKernel::none) return cudaSuccess;
                    return with_kernel_types(p, route.head_dim, [&](auto element, auto dim) {
                      return launch_dq<typename decltype(element)::Type, decltype(dim)::value>(work, stream);
                    });
                  },
-                 [&] { return route.wants_keys ? run_key_gradients(work, stream) : cudaSuccess; },
+                 [&] { return route.wants_key_gradients ? run_key_gradients(work, stream) : cudaSuccess; },
                  [&] {
                    if (route.row_bias_blocks == 0) return cudaSuccess;
                    return with_types<kMaxRareHeadDim>(p, route.head_dim, RareHeadDims{}, [&](auto element, auto dim) {
@@ -156,7 +156,7 @@ cudaError_t with_params(const fdm_problem &p, const fdm_backward_args &args, con
 cudaError_t run_backward(const fdm_problem &p, const fdm_backward_args &args, const DeviceFacts &device,
                          const void *plan, void *workspace) {
   const Alignment lies = backward_alignment(p, args);
-  const BackwardRoute route = backward_route(p, device, lies, wanted_of(args));
+  const BackwardRoute route = backward_route(p, device, lies, requested_gradients(args));
   if (has_narrow_values(p) && !route.takes_narrow_values()) return cudaErrorNotSupported;
   way_counts.add_backward(backward_way(route));
   const auto stream = static_cast<cudaStream_t>(p.context.stream);

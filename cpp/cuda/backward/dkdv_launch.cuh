@@ -36,13 +36,13 @@ cudaError_t launch_dkdv_kernels(const BackwardLaunch &work, cudaStream_t stream)
         DkdvConfig<Element, kHeadDim, tile.keys, tile.rows, tile.warps, tile.blocks, gradients, kKind>>(work.params,
                                                                                                         stream);
   };
-  if constexpr (tile.together) {
+  if constexpr (tile.both_gradients) {
     return launch(std::integral_constant<GradientSet, GradientSet::both>{});
   } else {
     const KeyLaunches launches = work.route.key_launches;
     cudaError_t error = cudaSuccess;
-    if (launches != KeyLaunches::values) error = launch(std::integral_constant<GradientSet, GradientSet::keys>{});
-    if (error || launches == KeyLaunches::keys) return error;
+    if (launches != KeyLaunches::dv) error = launch(std::integral_constant<GradientSet, GradientSet::keys>{});
+    if (error || launches == KeyLaunches::dk) return error;
     return launch(std::integral_constant<GradientSet, GradientSet::values>{});
   }
 }
@@ -72,7 +72,7 @@ template <class Element, int kHeadDim> cudaError_t launch_small(const BackwardLa
         fused, grid, Config::kThreads, stream);
   };
   const KeyDivision &keys = work.route.division;
-  if (work.route.keys == KeyKernel::chained)
+  if (work.route.key_kernel == KeyKernel::chained)
     return launch_for(std::integral_constant<ClusterOf, ClusterOf::chain>{},
                       Grid(keys.heads, keys.blocks, keys.blocks));
   return launch_for(std::integral_constant<ClusterOf, ClusterOf::step_shares>{},
@@ -92,11 +92,11 @@ template <class Element, int kHeadDim> cudaError_t launch_fused(const BackwardLa
   };
   constexpr std::integral_constant<int, kHeadDim> kSameWidth;
   if constexpr (fuses_row_bias(90, kHeadDim))
-    if (work.route.keys == KeyKernel::row_bias)
+    if (work.route.key_kernel == KeyKernel::per_query_bias)
       return launch_for(std::integral_constant<Softcap, Softcap::none>{},
                         std::integral_constant<QueryRows, QueryRows::bias>{}, kSameWidth);
   if constexpr (fuses_row_mask(90, kHeadDim))
-    if (work.route.keys == KeyKernel::row_mask)
+    if (work.route.key_kernel == KeyKernel::per_query_mask)
       return launch_for(std::integral_constant<Softcap, Softcap::none>{},
                         std::integral_constant<QueryRows, QueryRows::mask>{}, kSameWidth);
   constexpr std::integral_constant<QueryRows, QueryRows::none> kNoQueryRows;
@@ -138,7 +138,7 @@ cudaError_t launch_all_gradients(const BackwardParams &params, cudaStream_t stre
 #endif
 
 template <class Element, int kHeadDim> cudaError_t launch_dkdv(const BackwardLaunch &work, cudaStream_t stream) {
-  switch (work.route.keys) {
+  switch (work.route.key_kernel) {
   case KeyKernel::general:
     if constexpr (kServesRareCalls<kHeadDim>)
       return launch_dkdv_kernels<Element, kHeadDim, TileKind::general>(work, stream);
@@ -155,8 +155,8 @@ template <class Element, int kHeadDim> cudaError_t launch_dkdv(const BackwardLau
       return launch_dkdv_kernels<Element, kHeadDim, TileKind::usual>(work, stream);
     break;
   case KeyKernel::fused:
-  case KeyKernel::row_bias:
-  case KeyKernel::row_mask:
+  case KeyKernel::per_query_bias:
+  case KeyKernel::per_query_mask:
     return launch_fused<Element, kHeadDim>(work, stream);
   case KeyKernel::shared:
   case KeyKernel::chained:

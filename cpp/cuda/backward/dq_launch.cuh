@@ -34,7 +34,7 @@ template <class Element, int kHeadDim> cudaError_t launch_dq_sm90(const Backward
 
 template <class Element, int kHeadDim> cudaError_t launch_dq(const BackwardLaunch &work, cudaStream_t stream) {
   if constexpr (kServesRareCalls<kHeadDim>)
-    if (work.route.dq == QueryKernel::general)
+    if (work.route.query_kernel == QueryKernel::general)
       return launch_dq_kernels<Element, kHeadDim, TileKind::general>(work, stream);
 #if FDM_TILE_ARCH == 90
   if constexpr (kHeadDim <= kDqHeadDimSm90)

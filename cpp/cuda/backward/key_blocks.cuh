@@ -104,7 +104,7 @@ template <int kKeys, class Team, int kBuffers, KeyBlockUse kUse, int kGroupKeyCo
     bool readable[kOwnKeys] = {};
     for_each_key([&](int n, int r) {
       key_rows[n] = {-1, 0, 0, -1};
-      if (params.keys.listed) key_rows[n] = listed_key(params, place, r);
+      if (params.keys.takes_planned_keys) key_rows[n] = listed_key(params, place, r);
     });
     // While the loads are under way, by two warps.
     static_assert(Team::kThreads > 32);
@@ -199,7 +199,7 @@ private:
   // Sets the facts about a key, and completes its rows. Returns whether any query head keeps it.
   __device__ bool set_key(const KeyBlockPlace &place, KeyRows &key_rows, int r) const {
     const int64_t first_head = place.kv_head * params.group;
-    const bool consecutive = !params.keys.listed && int64_t(place.block) * kKeys + r < place.s.k_count;
+    const bool consecutive = !params.keys.takes_planned_keys && int64_t(place.block) * kKeys + r < place.s.k_count;
     if (consecutive) key_rows.key = place.block * kKeys + r;
     // The bias is loaded before the rows, so that both are waited for at once.
     ScoreView view{};
@@ -273,7 +273,7 @@ private:
 
   __device__ bool bias_is_of_keys() const { return present(params.p.bias) && !is_per_query(params.p.bias); }
   __device__ bool bias_is_of_heads() const { return bias_is_of_keys() && params.p.bias.shape[1] == params.p.heads; }
-  __device__ bool has_same_rows() const { return kSameKeys || group_shares_mask(params.p); }
+  __device__ bool has_same_rows() const { return kSameKeys || group_shares_interval_plan(params.p); }
 
   // The bias of a key for a head and the rows of a tile of the plan, to base 2; -inf: there is no key.
   __device__ float bias_of(const Sequence &s, int64_t sequence_index, int64_t head, int32_t tile, int32_t key) const {

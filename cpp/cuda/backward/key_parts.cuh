@@ -112,9 +112,9 @@ struct PartOrder {
       : length(part_length) {
     const KeyWork &keys = params.keys;
     // Heads that share a bias per query should read it at the same time, so they are not ordered by head.
-    const bool has_equal_steps =
-        keys.sms > 0 && !keys.listed && !params.plan.spans && !is_causal(params.p) && !has_query_rows(params.p.bias);
-    const bool walks_lists = keys.heads_inside == HeadsInside::all && keys.listed;
+    const bool has_equal_steps = keys.sms > 0 && !keys.takes_planned_keys && !params.plan.spans &&
+                                 !is_causal(params.p) && !has_query_rows(params.p.bias);
+    const bool walks_lists = keys.heads_inside == HeadsInside::all && keys.takes_planned_keys;
     if ((!has_equal_steps && !walks_lists) || is_varlen(params.p) || existing_blocks == 0) return;
     // A group has a third more blocks than there are SMs, so that blocks are left when the first ones end. With only
     // two groups, the SMs would end further apart (measured on an H100).

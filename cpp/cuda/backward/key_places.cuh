@@ -18,11 +18,13 @@ struct KeyBlockPlace {
   Sequence s;
   int64_t sequence_index, kv_head;
   int32_t block;
-  int64_t list_sequence; // listed: list * sequences of a list + sequence of the list
-  int64_t first_key;     // listed: the index of the first key in `ordered`; if in_key_order, among the kept keys
-  int64_t keys;          // listed: the number of keys from there on, up to the end of the bucket if there are buckets
-  bool in_key_order;     // the list keeps more keys than its segments have room for
-  SegmentBlock rows;     // segments: the rows that keep any of the keys
+  int64_t list_sequence; // takes_planned_keys: list * sequences of a list + sequence of the list
+  int64_t
+      first_key; // takes_planned_keys: the index of the first key in `ordered`; if in_key_order, among the kept keys
+  int64_t
+      keys; // takes_planned_keys: the number of keys from there on, up to the end of the bucket if there are buckets
+  bool in_key_order; // the list keeps more keys than its segments have room for
+  SegmentBlock rows; // segments: the rows that keep any of the keys
 };
 
 // The group of KV heads whose blocks are processed together. The constructor makes `number` relative to the group.
@@ -30,8 +32,9 @@ struct HeadsTogether {
   uint32_t first, heads;
 
   __device__ HeadsTogether(const KeyWork &keys, uint32_t &number) : first(0), heads(static_cast<uint32_t>(keys.heads)) {
-    if (keys.together == keys.heads) return;
-    const auto together = static_cast<uint32_t>(keys.together), blocks = static_cast<uint32_t>(keys.blocks) * together;
+    if (keys.heads_per_wave == keys.heads) return;
+    const auto together = static_cast<uint32_t>(keys.heads_per_wave),
+               blocks = static_cast<uint32_t>(keys.blocks) * together;
     const uint32_t group = number / blocks;
     number -= group * blocks;
     first = group * together;
@@ -178,7 +181,7 @@ __device__ __forceinline__ KeyBlockPlace key_block_place(const BackwardParams &p
   place.sequence_index = quotient(block_of_head.head, p.kv_heads);
   place.kv_head = block_of_head.head - place.sequence_index * p.kv_heads;
   place.s = sequence(p, place.sequence_index);
-  if (!params.keys.listed) return place;
+  if (!params.keys.takes_planned_keys) return place;
   const Plan &plan = params.plan;
   const int64_t list = list_number(p, plan, place.s, place.kv_head * params.group);
   place.list_sequence = list_sequence(p, list, place.sequence_index);
@@ -227,14 +230,14 @@ __device__ __forceinline__ RowRange rows_of_run(const BackwardParams &params, co
 
 // The rows that may keep a key of the block. past < first: the block does not exist.
 __device__ __forceinline__ RowRange key_block_rows(const BackwardParams &params, const KeyBlockPlace &place) {
-  if (params.keys.listed) {
+  if (params.keys.takes_planned_keys) {
     if (params.keys.segments.rows > 0) return {place.rows.first, place.rows.past};
     if (place.keys <= 0) return {0, -1};
     return params.keys.ranges[place.list_sequence * params.keys.blocks + place.block];
   }
   const int64_t key = int64_t(place.block) * params.keys.block_keys;
   if (key >= place.s.k_count) return {0, -1};
-  if (params.plan.spans && group_shares_mask(params.p)) return rows_of_run(params, place, key);
+  if (params.plan.spans && group_shares_interval_plan(params.p)) return rows_of_run(params, place, key);
   const int32_t past = static_cast<int32_t>(place.s.q_count);
   return {is_causal(params.p) ? static_cast<int32_t>(max64(0, min64(past, key - place.s.causal_off))) : 0, past};
 }

@@ -26,12 +26,12 @@ template <class Function>
 __device__ void for_each_packed_block(const BackwardParams &params, const Function &function) {
   const KeyWork &keys = params.keys;
   const int together = keys.blocks >= 8 ? 8 : keys.blocks >= 4 ? 4 : keys.blocks >= 2 ? 2 : 1; // a divisor of kThreads
-  const int32_t first_lane = int32_t(threadIdx.x) % together, stride = keys.listed ? keys.buckets : 1;
+  const int32_t first_lane = int32_t(threadIdx.x) % together, stride = keys.takes_planned_keys ? keys.buckets : 1;
   for (int32_t head = int32_t(threadIdx.x) / together; head < keys.heads; head += kThreads / together) {
     const KeyBlockPlace place = key_block_place(params, head);
-    const auto count = int32_t(keys.listed ? params.plan.kept_count[place.list_sequence] : place.s.k_count);
-    const int32_t bucket_keys = keys.listed ? min(count, kBucketKeys) : count;
-    const int32_t buckets = keys.listed ? min(stride, (count + kBucketKeys - 1) / kBucketKeys) : 1;
+    const auto count = int32_t(keys.takes_planned_keys ? params.plan.kept_count[place.list_sequence] : place.s.k_count);
+    const int32_t bucket_keys = keys.takes_planned_keys ? min(count, kBucketKeys) : count;
+    const int32_t buckets = keys.takes_planned_keys ? min(stride, (count + kBucketKeys - 1) / kBucketKeys) : 1;
     const int32_t past = buckets * ((bucket_keys + keys.block_keys - 1) / keys.block_keys);
     for (int32_t n = first_lane; n < past; n += together)
       function(int64_t(n / buckets * stride + n % buckets) * keys.heads + head);
@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kThreads, 1) schedule_keys(const __grid_consta
   ptx::start_dependents();
   const KeyWork &keys = params.keys;
   // The kernel ahead orders the keys of lists. It writes nothing else that this kernel reads.
-  if (keys.listed) ptx::wait_for_kernel_ahead();
+  if (keys.takes_planned_keys) ptx::wait_for_kernel_ahead();
   const int64_t blocks = int64_t(keys.blocks) * keys.heads;
   const auto count_steps = [&](int64_t block) -> int32_t { // -1: the block does not exist
     const RowRange rows = key_block_rows(params, key_block_place(params, block));
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kThreads, 1) schedule_keys(const __grid_consta
   __syncthreads();
   const auto all_steps = int64_t(all);
   // With more blocks than two for each SM, the length of parts matters little.
-  const bool few = (keys.listed || params.plan.spans) && keys.sms > 0 && existing <= 2 * keys.sms;
+  const bool few = (keys.takes_planned_keys || params.plan.spans) && keys.sms > 0 && existing <= 2 * keys.sms;
   int32_t length = few ? lengths.choose(keys, all_steps, for_each_block) : 0;
   const bool chosen = length > 0;
   if (!chosen) length = int32_t(max64(kShortestPart, min64(kStepLimit, ceil_div(all_steps, kWantedItems))));
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(kThreads, 1) schedule_keys(const __grid_consta
       if (item < keys.max_items) keys.items[item] = {int32_t(block), part, parts, stored_part};
     }
   });
-  if (!keys.listed) ptx::wait_for_kernel_ahead();
+  if (!keys.takes_planned_keys) ptx::wait_for_kernel_ahead();
 }
 
 } // namespace

@@ -41,7 +41,7 @@ struct DividedBlocks {
     return i < keys.block_keys * quads() ? params.a.dk : params.a.dv;
   }
   __device__ int32_t key_of_row(int r) const {
-    if (keys.listed) return listed_key(params, place, r).key;
+    if (keys.takes_planned_keys) return listed_key(params, place, r).key;
     const int64_t key = int64_t(place.block) * keys.block_keys + r;
     return key < place.s.k_count ? static_cast<int32_t>(key) : -1;
   }

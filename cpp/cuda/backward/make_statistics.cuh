@@ -203,7 +203,7 @@ cudaError_t launch_statistics(const typename Work::Params &params, typename Work
   const int64_t batches = Work::past_batch(params) - first_batch, units = rows.units(batches);
   if (units > 0) {
     const fdm_problem &p = Work::problem(params);
-    const int64_t blocks = rows.blocks(batches), together = rows.rows_together();
+    const int64_t blocks = rows.blocks(batches), together = rows.rows_at_once();
     division.statistics = {int32_t(units),
                            int32_t(blocks),
                            {int32_t(first_batch), 0, 0},

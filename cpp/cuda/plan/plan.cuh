@@ -97,7 +97,7 @@ struct Plan {
 FDM_INLINE int64_t align_256(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
 // Keys of the per-key dimension. The host cannot read cu_seqlens, so paged problems take the size of the list tensor.
-FDM_INLINE int64_t list_keys(const fdm_problem &p) {
+FDM_INLINE int64_t total_keys(const fdm_problem &p) {
   if (!is_varlen(p)) return p.keys;
   if (!present(p.block_table)) return p.k.shape[1];
   return mask_kind(p) == FDM_MASK_ROWS ? 0 : mask_tensor(p).shape[3];
@@ -130,7 +130,7 @@ inline Plan lay_out_plan(const fdm_problem &p, void *base, int64_t *bytes) {
   Plan plan{};
   plan.lists = mask.shape[0] * mask.shape[1];
   plan.batch_lists = int32_t(mask.shape[1]);
-  plan.list_keys = list_keys(p);
+  plan.list_keys = total_keys(p);
   plan.tiles = int32_t(total_rows(p) / kTileRows + list_sequences(p));
   plan.tile_keys = int32_t(p.keys);
   const int64_t list_tiles = plan.lists * plan.tiles;
@@ -195,7 +195,7 @@ FDM_INLINE int64_t sequence_tiles(const fdm_problem &p) {
 }
 
 // Whether the query heads of a group share the mask. Masks with rows count as shared.
-FDM_INLINE bool group_shares_mask(const fdm_problem &p) {
+FDM_INLINE bool group_shares_interval_plan(const fdm_problem &p) {
   const fdm_mask_kind kind = mask_kind(p);
   return !is_interval_plan(kind) || group_size(p) == 1 || mask_tensor(p).shape[1] != p.heads;
 }

@@ -15,8 +15,8 @@ namespace {
 
 // Whether the keys of a block come from the lists of a plan. Query heads of a group with separate lists share no key
 // blocks.
-bool takes_listed_keys(const fdm_problem &p) {
-  return is_interval_plan(mask_kind(p)) && group_shares_mask(p) && !plans_runs(p);
+bool takes_planned_keys(const fdm_problem &p) {
+  return is_interval_plan(mask_kind(p)) && group_shares_interval_plan(p) && !plans_runs(p);
 }
 
 bool sums_bias_of_keys(const fdm_problem &p) { return present(p.bias) && !is_per_query(p.bias); }
@@ -24,9 +24,9 @@ bool sums_bias_of_keys(const fdm_problem &p) { return present(p.bias) && !is_per
 // Whether the kernel that computes all gradients supports the form of a per-query bias. A key block serves the query
 // heads of a group, and it must write the complete bias gradient. Heads may have separate per-query masks: the kernel
 // tests each pair and makes K finite.
-bool has_usual_row_bias(const fdm_problem &p) {
+bool is_fusible_per_query_bias(const fdm_problem &p) {
   const fdm_tensor &bias = p.bias;
-  return p.softcap <= 0 && !is_varlen(p) && group_shares_mask(p) && bias.shape[0] == p.batch &&
+  return p.softcap <= 0 && !is_varlen(p) && group_shares_interval_plan(p) && bias.shape[0] == p.batch &&
          bias.shape[3] == p.keys && (bias.shape[1] == p.heads || bias.shape[1] == p.kv_heads);
 }
 
@@ -36,7 +36,7 @@ bool can_fuse(const fdm_problem &p, const DeviceFacts &device) {
   const BuiltFor &built = *device.built;
   if (has_narrow_values(p) && (p.softcap > 0 || mask_kind(p) == FDM_MASK_ROWS)) return false;
   if (has_query_rows(p.bias))
-    return has_usual_row_bias(p) && fuses_row_bias(built.tile_arch, built.all.serving(p.head_dim));
+    return is_fusible_per_query_bias(p) && fuses_row_bias(built.tile_arch, built.all.serving(p.head_dim));
   const auto has_heads = [&](const fdm_tensor &t) { return t.shape[1] == p.heads; };
   // Heads may have separate per-query masks: the kernel tests each pair and makes K finite.
   if (mask_kind(p) == FDM_MASK_ROWS)
@@ -69,7 +69,7 @@ int64_t segment_blocks(const fdm_problem &p, const KeyDivision &keys, int64_t ro
 // or at most one sum per key.
 int64_t max_segment_sums(const fdm_problem &p, int64_t rows) {
   const int64_t borders = is_varlen(p) ? total_rows(p) / rows : ceil_div(p.queries, rows) - 1;
-  return std::min(list_keys(p), std::min(p.max_kept, p.keys) * borders);
+  return std::min(total_keys(p), std::min(p.max_kept, p.keys) * borders);
 }
 
 // The approximate number of keys that the rows of a segment keep together, after a selection with random biases: row
@@ -86,7 +86,7 @@ struct SmallBlockWork {
 
   SmallBlockWork(const fdm_problem &p, const RouteTable &constants, const KeyDivision &keys, int64_t rows)
       : table(constants) {
-    const int64_t of_rows = keys.listed ? std::min(p.keys, keys_of_segment(p, rows)) : p.keys;
+    const int64_t of_rows = keys.takes_planned_keys ? std::min(p.keys, keys_of_segment(p, rows)) : p.keys;
     blocks = ceil_div(of_rows, keys.block_keys) * ceil_div(p.queries, rows) * keys.heads;
     steps = ceil_div(rows, keys.tile_rows) * group_size(p);
     const bool is_partial = is_causal(p) || mask_kind(p) != FDM_MASK_NONE;
@@ -135,7 +135,7 @@ struct KeyChoice {
     keys.tile_rows = fused ? fused_choice.rows : tile.rows;
     keys.sum_dim = head_dim;
     keys.shares = 1;
-    keys.listed = takes_listed_keys(p);
+    keys.takes_planned_keys = takes_planned_keys(p);
     keys.heads = int32_t(p.batch * p.kv_heads);
     if (!fused) return;
     choose_small_blocks();
@@ -148,7 +148,7 @@ struct KeyChoice {
   // best number of rows is the number of keys that a query keeps. Key sums for many short segments would also take
   // memory.
   int64_t segment_rows(const KeyDivision &division) const {
-    if (!division.listed || mask_kind(p) != FDM_MASK_INTERVALS || p.max_kept <= 0) return 0;
+    if (!division.takes_planned_keys || mask_kind(p) != FDM_MASK_INTERVALS || p.max_kept <= 0) return 0;
     if (p.queries == 0 || p.heads == 0 || (is_varlen(p) && !packs_equal_lengths(p))) return 0;
     const int64_t window = std::min(p.max_kept, table.segment_window);
     const int64_t steps = table.segment_steps * division.tile_rows / group_size(p);
@@ -176,7 +176,7 @@ struct KeyChoice {
     if (has_query_rows(p.bias)) return HeadsInside::all; // the bias gradient is summed over heads that share it
     if (!device.has_wgmma() || keys.small) return HeadsInside::none;
     const bool usual = keys.block_keys < 128 || keys.sum_dim <= table.heads_inside_max_head_dim;
-    if (mask_kind(p) == FDM_MASK_KEYS && keys.listed) {
+    if (mask_kind(p) == FDM_MASK_KEYS && keys.takes_planned_keys) {
       const bool scheduled = !is_varlen(p) && p.keys > table.unscheduled_keys;
       return usual || scheduled ? HeadsInside::all : HeadsInside::few;
     }
@@ -198,8 +198,8 @@ struct KeyChoice {
     const int64_t sum_bytes = p.batch * p.heads * p.queries * small.sum_dim * int64_t(sizeof(float));
     const bool spares_time =
         small.sum_dim > table.chain_head_dim && 4 * sum_bytes >= table.chain_quarters * table.l2_bytes;
-    return !small.listed && group_size(p) == 1 && ceil_div(p.keys, small.block_keys) <= table.chain_blocks &&
-           (p.flags & FDM_DETERMINISTIC || spares_time);
+    return !small.takes_planned_keys && group_size(p) == 1 &&
+           ceil_div(p.keys, small.block_keys) <= table.chain_blocks && (p.flags & FDM_DETERMINISTIC || spares_time);
   }
 
   // Chooses the kernel of small blocks if key blocks have few steps. It adds to dQ three times as often as the other
@@ -215,10 +215,11 @@ struct KeyChoice {
     small.small = true;
     small.block_keys = kSmallBlock.keys;
     small.tile_rows = kSmallBlock.rows;
-    small.listed = keys.listed && !takes_consecutive_keys();
-    const int64_t rows = std::min(p.queries, small.listed ? segment_rows(small) : p.queries);
+    small.takes_planned_keys = keys.takes_planned_keys && !takes_consecutive_keys();
+    const int64_t rows = std::min(p.queries, small.takes_planned_keys ? segment_rows(small) : p.queries);
     const int64_t kept = keys_of_segment(p, rows);
-    if (small.listed ? kept > small.block_keys && kept < 2 * keys.block_keys : p.keys > table.small_keys) return;
+    if (small.takes_planned_keys ? kept > small.block_keys && kept < 2 * keys.block_keys : p.keys > table.small_keys)
+      return;
     if (rows == 0) return;
     const SmallBlockWork work(p, table, small, rows);
     small.chained = is_chained(small);
@@ -230,7 +231,7 @@ struct KeyChoice {
   // are the longest and come first. With nearly two blocks per SM, the short blocks then keep all SMs busy to the
   // end. A schedule would not be worth its launch and its sums.
   bool is_in_order(int64_t blocks) const {
-    return !keys.listed && !plans_runs(p) && is_causal(p) && p.queries >= p.keys &&
+    return !keys.takes_planned_keys && !plans_runs(p) && is_causal(p) && p.queries >= p.keys &&
            keys.sum_dim > table.max_scheduled_head_dim &&
            3 * blocks >= table.min_unscheduled_thirds * table.target_parts;
   }
@@ -263,7 +264,7 @@ void lay_out_segments(const fdm_problem &p, int64_t rows, WorkspaceParts &parts,
   route->segment_order = parts.take<SegmentBlock>(lists * keys.blocks);
   route->segment_kept = parts.take<int32_t>(lists * count);
   segments.max_sums = int32_t(max_segment_sums(p, rows));
-  if (is_varlen(p) && segments.max_sums < list_keys(p)) segments.row_sums = int32_t(std::min(p.max_kept, p.keys));
+  if (is_varlen(p) && segments.max_sums < total_keys(p)) segments.row_sums = int32_t(std::min(p.max_kept, p.keys));
   route->segment_sums = parts.take<float>(int64_t(keys.heads) * segments.max_sums * 2 * keys.sum_dim);
   route->segment_bias_sums = parts.take<float>(int64_t(keys.heads) * segments.max_sums);
   route->segment_keys = parts.take<int32_t>(lists * segments.max_sums);
@@ -276,9 +277,9 @@ void lay_out_segments(const fdm_problem &p, int64_t rows, WorkspaceParts &parts,
 void divide_blocks(const fdm_problem &p, const KeyChoice &choice, WorkspaceParts &parts, BackwardRoute *route) {
   const RouteTable &table = choice.table;
   KeyDivision &keys = route->division;
-  if (keys.listed) {
+  if (keys.takes_planned_keys) {
     const int64_t lists = mask_tensor(p).shape[0] * mask_tensor(p).shape[1];
-    route->ordered = parts.take<KeyRows>(lists * list_keys(p));
+    route->ordered = parts.take<KeyRows>(lists * total_keys(p));
     route->ranges = parts.take<RowRange>(lists * list_sequences(p) * keys.blocks);
   }
   const int64_t blocks = int64_t(keys.blocks) * keys.heads;
@@ -289,8 +290,8 @@ void divide_blocks(const fdm_problem &p, const KeyChoice &choice, WorkspaceParts
     // The schedule makes at most as many parts as can be stored.
     keys.stored_parts = int32_t(max_parts > 1 ? std::min(table.target_parts, blocks * max_parts) : 0);
     // The last block of a sequence may be partial, and so may the last block of a bucket.
-    const int64_t partial = p.batch + (keys.listed ? list_keys(p) / kBucketKeys + 1 : 0);
-    const int64_t existing = is_varlen(p) ? p.kv_heads * (list_keys(p) / keys.block_keys + partial) : blocks;
+    const int64_t partial = p.batch + (keys.takes_planned_keys ? total_keys(p) / kBucketKeys + 1 : 0);
+    const int64_t existing = is_varlen(p) ? p.kv_heads * (total_keys(p) / keys.block_keys + partial) : blocks;
     keys.max_items = int32_t(std::min<int64_t>(INT32_MAX, std::min(existing, blocks) + keys.stored_parts));
     route->items = parts.take<KeyItem>(keys.max_items);
     route->item_count = parts.take<int32_t>(1);
@@ -305,7 +306,7 @@ void divide_blocks(const fdm_problem &p, const KeyChoice &choice, WorkspaceParts
 
 // The number of KV heads that are processed together until all blocks of their keys are done: enough to fill all SMs,
 // and otherwise at most as many as fit L2 with Q, dO and the sums of dQ.
-int32_t heads_together(const fdm_problem &p, const RouteTable &table, const KeyDivision &keys) {
+int32_t heads_per_wave(const fdm_problem &p, const RouteTable &table, const KeyDivision &keys) {
   if (is_varlen(p)) return keys.heads;
   constexpr int64_t kRowBytes = 2 + 2 + 4, kKeyBytes = 2 + 2;
   const int64_t bytes = (p.queries * group_size(p) * kRowBytes + p.keys * kKeyBytes) * keys.sum_dim;
@@ -325,8 +326,9 @@ void lay_out(const fdm_problem &p, const KeyChoice &choice, int32_t bias_heads, 
   KeyDivision &keys = route->division;
   keys = choice.keys;
   keys.buckets = int32_t(ceil_div(p.keys, kBucketKeys));
-  keys.blocks = int32_t(keys.listed ? keys.buckets * ceil_div(std::min<int64_t>(p.keys, kBucketKeys), keys.block_keys)
-                                    : ceil_div(p.keys, keys.block_keys));
+  keys.blocks =
+      int32_t(keys.takes_planned_keys ? keys.buckets * ceil_div(std::min<int64_t>(p.keys, kBucketKeys), keys.block_keys)
+                                      : ceil_div(p.keys, keys.block_keys));
   route->bias_heads = bias_heads;
 
   WorkspaceParts parts;
@@ -342,12 +344,12 @@ void lay_out(const fdm_problem &p, const KeyChoice &choice, int32_t bias_heads, 
     route->query_sum_data = parts.take<float>(batches * p.heads * sums.head_rows * sums.dim);
   }
   if (sums_bias_of_keys(p))
-    route->bias_sums = parts.take<float>(batches * p.kv_heads * route->bias_heads * list_keys(p));
+    route->bias_sums = parts.take<float>(batches * p.kv_heads * route->bias_heads * total_keys(p));
   if (choice.rows_of_segment > 0)
     lay_out_segments(p, choice.rows_of_segment, parts, route);
   else
     divide_blocks(p, choice, parts, route);
-  keys.together = heads_together(p, choice.table, keys);
+  keys.heads_per_wave = heads_per_wave(p, choice.table, keys);
   route->workspace_bytes = parts.bytes;
 }
 
@@ -365,12 +367,12 @@ int64_t unfused_workspace(const fdm_problem &p, const DeviceFacts &device, int32
 }
 
 KeyKernel key_kernel(const fdm_problem &p, const DeviceFacts &device, const BackwardRoute &route, bool fused) {
-  if (!route.wants_keys) return KeyKernel::none;
+  if (!route.wants_key_gradients) return KeyKernel::none;
   if (fused) {
     if (!device.has_wgmma()) return KeyKernel::all;
     if (route.division.small) return route.division.chained ? KeyKernel::chained : KeyKernel::shared;
-    if (has_query_rows(p.bias)) return KeyKernel::row_bias;
-    return mask_kind(p) == FDM_MASK_ROWS ? KeyKernel::row_mask : KeyKernel::fused;
+    if (has_query_rows(p.bias)) return KeyKernel::per_query_bias;
+    return mask_kind(p) == FDM_MASK_ROWS ? KeyKernel::per_query_mask : KeyKernel::fused;
   }
   if (route.general) return KeyKernel::general;
   return device.has_wgmma() && route.head_dim <= kDkdvHeadDimSm90 ? KeyKernel::wgmma : KeyKernel::usual;
@@ -390,8 +392,8 @@ const char *name_of(KeyKernel kernel) {
   case KeyKernel::all:
     return "all_gradients_kernel";
   case KeyKernel::fused:
-  case KeyKernel::row_bias:
-  case KeyKernel::row_mask:
+  case KeyKernel::per_query_bias:
+  case KeyKernel::per_query_mask:
     return "fused_kernel";
   case KeyKernel::shared:
   case KeyKernel::chained:
@@ -404,25 +406,26 @@ const char *name_of(KeyKernel kernel) {
 }
 
 // The gradients that are computed together. A kernel for both skips the products of a gradient that is not requested.
-KeyLaunches key_launches(const BackwardRoute &route, int arch, const Wanted &wanted) {
+KeyLaunches key_launches(const BackwardRoute &route, int arch, const RequestedGradients &wanted) {
   const bool keys = wanted.dk || route.wants_bias_sums;
-  if (route.keys != KeyKernel::general && route.keys != KeyKernel::usual) return KeyLaunches::both;
-  if (dkdv_tile(arch, route.head_dim).together) return KeyLaunches::both;
-  return !keys ? KeyLaunches::values : wanted.dv ? KeyLaunches::each : KeyLaunches::keys;
+  if (route.key_kernel != KeyKernel::general && route.key_kernel != KeyKernel::usual) return KeyLaunches::both;
+  if (dkdv_tile(arch, route.head_dim).both_gradients) return KeyLaunches::both;
+  return !keys ? KeyLaunches::dv : wanted.dv ? KeyLaunches::separate : KeyLaunches::dk;
 }
 
 // Divides the work of the kernels before and after the mainloops.
 void divide_helpers(const fdm_problem &p, const RouteTable &table, const Alignment &alignment, BackwardRoute *route) {
   const KeyDivision &keys = route->division;
-  const int64_t sums = (is_varlen(p) ? 1 : p.batch) * p.kv_heads * route->bias_heads * list_keys(p);
+  const int64_t sums = (is_varlen(p) ? 1 : p.batch) * p.kv_heads * route->bias_heads * total_keys(p);
   route->statistics_division = statistics_division(p, table, alignment);
-  if (route->wants_keys) {
+  if (route->wants_key_gradients) {
     PreparationWork &work = route->preparation;
-    const int64_t lists = keys.listed ? mask_tensor(p).shape[0] * mask_tensor(p).shape[1] * list_sequences(p) : 0;
+    const int64_t lists =
+        keys.takes_planned_keys ? mask_tensor(p).shape[0] * mask_tensor(p).shape[1] * list_sequences(p) : 0;
     work.order = route->segments.rows > 0 ? int64_t(keys.heads) * route->segments.count : lists * keys.buckets;
     work.vectors = alignment.dk_dv;
     const int64_t units = p.k.shape[0] * p.kv_heads * ceil_div(p.k.shape[1], kUnitKeys);
-    const bool clears = route->clears_keys && route->wants_dkdv;
+    const bool clears = route->clears_key_gradients && route->wants_dkdv;
     const int64_t of_keys = clears ? ceil_div(units, kStatisticsThreads / 32) : 0;
     const int64_t of_sums = route->wants_bias_sums ? ceil_div(sums, table.clear_sums * kStatisticsThreads) : 0;
     work.clearing = std::max(of_keys, of_sums);
@@ -443,7 +446,7 @@ void divide_helpers(const fdm_problem &p, const RouteTable &table, const Alignme
   route->sink_reduction = reduction_work(p.heads, true);
 }
 
-void list_launches(BackwardRoute *route, const Wanted &wanted) {
+void list_launches(BackwardRoute *route, const RequestedGradients &wanted) {
   Launches &launches = route->launches;
   if (route->clears_dq) launches.add("fill");
   if (route->clears_dbias) launches.add("fill");
@@ -453,10 +456,10 @@ void list_launches(BackwardRoute *route, const Wanted &wanted) {
   }
   launches.add("prepare_backward");
   if (route->scheduled) launches.add("schedule_keys");
-  if (route->dq != QueryKernel::none) launches.add(name_of(route->dq));
-  if (route->keys != KeyKernel::none) {
-    launches.add(name_of(route->keys));
-    if (route->key_launches == KeyLaunches::each) launches.add(name_of(route->keys));
+  if (route->query_kernel != QueryKernel::none) launches.add(name_of(route->query_kernel));
+  if (route->key_kernel != KeyKernel::none) {
+    launches.add(name_of(route->key_kernel));
+    if (route->key_launches == KeyLaunches::separate) launches.add(name_of(route->key_kernel));
     if (route->query_sum_data.exists()) launches.add("round_sums");
     if (route->division.stored_parts > 0) launches.add("sum_parts");
     if (route->segments.max_sums > 0) launches.add("round_sums");
@@ -477,7 +480,7 @@ bool is_divided_by_members(const fdm_problem &p, const RouteTable &table, int64_
 }
 
 BackwardRoute member_route(const fdm_problem &p, const DeviceFacts &device, const Alignment &alignment,
-                           const Wanted &wanted) {
+                           const RequestedGradients &wanted) {
   const fdm_problem member = member_of(p, 0);
   BackwardRoute route = backward_route(member, device, alignment, wanted);
   const PlanRoute plan = plan_route(member, device);
@@ -500,7 +503,7 @@ BackwardRoute member_route(const fdm_problem &p, const DeviceFacts &device, cons
 } // namespace
 
 BackwardRoute backward_route(const fdm_problem &p, const DeviceFacts &device, const Alignment &alignment,
-                             const Wanted &wanted) {
+                             const RequestedGradients &wanted) {
   BackwardRoute route{};
   route.nothing = p.batch == 0 || p.heads == 0 || p.queries == 0 || p.keys == 0;
   if (route.nothing) {
@@ -517,31 +520,33 @@ BackwardRoute backward_route(const fdm_problem &p, const DeviceFacts &device, co
     return member_route(p, device, alignment, wanted);
   route.wants_bias_sums = wanted.dbias && sums_bias_of_keys(p);
   route.wants_dkdv = wanted.dk || wanted.dv;
-  route.wants_keys = route.wants_dkdv || route.wants_bias_sums;
+  route.wants_key_gradients = route.wants_dkdv || route.wants_bias_sums;
   route.inputs_aligned = alignment.inputs;
   route.dout_aligned = alignment.dout;
   route.general = has_query_rows(p.bias) || !alignment.inputs || !alignment.dout;
-  const bool fused = alignment.inputs && alignment.dout && wanted.dq && route.wants_keys && may_fuse(p, device);
+  const bool fused =
+      alignment.inputs && alignment.dout && wanted.dq && route.wants_key_gradients && may_fuse(p, device);
   route.head_dim = backward_head_dim(p, device, route.general && !fused);
   route.value_dim = device.value_instantiation(p, route.head_dim);
   lay_out(p, KeyChoice(p, device, fused, route.head_dim), own_bias_heads(p), &route);
   KeyDivision &keys = route.division;
   route.too_large = int64_t(keys.blocks) * keys.heads + device.table->target_parts > INT32_MAX;
   route.order = tile_order(p, *device.table);
-  route.keys = key_kernel(p, device, route, fused);
-  route.dq = query_kernel(device, route, wanted.dq && !fused);
-  const DqTileChoice tile = route.dq == QueryKernel::general ? general_dq_tile(device.built->tile_arch, route.head_dim)
-                                                             : dq_tile(device.built->tile_arch, route.head_dim);
-  const int64_t rows = route.dq == QueryKernel::wgmma ? kTileRows : tile.rows;
-  if (route.dq != QueryKernel::none) route.blocks = p.batch * p.heads * ceil_div(p.queries, rows);
-  if (route.dq == QueryKernel::wgmma) route.blocks = std::min<int64_t>(route.blocks, device.sms);
+  route.key_kernel = key_kernel(p, device, route, fused);
+  route.query_kernel = query_kernel(device, route, wanted.dq && !fused);
+  const DqTileChoice tile = route.query_kernel == QueryKernel::general
+                                ? general_dq_tile(device.built->tile_arch, route.head_dim)
+                                : dq_tile(device.built->tile_arch, route.head_dim);
+  const int64_t rows = route.query_kernel == QueryKernel::wgmma ? kTileRows : tile.rows;
+  if (route.query_kernel != QueryKernel::none) route.blocks = p.batch * p.heads * ceil_div(p.queries, rows);
+  if (route.query_kernel == QueryKernel::wgmma) route.blocks = std::min<int64_t>(route.blocks, device.sms);
   if (wanted.dbias && !route.wants_bias_sums && !fused) {
     const int64_t bias_rows = 16 * row_bias_tile(device.built->tile_arch, route.head_dim).warps;
     const int64_t batches = is_varlen(p) ? p.batch : p.bias.shape[0];
     route.row_bias_blocks = p.bias.shape[1] * ceil_div(p.queries, bias_rows) * batches;
   }
   if (route.wants_bias_sums) {
-    const int64_t sums[4] = {is_varlen(p) ? 1 : p.batch, p.kv_heads * route.bias_heads, 1, list_keys(p)};
+    const int64_t sums[4] = {is_varlen(p) ? 1 : p.batch, p.kv_heads * route.bias_heads, 1, total_keys(p)};
     route.reduces_bias = has_relative_bias(p) || !std::equal(p.bias.shape, p.bias.shape + 4, sums);
   }
   route.clears_dq = is_varlen(p) && wanted.dq;
@@ -549,8 +554,8 @@ BackwardRoute backward_route(const fdm_problem &p, const DeviceFacts &device, co
   const bool leaves_pairs = is_causal(p) || mask_kind(p) != FDM_MASK_NONE;
   route.clears_dbias = wanted.dbias && !route.wants_bias_sums && (is_varlen(p) || (fused && leaves_pairs));
   // No other kernel writes keys that are in no list, or rows and keys outside all sequences.
-  route.clears_keys = is_varlen(p) || keys.listed;
-  route.scheduled = route.wants_keys && keys.parts == 0;
+  route.clears_key_gradients = is_varlen(p) || keys.takes_planned_keys;
+  route.scheduled = route.wants_key_gradients && keys.parts == 0;
   if (route.scheduled && fused && device.has_wgmma()) keys.sms = device.sms;
   route.key_launches = key_launches(route, device.built->tile_arch, wanted);
   divide_helpers(p, *device.table, alignment, &route);
@@ -583,16 +588,16 @@ BackwardRoute key_mass_route(const fdm_problem &p, const DeviceFacts &device, co
     route.launches.add("fill");
     return route;
   }
-  route.wants_bias_sums = route.wants_keys = true;
+  route.wants_bias_sums = route.wants_key_gradients = true;
   route.inputs_aligned = route.dout_aligned = alignment.inputs;
   route.general = !alignment.inputs;
   route.head_dim = device.instantiation(p, route.general);
   lay_out(p, KeyChoice(p, device, false, route.head_dim), int32_t(group_size(p)), &route);
   route.too_large = int64_t(route.division.blocks) * route.division.heads + device.table->target_parts > INT32_MAX;
   route.order = tile_order(p, *device.table);
-  route.keys = key_kernel(p, device, route, false);
-  if (route.keys == KeyKernel::wgmma) {
-    route.keys = KeyKernel::mass;
+  route.key_kernel = key_kernel(p, device, route, false);
+  if (route.key_kernel == KeyKernel::wgmma) {
+    route.key_kernel = KeyKernel::mass;
     route.division.tile_rows = kMassTile.rows;
   }
   route.scheduled = route.division.parts == 0;

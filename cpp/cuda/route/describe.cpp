@@ -140,8 +140,8 @@ Object of_keys(const BackwardRoute &route) {
   fields.number("tile_rows", keys.tile_rows);
   fields.number("blocks", keys.blocks);
   fields.number("heads", keys.heads);
-  fields.number("together", keys.together);
-  fields.flag("listed", keys.listed);
+  fields.number("together", keys.heads_per_wave);
+  fields.flag("listed", keys.takes_planned_keys);
   fields.word("heads_inside", kInsideNames[int(keys.heads_inside)]);
   fields.number("shares", keys.shares);
   fields.number("parts", keys.parts);
@@ -269,8 +269,8 @@ std::string describe(const BackwardRoute &route) {
   if (route.is_pair_bias) {
     add_pair_bias_backward(&fields, route.pair_bias);
   } else if (!route.nothing) {
-    fields.word("dq", kQueryNames[int(route.dq)]);
-    fields.word("keys", kKeyNames[int(route.keys)]);
+    fields.word("dq", kQueryNames[int(route.query_kernel)]);
+    fields.word("keys", kKeyNames[int(route.key_kernel)]);
     fields.flag("row_bias", route.row_bias_blocks > 0);
     fields.flag("scheduled", route.scheduled);
     fields.flag("reduces_bias", route.reduces_bias);
@@ -338,9 +338,9 @@ int backward_way(const BackwardRoute &route) {
            bits_of({in_gradients, pair_bias.live.exists(), pair_bias.wants_dbias, pair_bias.writes_dbias}) << 6;
   }
   const KeyDivision &keys = route.division;
-  return int(route.keys) | int(route.dq) << 4 |
-         bits_of({keys.together != keys.heads, keys.listed, route.segments.rows > 0, route.scheduled, keys.parts > 1,
-                  keys.shares > 1, route.members > 0})
+  return int(route.key_kernel) | int(route.query_kernel) << 4 |
+         bits_of({keys.heads_per_wave != keys.heads, keys.takes_planned_keys, route.segments.rows > 0, route.scheduled,
+                  keys.parts > 1, keys.shares > 1, route.members > 0})
              << 6;
 }
 std::string name_of_backward(int way) {

@@ -19,9 +19,9 @@ CombineWork combine_work(const fdm_problem &p, const RouteTable &table, const Al
           ceil_div(partial_rows(p), kCombineThreads / lanes), alignment.out};
 }
 
-int64_t StatisticsDivision::rows_together() const { return kStatisticsThreads / lanes; }
+int64_t StatisticsDivision::rows_at_once() const { return kStatisticsThreads / lanes; }
 int64_t StatisticsDivision::units(int64_t batches) const {
-  return ceil_div(batches * batch_rows, rows_together() * statistics_rows(aligned));
+  return ceil_div(batches * batch_rows, rows_at_once() * statistics_rows(aligned));
 }
 int64_t StatisticsDivision::blocks(int64_t batches) const {
   return std::max(std::min(units(batches), wanted_blocks), units(batches) / max_units);

@@ -44,7 +44,7 @@ struct StatisticsDivision {
   int64_t batches, batch_rows; // batch elements, and the rows of each
   int64_t wanted_blocks, max_units;
 
-  int64_t rows_together() const; // rows that a thread block loads at a time
+  int64_t rows_at_once() const; // rows that a thread block loads at a time
   int64_t units(int64_t batches) const;
   int64_t blocks(int64_t batches) const;
 };

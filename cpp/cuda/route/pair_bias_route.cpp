@@ -529,7 +529,7 @@ int64_t pair_bias_forward_workspace(const fdm_problem &p, const DeviceFacts &dev
 }
 
 void choose_pair_bias_backward(BackwardRoute *route, const fdm_problem &p, const DeviceFacts &device,
-                               const Alignment &alignment, const Wanted &wanted) {
+                               const Alignment &alignment, const RequestedGradients &wanted) {
   const PairBiasChoice choice(p, device, alignment);
   PairBiasBackwardRoute &pair_bias = route->pair_bias;
   pair_bias.facts = choice.facts;

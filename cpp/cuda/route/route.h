@@ -135,8 +135,8 @@ struct SegmentWork {
 
 // How the key-stationary kernels divide their work.
 struct KeyDivision {
-  // true: blocks take kept keys in an order of their own; false: consecutive keys
-  bool listed;
+  // true: blocks take the kept keys of the plan in an order of their own; false: consecutive keys
+  bool takes_planned_keys;
   bool small;   // sm90/small_blocks.cuh computes them, with the sizes of kSmallBlock
   bool chained; // the blocks of a head form a cluster that sums dQ as in sm90/query_chain.cuh
   HeadsInside heads_inside;
@@ -144,9 +144,9 @@ struct KeyDivision {
   int32_t shares; // small: thread blocks of a cluster that share the steps of a block (sm90/step_shares.cuh)
   // `blocks` counts the blocks of one KV head. The block number over all heads is block * heads + head. `heads`
   // counts over sequences too, except for packed sequences with segments, where segments count over sequences. Heads
-  // are processed in groups of `together` heads (HeadsTogether), and the number above applies within a group.
-  int32_t blocks, heads, together;
-  int32_t buckets; // listed: buckets of kBucketKeys kept keys of a list and sequence
+  // are processed in groups of `heads_per_wave` heads (HeadsTogether), and the number above applies within a group.
+  int32_t blocks, heads, heads_per_wave;
+  int32_t buckets; // takes_planned_keys: buckets of kBucketKeys kept keys of a list and sequence
   // Above 0: every block has this many parts, and there is no schedule.
   int32_t parts;
   int32_t max_items;
@@ -175,25 +175,25 @@ enum class KeyKernel : uint8_t {
   usual,   // dkdv.cuh
   wgmma,   // sm90/dkdv.cuh
   // The kernels below compute all gradients.
-  all,      // all_gradients.cuh
-  fused,    // sm90/fused.cuh
-  row_bias, // the same with a per-query bias
-  row_mask, // the same with a per-query mask
-  shared,   // sm90/small_blocks.cuh: thread blocks of a cluster share the steps of a key block
-  chained,  // sm90/small_blocks.cuh: the key blocks of a head sum dQ in a chain
-  mass      // sm90/key_mass.cuh, for the key mass pass
+  all,            // all_gradients.cuh
+  fused,          // sm90/fused.cuh
+  per_query_bias, // the same with a per-query bias
+  per_query_mask, // the same with a per-query mask
+  shared,         // sm90/small_blocks.cuh: thread blocks of a cluster share the steps of a key block
+  chained,        // sm90/small_blocks.cuh: the key blocks of a head sum dQ in a chain
+  mass            // sm90/key_mass.cuh, for the key mass pass
 };
 
 // The gradients that a launch of KeyKernel computes, for kernels that can compute a subset: dK and dV together; dK
 // with the sums of the bias gradient; dV; or each in its own launch.
-enum class KeyLaunches : uint8_t { both, keys, values, each };
+enum class KeyLaunches : uint8_t { both, dk, dv, separate };
 
 // The gradients that a call requests.
-struct Wanted {
+struct RequestedGradients {
   bool dq, dk, dv, dbias, dsink;
 };
 
-inline Wanted wanted_of(const fdm_backward_args &args) {
+inline RequestedGradients requested_gradients(const fdm_backward_args &args) {
   return {present(args.dq), present(args.dk), present(args.dv), present(args.dbias), present(args.dsink)};
 }
 
@@ -202,16 +202,16 @@ struct BackwardRoute {
   bool is_pair_bias; // pair bias kernels compute the gradients; see `pair_bias`
   bool too_large;
   int32_t head_dim, value_dim; // of the instantiation
-  QueryKernel dq;
-  KeyKernel keys;
+  QueryKernel query_kernel;
+  KeyKernel key_kernel;
   KeyLaunches key_launches;
   int64_t row_bias_blocks; // thread blocks of row_bias.cuh, which computes the bias gradient; 0: not launched
   // The gradient of a bias that is the same for every query; and its sum over broadcast dimensions.
   bool wants_bias_sums, reduces_bias;
   bool clears_dq, clears_dbias; // rows outside all sequences; pairs that no kernel visits
-  bool clears_keys;             // the kernels that compute dK and dV leave some rows unwritten
+  bool clears_key_gradients;    // the kernels that compute dK and dV leave some rows unwritten
   bool wants_dkdv;              // dK or dV
-  bool wants_keys;              // dK, dV or the gradient of a per-key bias
+  bool wants_key_gradients;     // dK, dV or the gradient of a per-key bias
   bool scheduled;               // a kernel divides the key blocks into parts
   bool general;                 // unaligned rows, or a per-query bias
   bool inputs_aligned, dout_aligned;
@@ -241,11 +241,13 @@ struct BackwardRoute {
   int64_t workspace_bytes;
   Launches launches;
 
-  bool takes_narrow_values() const { return nothing || (keys == KeyKernel::fused && dq == QueryKernel::none); }
+  bool takes_narrow_values() const {
+    return nothing || (key_kernel == KeyKernel::fused && query_kernel == QueryKernel::none);
+  }
 };
 
 BackwardRoute backward_route(const fdm_problem &p, const DeviceFacts &device, const Alignment &alignment,
-                             const Wanted &wanted);
+                             const RequestedGradients &wanted);
 int64_t backward_workspace(const fdm_problem &p, const DeviceFacts &device);
 
 // The key mass pass: a backward pass that computes only the gradient of a per-key bias of each query head. A

@@ -50,7 +50,7 @@ void choose_pair_bias_forward(ForwardRoute *route, const fdm_problem &p, const D
                               const Alignment &alignment, int64_t splits);
 int64_t pair_bias_forward_workspace(const fdm_problem &p, const DeviceFacts &device, const Alignment &alignment);
 void choose_pair_bias_backward(BackwardRoute *route, const fdm_problem &p, const DeviceFacts &device,
-                               const Alignment &alignment, const Wanted &wanted);
+                               const Alignment &alignment, const RequestedGradients &wanted);
 int64_t pair_bias_backward_workspace(const fdm_problem &p, const DeviceFacts &device, const Alignment &alignment);
 
 } // namespace fdm::cuda

@@ -88,7 +88,7 @@ constexpr DqTileChoice general_dq_tile(int arch, int head_dim) {
 // one launch computes both.
 struct DkdvTileChoice {
   int keys, rows, warps, blocks;
-  bool together;
+  bool both_gradients;
 };
 
 constexpr DkdvTileChoice dkdv_tile(int arch, int head_dim) {

@@ -265,7 +265,7 @@ template <class Config> struct RowProducer {
   // Prefetches the bias of a step's rows to L2, from the first and from the last key of the block on.
   __device__ void ask_for_bias(const KeyStep &step) const {
     if constexpr (Config::kRowBias) {
-      if (!step.valid || keys.params.keys.listed) return;
+      if (!step.valid || keys.params.keys.takes_planned_keys) return;
       const fdm_tensor &t = params.p.bias;
       const Sequence &s = keys.task().s;
       const int size = t.dtype == FDM_FLOAT32 ? 4 : 2, thread = Roles::producer_thread();

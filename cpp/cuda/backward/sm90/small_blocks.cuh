@@ -118,7 +118,7 @@ template <class Config> struct SmallBlock {
   __device__ void load_keys(const KeyBlockPlace &place) const {
     constexpr int kOwnKeys = Config::kKeys / Config::kWarps;
     const int r = threadIdx.x / 32 * kOwnKeys + threadIdx.x % 32;
-    const bool listed = params.keys.listed, has_key = threadIdx.x % 32 < kOwnKeys;
+    const bool listed = params.keys.takes_planned_keys, has_key = threadIdx.x % 32 < kOwnKeys;
     const int64_t key = listed ? (has_key ? shared.keys.key[r] : 0) : int64_t(place.block) * Config::kKeys + r;
     const bool exists = has_key && (listed ? shared.keys.readable[r] : key < place.s.k_count);
     const auto load = [&](const fdm_tensor &t, const char *tile) {
@@ -315,7 +315,7 @@ template <class Config> struct SmallBlock {
   }
 
   __device__ void run(const KeyBlockPlace &block) {
-    const bool listed = params.keys.listed;
+    const bool listed = params.keys.takes_planned_keys;
     if (!listed) load_keys(block);
     sums.keys.start({block.block, 0, 1, 0}, block, false);
     const BlockSteps all_steps = find_steps();
@@ -382,7 +382,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   if (threadIdx.x == 0) shared.init();
   if (gridDim.y > 1) ptx::arrive_at_cluster();
   ptx::start_dependents();
-  if (params.keys.listed) ptx::wait_for_kernel_ahead(); // the kernel ahead orders the keys
+  if (params.keys.takes_planned_keys) ptx::wait_for_kernel_ahead(); // the kernel ahead orders the keys
   KeyBlockPlace place;
   if constexpr (Config::kChained) // a cluster has the blocks of one head, in the order of ChainWalk
     place = small_block_of_head(params, blockIdx.x, blockIdx.y);
