@@ -192,7 +192,7 @@ template <class SegmentsOf> Work count_segments(BackwardParams &params, const Se
   const KeySegments segments = params.keys.segments;
   const int64_t list_batch = p.start.shape[0], list_heads = p.start.shape[1];
   const int64_t numbers = list_batch * list_heads * segments.count;
-  params.plan.batch_lists = int32_t(list_heads);
+  params.plan.lists_per_batch = int32_t(list_heads);
   std::vector<int32_t> live(numbers, 0);
   std::vector<SegmentBlock> order;
   for (int64_t n = 0; n < numbers * segments.blocks; ++n) order.push_back({0, 1, int32_t(n % segments.blocks), 64});

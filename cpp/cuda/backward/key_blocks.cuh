@@ -372,19 +372,19 @@ private:
     const int64_t list = list_number(params.p, plan, s, query_head);
     if (list == mapped_list) return;
     mapped_list = list;
-    static_assert(kKeys % kByteKeys == 0, "keys of a block are consecutive, and begin with those of a byte");
+    static_assert(kKeys % kKeysPerByte == 0, "keys of a block are consecutive, and begin with those of a byte");
     const int32_t first_key = max(0, shared.key[0]),
                   tiles = int32_t(min64(kMappedTiles, ceil_div(s.q_count, kTileRows)));
-    const int64_t bytes = ceil_div(s.k_count - first_key, kByteKeys);
+    const int64_t bytes = ceil_div(s.k_count - first_key, kKeysPerByte);
     const uint8_t *keeps =
-        plan.tile_keeps + first_key / kByteKeys +
+        plan.tile_keeps + first_key / kKeysPerByte +
         (list * plan.tiles + tile_number(params.p, s, shared.task.sequence_index, 0)) * plan.keeps_per_tile;
     Team::sync(); // no thread reads the maps of the last list any more
     for (int first = Team::thread() / 32 * 32; first < tiles; first += Team::kThreads) {
       const int tile = first + int(threadIdx.x) % 32;
       uint32_t any = 0, all = tile < tiles ? kKeptByAll : 0;
 #pragma unroll
-      for (int n = 0; n < kKeys / kByteKeys; ++n) {
+      for (int n = 0; n < kKeys / kKeysPerByte; ++n) {
         if (tile >= tiles || n >= bytes) continue;
         const uint32_t byte = keeps[int64_t(tile) * plan.keeps_per_tile + n];
         any |= byte;

@@ -113,7 +113,7 @@ struct SegmentPlace {
     }
     s = sequence(p, sequence_index);
     const fdm_tensor &lists = mask_tensor(p); // one list for all heads, or one for each KV head
-    list = batch_index(lists, s) * params.plan.batch_lists + (lists.shape[1] == 1 ? 0 : kv_head);
+    list = batch_index(lists, s) * params.plan.lists_per_batch + (lists.shape[1] == 1 ? 0 : kv_head);
   }
 };
 

@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kChunkThreads)
   if (work.part == last_part) writer.finish(p, static_cast<int32_t>(total), kChunkThreads);
 }
 
-template <int kThreads> constexpr int kPartKeys = kThreadKeys * kThreads;
+template <int kThreads> constexpr int kPartKeys = kPartKeysPerThread * kThreads;
 
 // Lists the kept keys of a part of a list.
 template <int kThreads>
@@ -120,21 +120,22 @@ __device__ void compact_part(BlockSum<kThreads> &sums, const fdm_problem &p, con
   uint32_t own_before = 0;
 #pragma unroll 8
   for (auto n = static_cast<int32_t>(threadIdx.x); n < part_first; n += kThreads) own_before += reader(n).any();
-  const int32_t first = part_first + 32 * kThreadKeys * warp_id() + lane_id();
-  RowInterval rows[kThreadKeys];
+  const int32_t first = part_first + 32 * kPartKeysPerThread * warp_id() + lane_id();
+  RowInterval rows[kPartKeysPerThread];
 #pragma unroll
-  for (int i = 0; i < kThreadKeys; ++i) rows[i] = first + 32 * i < keys ? reader(first + 32 * i) : RowInterval{0, 0};
+  for (int i = 0; i < kPartKeysPerThread; ++i)
+    rows[i] = first + 32 * i < keys ? reader(first + 32 * i) : RowInterval{0, 0};
   // Lane i has the ballot of step i.
   uint32_t own_kept = 0, total;
 #pragma unroll
-  for (int i = 0; i < kThreadKeys; ++i) {
+  for (int i = 0; i < kPartKeysPerThread; ++i) {
     const uint32_t kept = __ballot_sync(kAllLanes, rows[i].any());
     if (lane_id() == i) own_kept = kept;
   }
   const uint32_t rank = sums.exclusive(__popc(own_kept) << 16 | own_before, &total) >> 16;
   const KeptWriter writer(p, plan, work, static_cast<int32_t>(total & 0xffffu));
 #pragma unroll
-  for (int i = 0; i < kThreadKeys; ++i) {
+  for (int i = 0; i < kPartKeysPerThread; ++i) {
     const uint32_t kept = __shfl_sync(kAllLanes, own_kept, i), first_rank = __shfl_sync(kAllLanes, rank, i);
     writer.write(first + 32 * i, static_cast<int32_t>(first_rank + __popc(kept & ((1u << lane_id()) - 1))), rows[i]);
   }

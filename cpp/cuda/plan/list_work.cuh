@@ -16,7 +16,7 @@ struct ListWork {
 
 __device__ __forceinline__ ListWork list_work(const fdm_problem &p, const Plan &plan, uint32_t list,
                                               int64_t sequence_index, int64_t part) {
-  const auto heads = static_cast<uint32_t>(plan.batch_lists);
+  const auto heads = static_cast<uint32_t>(plan.lists_per_batch);
   return {sequence(p, sequence_index), list, sequence_index, list / heads, list % heads, part};
 }
 

@@ -8,7 +8,7 @@
 // Interval plans serve a mask per key, or intervals, which include the causal limit. They also have, for each list,
 // the keys that any query keeps, in key order, each with its first and past-the-last row. Row plans serve a boolean
 // mask per query. They have a word of kTileRows bits for each tile and key instead. The backward pass goes by keys
-// and can look up any of them. In row plans, a byte for each tile and kByteKeys keys tells it which tiles it can
+// and can look up any of them. In row plans, a byte for each tile and kKeysPerByte keys tells it which tiles it can
 // skip.
 //
 // Memory is linear in the keys, except in row plans. A tile has room for as many columns as a selection leaves it
@@ -28,9 +28,9 @@
 namespace fdm::cuda {
 
 constexpr int kTileRows = 128;
-constexpr int kMaskBytes = 4;        // adjacent booleans of a mask that a thread loads at once
-constexpr int kPlanChunkKeys = 2048; // keys that a thread block counts and compacts
-constexpr int kThreadKeys = 4;       // keys of a thread in a part of a list of kept keys
+constexpr int kMaskBytes = 4;         // adjacent booleans of a mask that a thread loads at once
+constexpr int kPlanChunkKeys = 2048;  // keys that a thread block counts and compacts
+constexpr int kPartKeysPerThread = 4; // keys of a thread in a part of a list of kept keys
 
 // A word of a row plan: bit r % 32 of part r / 32 says whether row r of the tile keeps the key.
 struct alignas(16) RowWord {
@@ -39,7 +39,7 @@ struct alignas(16) RowWord {
 
 // Keys of a row plan per byte. The byte tells whether any row of a tile keeps any of them, and whether all rows keep
 // all.
-constexpr int kByteKeys = 32;
+constexpr int kKeysPerByte = 32;
 enum TileKeeps : uint8_t { kKeptByAny = 1, kKeptByAll = 2 };
 
 // The columns of a tile, and how many of them are full. A tile that overflows has no full ones, and `full` is ~n,
@@ -72,11 +72,11 @@ constexpr int kTileKeyRoom = 4096;
 // Pointers into a plan. The host computes them, and kernels get them by value: the layout takes divisions and 64-bit
 // products, which should not be repeated in each thread block.
 struct Plan {
-  int64_t lists;       // shape[0] * shape[1] of the list tensor
-  int64_t list_keys;   // keys of a list: K, for varlen total_k
-  int32_t batch_lists; // shape[1] of the list tensor
-  int32_t tiles;       // tiles of a list over all sequences
-  int32_t tile_keys;   // entries of the column list of a tile
+  int64_t lists;           // shape[0] * shape[1] of the list tensor
+  int64_t list_keys;       // keys of a list: K, for varlen total_k
+  int32_t lists_per_batch; // shape[1] of the list tensor
+  int32_t tiles;           // tiles of a list over all sequences
+  int32_t tile_keys;       // entries of the column list of a tile
 
   int32_t *kept_count;            // [list][sequence of the batch, or 1]: kept keys of the sequence
   int32_t *kept_index;            // [list][list_keys]: a sequence's from its k_begin on; keys within the sequence
@@ -86,7 +86,7 @@ struct Plan {
   int32_t *columns;    // [list][tile][tile_keys]: full ones from the front; partial ones from the back, reversed.
                        // Null: the columns of a tile are the first kept keys of its list
   RowWord *words;      // [list][tile][tile_keys]: every key, in key order; row plans only
-  uint8_t *tile_keeps; // [list][tile][keeps_per_tile]: a TileKeeps per kByteKeys keys; row plans only
+  uint8_t *tile_keeps; // [list][tile][keeps_per_tile]: a TileKeeps per kKeysPerByte keys; row plans only
   int32_t keeps_per_tile;
 
   int32_t list_spans, list_sections; // of a list, over all sequences
@@ -129,7 +129,7 @@ inline Plan lay_out_plan(const fdm_problem &p, void *base, int64_t *bytes) {
   const fdm_tensor &mask = mask_tensor(p);
   Plan plan{};
   plan.lists = mask.shape[0] * mask.shape[1];
-  plan.batch_lists = int32_t(mask.shape[1]);
+  plan.lists_per_batch = int32_t(mask.shape[1]);
   plan.list_keys = total_keys(p);
   plan.tiles = int32_t(total_rows(p) / kTileRows + list_sequences(p));
   plan.tile_keys = int32_t(p.keys);
@@ -160,7 +160,7 @@ inline Plan lay_out_plan(const fdm_problem &p, void *base, int64_t *bytes) {
   if (kind != FDM_MASK_KEYS) plan.columns = parts.take<int32_t>(list_tiles * plan.tile_keys);
   if (kind == FDM_MASK_ROWS) {
     plan.words = parts.take<RowWord>(list_tiles * plan.tile_keys);
-    plan.keeps_per_tile = int32_t(ceil_div(plan.tile_keys, kByteKeys));
+    plan.keeps_per_tile = int32_t(ceil_div(plan.tile_keys, kKeysPerByte));
     plan.tile_keeps = parts.take<uint8_t>(list_tiles * plan.keeps_per_tile);
   }
   *bytes = parts.used;
@@ -176,7 +176,7 @@ inline Plan plan_of(const fdm_problem &p, const void *base) {
 // The value of fdm_pack.plan_layouts: an upper bound of the size from lay_out_plan(), by the formula of pack.h.
 inline fdm_plan_layout plan_layout(fdm_mask_kind kind) {
   switch (kind) {
-  case FDM_MASK_ROWS: // a byte for each key is more than one for each kByteKeys keys
+  case FDM_MASK_ROWS: // a byte for each key is more than one for each kKeysPerByte keys
     return {4 * 256, 0, 0, sizeof(TileCounts), sizeof(int32_t) + sizeof(RowWord) + 1, kTileRows, INT64_MAX};
   case FDM_MASK_KEYS: // each sequence has a tile, which includes its kept_count
     return {5 * 256, 0, 3 * sizeof(int32_t), sizeof(TileCounts) + sizeof(int32_t), 0, kTileRows, 0};
@@ -245,7 +245,7 @@ FDM_INLINE int64_t list_sequence(const fdm_problem &p, int64_t list, int64_t seq
 
 FDM_INLINE int64_t list_number(const fdm_problem &p, const Plan &plan, const Sequence &s, int64_t head) {
   const fdm_tensor &mask = mask_tensor(p);
-  return batch_index(mask, s) * plan.batch_lists + head_index(p, mask, head);
+  return batch_index(mask, s) * plan.lists_per_batch + head_index(p, mask, head);
 }
 
 } // namespace fdm::cuda

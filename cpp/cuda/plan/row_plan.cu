@@ -48,9 +48,9 @@ __device__ __forceinline__ uint32_t bits_from(int64_t first) {
 }
 
 // How a thread loads booleans: four at once if the key stride is 1 and every row begins at a multiple of four bytes.
-enum class MaskLoads { single, of_four };
+enum class MaskLoads { single, four };
 
-template <MaskLoads kLoadsInFlight>
+template <MaskLoads kLoads>
 __global__ void __launch_bounds__(kRowThreads, 2)
     list_row_columns(const __grid_constant__ fdm_problem p, const __grid_constant__ Plan plan, int64_t tiles) {
   __shared__ uint4 words[kParts][kStepKeys / kKeysPerThread];
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kRowThreads, 2)
   int32_t *columns = plan.columns + list_tile * plan.tile_keys;
   RowWord *key_words = plan.words + list_tile * plan.tile_keys;
   uint8_t *tile_keeps = plan.tile_keeps + list_tile * plan.keeps_per_tile;
-  static_assert(kByteKeys == 32, "a warp has the keys of a byte");
+  static_assert(kKeysPerByte == 32, "a warp has the keys of a byte");
 
   const int part = warp_id() % kParts, group = warp_id() / kParts;
   const int part_rows = max(0, min(32, rows - 32 * part));
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kRowThreads, 2)
     const int64_t lane_key = step + group * kKeysPerWarp + lane_id() * kKeysPerThread;
     const int keys = static_cast<int>(max64(0, min64(kKeysPerThread, work.s.k_count - lane_key)));
     uint32_t bits[4] = {0, 0, 0, 0};
-    if (kLoadsInFlight == MaskLoads::of_four && keys == kKeysPerThread) {
+    if (kLoads == MaskLoads::four && keys == kKeysPerThread) {
       load_rows<MaskLoad::word>(part_mask + lane_key, row, 1, part_rows, keys, bits);
     } else if (keys > 0) {
       load_rows<MaskLoad::bytes>(part_mask + lane_key * col, row, col, part_rows, keys, bits);
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kRowThreads, 2)
     const bool any_of_warp = __any_sync(0xffffffffu, any != 0),
                all_of_warp = __all_sync(0xffffffffu, !exists || full[0]);
     if (exists && lane_id() == 0)
-      tile_keeps[key / kByteKeys] = (any_of_warp ? kKeptByAny : 0) | (all_of_warp ? kKeptByAll : 0);
+      tile_keeps[key / kKeysPerByte] = (any_of_warp ? kKeptByAny : 0) | (all_of_warp ? kKeptByAll : 0);
     full_count += ranks.first_of(total);
     partial_count += ranks.second_of(total);
   }
@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(kRowThreads, 2)
   for (int64_t key = ceil_div(max64(0, visible), kStepKeys) * kStepKeys + threadIdx.x; key < work.s.k_count;
        key += kRowThreads) {
     key_words[key] = RowWord{};
-    if (lane_id() == 0) tile_keeps[key / kByteKeys] = 0;
+    if (lane_id() == 0) tile_keeps[key / kKeysPerByte] = 0;
   }
   if (threadIdx.x == 0)
     plan.counts[list_tile] = {static_cast<int32_t>(full_count + partial_count), static_cast<int32_t>(full_count)};
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kRowThreads, 2)
 } // namespace
 
 cudaError_t launch_row_lists(const fdm_problem &p, const Plan &plan, const PlanRoute &route, cudaStream_t stream) {
-  const auto kernel = route.aligned ? list_row_columns<MaskLoads::of_four> : list_row_columns<MaskLoads::single>;
+  const auto kernel = route.aligned ? list_row_columns<MaskLoads::four> : list_row_columns<MaskLoads::single>;
   return launch(kernel, route.blocks, kRowThreads, 0, stream, p, plan, int64_t{route.parts});
 }
 

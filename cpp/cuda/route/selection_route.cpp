@@ -99,7 +99,7 @@ PlanRoute plan_route(const fdm_problem &p, const DeviceFacts &device) {
     // Enough threads to fill the GPU, but no more: each thread has fixed work besides its keys.
     route.kernel = PlanKernel::tiles;
     route.threads = tiles <= table.plan_tiles_512 ? 512 : tiles <= table.plan_tiles_256 ? 256 : 128;
-    route.parts = int32_t(max64(1, ceil_div(p.keys, kThreadKeys * route.threads)));
+    route.parts = int32_t(max64(1, ceil_div(p.keys, kPartKeysPerThread * route.threads)));
     route.blocks = lists * route.parts + tiles;
     route.launches.add("list_keys_and_tiles");
   } else {
