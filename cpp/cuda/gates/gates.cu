@@ -59,16 +59,17 @@ struct DecayShared {
 // The index of this thread's item i in a chunk.
 __device__ __forceinline__ int own_item(int i) { return i * kGateThreads + static_cast<int>(threadIdx.x); }
 
-// Advances each place to the first of the descending `numbers` before `most` that is with `base` below the limit, or
-// to `most`. The searches of a thread run together, so that their loads overlap.
+// Advances each place to the first of the descending `numbers` before `search_end` that is with `base` below the
+// limit, or to `search_end`. The searches of a thread run together, so that their loads overlap.
 __device__ __forceinline__ void search_below(const double *numbers, double base, const double (&limit)[kThreadGates],
-                                             const int32_t (&most)[kThreadGates], int32_t (&place)[kThreadGates]) {
+                                             const int32_t (&search_end)[kThreadGates],
+                                             int32_t (&place)[kThreadGates]) {
 #pragma unroll 1
   for (int step = kGateChunk; step > 0; step /= 2)
 #pragma unroll
     for (int i = 0; i < kThreadGates; ++i) {
       const int32_t next = place[i] + step;
-      if (next <= most[i] && !(base + numbers[next - 1] < limit[i])) place[i] = next;
+      if (next <= search_end[i] && !(base + numbers[next - 1] < limit[i])) place[i] = next;
     }
 }
 
@@ -88,15 +89,15 @@ struct DecaySearch {
                          const SummedChunk<Row> &summed)
       : params(params_), row(row_), shared(shared_) {
     keep_sums(summed);
-    int32_t found[kThreadGates], most[kThreadGates];
+    int32_t found[kThreadGates], search_end[kThreadGates];
 #pragma unroll
     for (int i = 0; i < kThreadGates; ++i) {
       past[i] = summed.past[i];
       limit[i] = summed.sum[i] + params.f.prune;
       found[i] = chunk.place(i) + 1 - chunk.begin;
-      most[i] = chunk.place(i) < chunk.past ? min(past[i], chunk.past) - chunk.begin : 0;
+      search_end[i] = chunk.place(i) < chunk.past ? min(past[i], chunk.past) - chunk.begin : 0;
     }
-    search_below(shared.of_chunk, 0, limit, most, found);
+    search_below(shared.of_chunk, 0, limit, search_end, found);
 #pragma unroll
     for (int i = 0; i < kThreadGates; ++i) {
       end[i] = chunk.begin + found[i];
@@ -143,25 +144,25 @@ private:
 
   // Searches for ends in the chunks from `first` on, whose sums are in `reached`.
   __device__ void search(int32_t first, double before) {
-    int32_t found[kThreadGates] = {}, most[kThreadGates] = {};
+    int32_t found[kThreadGates] = {}, search_end[kThreadGates] = {};
 #pragma unroll
     for (int i = 0; i < kThreadGates; ++i) {
       // The last chunk of a sequence has its total only if the next sequence does not begin in that chunk.
       const bool whole = past[i] == row.count || past[i] % kGateChunk == 0;
-      if (open[i]) most[i] = static_cast<int32_t>(min64(last_chunk(i) + whole - first, kGateChunk));
+      if (open[i]) search_end[i] = static_cast<int32_t>(min64(last_chunk(i) + whole - first, kGateChunk));
     }
-    search_below(shared.reached, 0, limit, most, found);
+    search_below(shared.reached, 0, limit, search_end, found);
     uint32_t wanted[kThreadGates]; // the chunk with the end
 #pragma unroll
     for (int i = 0; i < kThreadGates; ++i) {
       wanted[i] = kNone;
       if (!open[i]) continue;
       const int32_t number = first + found[i], last = last_chunk(i);
-      if (found[i] < most[i] || number == last) wanted[i] = static_cast<uint32_t>(number);
+      if (found[i] < search_end[i] || number == last) wanted[i] = static_cast<uint32_t>(number);
       if (number > last) end[i] = past[i];
-      open[i] = found[i] == most[i] && number < last;
+      open[i] = found[i] == search_end[i] && number < last;
     }
-    for (uint32_t number = least(wanted); number != kNone; number = least(wanted)) {
+    for (uint32_t number = min_wanted(wanted); number != kNone; number = min_wanted(wanted)) {
       const int32_t begin = static_cast<int32_t>(number) * kGateChunk;
       const auto past_chunk = static_cast<int32_t>(min64(row.count, int64_t{begin} + kGateChunk));
       keep_sums(SummedChunk<Row>(shared.sums, row, begin, past_chunk));
@@ -169,9 +170,9 @@ private:
 #pragma unroll
       for (int i = 0; i < kThreadGates; ++i) {
         found[i] = 0;
-        most[i] = wanted[i] == number ? min(past[i], past_chunk) - begin : 0;
+        search_end[i] = wanted[i] == number ? min(past[i], past_chunk) - begin : 0;
       }
-      search_below(shared.of_chunk, n == 0 ? before : shared.reached[n - 1], limit, most, found);
+      search_below(shared.of_chunk, n == 0 ? before : shared.reached[n - 1], limit, search_end, found);
 #pragma unroll
       for (int i = 0; i < kThreadGates; ++i) {
         if (wanted[i] != number) continue;
@@ -183,15 +184,15 @@ private:
 
   __device__ int32_t last_chunk(int i) const { return (past[i] - 1) / kGateChunk; } // of the sequence
 
-  // The least chunk number that a thread wants.
-  __device__ uint32_t least(const uint32_t (&wanted)[kThreadGates]) {
-    uint32_t least_wanted = kNone;
+  // The lowest chunk number that a thread wants.
+  __device__ uint32_t min_wanted(const uint32_t (&wanted)[kThreadGates]) {
+    uint32_t lowest = kNone;
 #pragma unroll
-    for (int i = 0; i < kThreadGates; ++i) least_wanted = min(least_wanted, wanted[i]);
-    least_wanted = __reduce_min_sync(kAllLanes, least_wanted);
+    for (int i = 0; i < kThreadGates; ++i) lowest = min(lowest, wanted[i]);
+    lowest = __reduce_min_sync(kAllLanes, lowest);
     if (threadIdx.x == 0) shared.next = kNone;
     __syncthreads();
-    if (lane_id() == 0) atomicMin(&shared.next, least_wanted);
+    if (lane_id() == 0) atomicMin(&shared.next, lowest);
     __syncthreads();
     return shared.next; // a barrier precedes the next call, in keep_sums or after the search
   }

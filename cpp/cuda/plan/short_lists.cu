@@ -119,7 +119,7 @@ __device__ void select_rows(ShortShared<kThreads, kItemsPerThread> &shared, cons
     seen.words = shared.seen;
     __syncthreads();
   }
-  const int32_t first_ranked = s.keep_first > 0 ? seen.numbered(static_cast<int32_t>(s.keep_first), 0) : 0;
+  const int32_t first_ranked = s.keep_first > 0 ? seen.key_of_rank(static_cast<int32_t>(s.keep_first), 0) : 0;
   bool usable[kItemsPerThread];
 #pragma unroll
   for (int i = 0; i < kItemsPerThread; ++i) usable[i] = true;
@@ -145,7 +145,7 @@ __device__ void select_rows(ShortShared<kThreads, kItemsPerThread> &shared, cons
     const int64_t first = max64(0, j - row.causal_off);
     const bool stays = j < first_ranked || exit == ShortShared<kThreads, kItemsPerThread>::kKeys;
     // A key that never enters leaves the window with its own arrival.
-    const int64_t past = stays ? row.q_count : row_of_arrival(row, seen.later(max(exit, j), s.keep_last));
+    const int64_t past = stays ? row.q_count : row_of_arrival(row, seen.key_after(max(exit, j), s.keep_last));
     if (usable[i] && first < past) rows[i] = {static_cast<int32_t>(first), static_cast<int32_t>(past)};
     if (!writes) continue;
     start[j * start_stride] = rows[i].start;

@@ -207,7 +207,7 @@ std::string describe(const SelectionRoute &route) {
   fields.number("chunks", route.chunks.count);
   fields.number("part_keys", route.keep.keys);
   fields.number("row_parts", route.keep.count);
-  fields.number("listed", route.keep.listed);
+  fields.number("listed", route.keep.list_capacity);
   fields.number("blocks", route.blocks);
   fields.parts({{"states", &route.states},
                 {"digits", &route.digits},

@@ -48,7 +48,7 @@ KeepParts keep_parts(const fdm_selection &s, int64_t all_rows, int64_t blocks) {
   const double rank = sampled_rank(s, s.keys);
   if (rank > kSampledKeys / 8.0) return parts;
   // 1.5 times the estimate of the sample plus 24, because warps do not have equal numbers.
-  parts.listed = round_up(int64_t(1.5 * rank / kSampledKeys * double(parts.keys / kWarps)) + 24, 8);
+  parts.list_capacity = round_up(int64_t(1.5 * rank / kSampledKeys * double(parts.keys / kWarps)) + 24, 8);
   return parts;
 }
 

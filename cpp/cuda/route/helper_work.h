@@ -99,7 +99,7 @@ struct KeepParts {
   int64_t keys;  // of a part
   int64_t count; // of a row
   // Capacity of the key list of a warp of a part; 0: no lists, because too many keys reach the threshold of a sample.
-  int64_t listed;
+  int64_t list_capacity;
 };
 constexpr int kKeepThreads = 512, kKeepDigits = 2048, kSampledKeys = 4096, kRowStateBytes = 128;
 constexpr int kWarpKeys = 512; // a warp has a multiple of this

@@ -49,8 +49,8 @@ void choose_keep(SelectionRoute *route, const fdm_selection &selection, const De
   route->digits = parts.take<uint32_t>(rows * keep_passes(bits) * kKeepDigits);
   route->part_digits = parts.take<uint32_t>(route->blocks * keep_last_digits(bits));
   if (counts_seen_keys(s)) route->seen = parts.take<uint32_t>(route->blocks);
-  if (route->keep.listed > 0)
-    route->lists = parts.take<int32_t>(route->blocks * (kKeepThreads / 32) * (route->keep.listed + 1));
+  if (route->keep.list_capacity > 0)
+    route->lists = parts.take<int32_t>(route->blocks * (kKeepThreads / 32) * (route->keep.list_capacity + 1));
   route->workspace_bytes = parts.bytes;
   route->launches.add("sample_keys");
   for (int pass = 0; pass < keep_passes(bits); ++pass) route->launches.add("count_keys");

@@ -92,7 +92,7 @@ private:
   }
 
   // How many of the first seven items are larger than `order`. Items are in descending order.
-  __device__ static int larger(const Order (&sorted)[8], Order order) {
+  __device__ static int count_larger(const Order (&sorted)[8], Order order) {
     const bool four = sorted[3] > order;
     const bool two = (four ? sorted[5] : sorted[1]) > order;
     const bool one = (four ? (two ? sorted[6] : sorted[4]) : (two ? sorted[2] : sorted[0])) > order;
@@ -100,15 +100,15 @@ private:
   }
 
   // How many keys of a sorted chunk are better.
-  __device__ static int better(const Shared &shared, int chunk, Order order) {
+  __device__ static int count_better(const Shared &shared, int chunk, Order order) {
     struct alignas(16) Eight {
       Order keys[8];
     };
     static_assert(kBuckets == 8 && kBucketKeys == 8);
     const Eight last = *reinterpret_cast<const Eight *>(shared.last[chunk]);
-    const int bucket = larger(last.keys, order);
+    const int bucket = count_larger(last.keys, order);
     const Eight eight = *reinterpret_cast<const Eight *>(&shared.sorted[chunk][bucket * kBucketKeys]);
-    return bucket * kBucketKeys + larger(eight.keys, order) + (eight.keys[7] > order);
+    return bucket * kBucketKeys + count_larger(eight.keys, order) + (eight.keys[7] > order);
   }
 
   __device__ static int32_t exit_of(const Shared &shared, Order order, int own_place, int64_t size) {
@@ -116,7 +116,7 @@ private:
     int total = 0, chunk = -1, count = 0, missing = 0;
 #pragma unroll 2
     for (int c = 0; c < kChunks; ++c) {
-      const int found = c == warp_id() ? own_place : better(shared, c, order);
+      const int found = c == warp_id() ? own_place : count_better(shared, c, order);
       if (total < wanted && total + found >= wanted) {
         chunk = c;
         count = found;

@@ -79,7 +79,7 @@ struct IntervalWork {
   __device__ int64_t first_row(int64_t key) const { return max64(0, key - row.causal_off); }
 
   // The row at which a key leaves that the window holds up to `arrival`. A key that never enters has its own arrival.
-  __device__ int64_t past_row(int32_t arrival) const { return row_of_arrival(row, seen.later(arrival, keep_last)); }
+  __device__ int64_t past_row(int32_t arrival) const { return row_of_arrival(row, seen.key_after(arrival, keep_last)); }
 
   // A key that no row selects has the interval [0, 0).
   __device__ void write(int64_t key, int64_t past_row) const {
@@ -218,7 +218,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   if (threadIdx.x == 0) changes.leaver_count = 0;
   ptx::wait_for_kernel_ahead(); // the results can be read from here on
   if (absent) return;
-  if (s.keep_first > 0) candidates.first_ranked = work.seen.numbered(static_cast<int32_t>(s.keep_first), 0);
+  if (s.keep_first > 0) candidates.first_ranked = work.seen.key_of_rank(static_cast<int32_t>(s.keep_first), 0);
   const Window before =
       work.chunk > 0 ? work.windows[work.chunk - 1] : (s.window > 0 ? open_window(0) : closed_window());
   const Window after = work.windows[work.chunk], last = work.windows[last_chunk];

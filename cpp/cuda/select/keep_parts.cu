@@ -8,7 +8,7 @@
 // Most of the work is to read the biases, so later launches read few of them again. A sample of the row gives a
 // threshold that about a window of keys and some more reach. The first counting launch counts only those; each warp
 // lists its own, and writes the booleans of all others. If no list is too short and the listed keys fit one block
-// (kListedRoom), the first block of the next launch selects the row from the lists, and other launches have nothing
+// (kMaxListedKeys), the first block of the next launch selects the row from the lists, and other launches have nothing
 // to do. Otherwise a warp whose list is too short goes through all of its keys in each launch. If fewer keys than the
 // window reach the threshold, which the sample makes all but impossible, one block selects the row.
 #include "../host/launch.cuh"
@@ -27,11 +27,11 @@ using Select = RadixSelect<kThreads>;
 static_assert(Select::kDigits == kKeepDigits);
 
 // The state of the search for the last selected key: its decided upper bits, and how many of the keys with these bits
-// are selected. settled: the window is final. listed: the selection from the lists is done.
+// are selected. settled: the window is final. selects_from_lists: the first block selects the row from the lists.
 struct Step {
   uint32_t decided, remaining;
   Window window;
-  bool settled, ignores_threshold, listed;
+  bool settled, ignores_threshold, selects_from_lists;
 };
 
 struct RowState {
@@ -109,7 +109,7 @@ template <int kBits> struct RowPart {
   KeepRow row;
   Candidates<kBits> candidates;
   uint32_t threshold = 1;
-  int32_t listed = -1; // length of this warp's list; -1: none, or an incomplete one
+  int32_t list_length = -1; // length of this warp's list; -1: none, or an incomplete one
 
   __device__ explicit RowPart(const KeepWork &w)
       : work(w), number(blockIdx.x / static_cast<uint32_t>(w.parts.count)),
@@ -132,7 +132,7 @@ template <int kBits> struct RowPart {
     return work.part_digits + part_number(other) * keep_last_digits(kBits);
   }
   __device__ int32_t *list() const {
-    return work.lists + (part_number(part) * kWarps + warp_id()) * (work.parts.listed + 1);
+    return work.lists + (part_number(part) * kWarps + warp_id()) * (work.parts.list_capacity + 1);
   }
   __device__ bool is_first_thread() const { return part == 0 && threadIdx.x == 0; }
 
@@ -142,9 +142,9 @@ template <int kBits> struct RowPart {
     threshold = known.threshold;
     candidates.first_ranked = known.first_ranked;
     candidates.ranked_count = known.ranked_count;
-    if (work.parts.listed == 0) return;
+    if (work.parts.list_capacity == 0) return;
     const int32_t count = list()[0];
-    if (count <= work.parts.listed) listed = count;
+    if (count <= work.parts.list_capacity) list_length = count;
   }
 
   __device__ bool counts(uint32_t value, int32_t key) const { return value >= threshold && candidates.ranks(key); }
@@ -152,9 +152,9 @@ template <int kBits> struct RowPart {
   // Calls visit(key, values) for the keys of this warp before `end`, in key order, or for all that it listed. Each
   // lane has adjacent keys, or one listed key and zeros. Keys that the row does not see have the value 0.
   template <class Visit> __device__ void visit_keys(int32_t end, const Visit &visit) const {
-    if (listed >= 0) {
-      for (int32_t first = 0; first < listed; first += 32) {
-        const bool exists = first + lane_id() < listed;
+    if (list_length >= 0) {
+      for (int32_t first = 0; first < list_length; first += 32) {
+        const bool exists = first + lane_id() < list_length;
         const int32_t key = exists ? list()[1 + first + lane_id()] : 0;
         visit(key, Values{{exists ? candidates.value(key) : 0}});
       }
@@ -275,7 +275,7 @@ template <int kBits> __global__ void __launch_bounds__(kThreads, 2) sample_keys(
   // A key that may be selected has a value of at least 1.
   uint32_t threshold = s.window > 0 ? 1 : ~0u;
   const float rank = keys == 0 ? 0 : sampled_rank(s, keys);
-  if (s.window > 0 && work.parts.listed > 0 && keys > 0 && rank < kSampledKeys) {
+  if (s.window > 0 && work.parts.list_capacity > 0 && keys > 0 && rank < kSampledKeys) {
 #pragma unroll
     for (int n = 0; n < kSampledKeys / kThreads; ++n) {
       const int sample = n * kThreads + static_cast<int>(threadIdx.x);
@@ -309,8 +309,8 @@ template <int kBits> __device__ Step next_step(Shared &shared, const Step &befor
   return step;
 }
 
-// The most listed keys of a row that a block selects from at once.
-constexpr int kListedRoom = 4096;
+// Maximum listed keys of a row that a block selects from at once.
+constexpr int kMaxListedKeys = 4096;
 
 // The step before a launch that counts the digits of a pass.
 template <int kBits> __device__ Step step_before(Shared &shared, const RowPart<kBits> &row_part, int pass) {
@@ -325,8 +325,9 @@ template <int kBits> __device__ Step step_before(Shared &shared, const RowPart<k
   const uint32_t total = Select::total(shared.select);
   const auto size = static_cast<int32_t>(min64(count, total));
   Step step{0, 0, open_window(size), true, false, false};
-  step.listed = row_part.work.parts.listed > 0 && !row_part.state().too_short && total >= count && total <= kListedRoom;
-  if (step.listed) return step;
+  step.selects_from_lists =
+      row_part.work.parts.list_capacity > 0 && !row_part.state().too_short && total >= count && total <= kMaxListedKeys;
+  if (step.selects_from_lists) return step;
   if (total > count)
     return next_step<kBits>(shared, {0, static_cast<uint32_t>(count), open_window(size), false, false, false}, 0);
   if (total == count || row_part.threshold == 1) return step;
@@ -337,15 +338,15 @@ template <int kBits> __device__ Step step_before(Shared &shared, const RowPart<k
 
 // Keeps the selected keys among all that the warps of a row have listed. Lists, and keys in them, are in key order.
 template <int kBits> __device__ void keep_listed(Shared &shared, const RowPart<kBits> &row_part) {
-  __shared__ int32_t keys[kListedRoom];
-  __shared__ uint32_t values[kListedRoom];
+  __shared__ int32_t keys[kMaxListedKeys];
+  __shared__ uint32_t values[kMaxListedKeys];
   const KeepParts &parts = row_part.work.parts;
-  const int32_t *const first_list = row_part.work.lists + row_part.part_number(0) * kWarps * (parts.listed + 1);
+  const int32_t *const first_list = row_part.work.lists + row_part.part_number(0) * kWarps * (parts.list_capacity + 1);
   const auto lists = static_cast<int32_t>(parts.count * kWarps);
   int32_t total = 0;
   for (int32_t first = 0; first < lists; first += kThreads) {
     const int32_t number = first + static_cast<int32_t>(threadIdx.x);
-    const int32_t *const list = first_list + number * (parts.listed + 1);
+    const int32_t *const list = first_list + number * (parts.list_capacity + 1);
     const int32_t count = number < lists ? list[0] : 0;
     uint32_t sum;
     const int32_t before =
@@ -380,7 +381,7 @@ __global__ void __launch_bounds__(kThreads, 2) count_keys(const __grid_constant_
     const Step step = step_before(shared, row_part, kPass);
     if (row_part.is_first_thread()) row_part.state().steps[kPass - 1] = step;
     if constexpr (kPass == 1)
-      if (step.listed && row_part.part == 0) keep_listed(shared, row_part);
+      if (step.selects_from_lists && row_part.part == 0) keep_listed(shared, row_part);
     if (step.settled) return;
     decided = step.decided;
   }
@@ -393,7 +394,7 @@ __global__ void __launch_bounds__(kThreads, 2) count_keys(const __grid_constant_
   const auto count = [&](uint32_t value) {
     if ((value & kDecided) == decided) atomicAdd(&digits[Select::kDigits - 1 - (value >> kShift & kDigit)], 1u);
   };
-  if (kPass == 0 && work.parts.listed > 0) {
+  if (kPass == 0 && work.parts.list_capacity > 0) {
     int32_t *list = row_part.list() + 1, found = 0;
     row_part.visit_keys(row_part.past, [&](int32_t key, const auto &values) {
       uint32_t counted = 0, kept = 0;
@@ -414,14 +415,14 @@ __global__ void __launch_bounds__(kThreads, 2) count_keys(const __grid_constant_
 #pragma unroll
       for (int i = 0; i < row_part.kNeighbours; ++i) {
         if (!(counted >> i & 1)) continue;
-        if (place < work.parts.listed) list[place] = key + i;
+        if (place < work.parts.list_capacity) list[place] = key + i;
         ++place;
       }
       found += static_cast<int32_t>(__shfl_sync(kAllLanes, up_to_own, 31));
     });
     if (lane_id() == 0) {
       row_part.list()[0] = found;
-      if (found > work.parts.listed) row_part.state().too_short = 1;
+      if (found > work.parts.list_capacity) row_part.state().too_short = 1;
     }
   } else {
     row_part.visit_keys(row_part.row.visible, [&](int32_t key, const auto &values) {
@@ -483,10 +484,10 @@ __global__ void __launch_bounds__(kThreads, 2) write_kept_keys(const __grid_cons
   if (row_part.row.absent) return;
   row_part.read_state();
   Step step = row_part.state().steps[kLastPass - 1];
-  if (step.listed) return;
+  if (step.selects_from_lists) return;
   if (step.ignores_threshold) {
     row_part.threshold = 1;
-    row_part.listed = -1;
+    row_part.list_length = -1;
   }
   if (!step.settled) {
     load_digits(shared, row_part.digits(kLastPass));
@@ -502,7 +503,7 @@ __global__ void __launch_bounds__(kThreads, 2) write_kept_keys(const __grid_cons
           row_part.counts(value, key + i) ? step.window.holds(value, key + i) : !row_part.candidates.ranks(key + i);
       kept |= uint32_t{value != 0 && holds} << i;
     }
-    if (row_part.listed < 0)
+    if (row_part.list_length < 0)
       row_part.write(key, kept);
     else if (kept != 0)
       row_part.row.keep[key * row_part.row.stride] = 1;

@@ -17,38 +17,38 @@ struct SeenKeys {
   const SeenWord *words; // null: all keys are seen
   int32_t keys;
 
-  // The number of a seen key among the seen keys.
-  __device__ int32_t number(int32_t key) const {
+  // The rank of a seen key among the seen keys, from 0.
+  __device__ int32_t rank_of(int32_t key) const {
     if (words == nullptr) return key;
     const SeenWord word = words[key / 32];
     return static_cast<int32_t>(word.before + __popc(word.bits & ((1u << key % 32) - 1)));
   }
 
   // The seen key that comes `count` seen keys after a seen key; `keys` if there is none.
-  __device__ int32_t later(int32_t key, int64_t count) const {
-    const int64_t least = min64(key + count, keys);
-    if (words == nullptr || count == 0 || least == keys) return static_cast<int32_t>(least);
-    return numbered(number(key) + static_cast<int32_t>(count), static_cast<int32_t>(least));
+  __device__ int32_t key_after(int32_t key, int64_t count) const {
+    const int64_t lower_bound = min64(key + count, keys);
+    if (words == nullptr || count == 0 || lower_bound == keys) return static_cast<int32_t>(lower_bound);
+    return key_of_rank(rank_of(key) + static_cast<int32_t>(count), static_cast<int32_t>(lower_bound));
   }
 
-  // The seen key with a number; `keys` if there is none. It is not below `least`. The search begins at `least`,
-  // because few keys are unseen, or the unseen ones lie together.
-  __device__ int32_t numbered(int32_t number, int32_t least) const {
-    if (words == nullptr) return min(number, keys);
+  // The seen key with a rank; `keys` if there is none. It is not below `lower_bound`. The search begins there, because
+  // few keys are unseen, or the unseen ones lie together.
+  __device__ int32_t key_of_rank(int32_t rank, int32_t lower_bound) const {
+    if (words == nullptr) return min(rank, keys);
     const int32_t past = (keys + 31) / 32;
-    int32_t low = least / 32, high = low + 1;
+    int32_t low = lower_bound / 32, high = low + 1;
     if (low >= past) return keys;
-    for (int32_t step = 1; high < past && words[high].before <= static_cast<uint32_t>(number); step *= 2) {
+    for (int32_t step = 1; high < past && words[high].before <= static_cast<uint32_t>(rank); step *= 2) {
       low = high;
       high = min(past, high + step);
     }
     while (high - low > 1) {
       const int32_t middle = low + (high - low) / 2;
-      (words[middle].before <= static_cast<uint32_t>(number) ? low : high) = middle;
+      (words[middle].before <= static_cast<uint32_t>(rank) ? low : high) = middle;
     }
     const SeenWord word = words[low];
     uint32_t bits = word.bits;
-    for (uint32_t skipped = number - word.before; skipped > 0 && bits != 0; --skipped) bits &= bits - 1;
+    for (uint32_t skipped = rank - word.before; skipped > 0 && bits != 0; --skipped) bits &= bits - 1;
     return bits == 0 ? keys : 32 * low + __ffs(static_cast<int>(bits)) - 1;
   }
 };
