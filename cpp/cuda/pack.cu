@@ -173,7 +173,7 @@ fdm_pack make_table() {
   table.wants_out_rest = 1;
   table.launch_counts = [](fdm_launch_count *counts, int32_t room) {
     const int32_t kernels = launch_counts.read(counts, room);
-    return kernels + way_counts.read(counts + std::min(kernels, room), std::max(room - kernels, 0));
+    return kernels + route_counts.read(counts + std::min(kernels, room), std::max(room - kernels, 0));
   };
   return table;
 }

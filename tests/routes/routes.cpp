@@ -316,10 +316,10 @@ void way_of(int arch, const Spec *spec, int pass, char *text, int room) {
   std::string name;
   if (pass == 1)
     name = name_of_forward(
-        forward_way(forward_route(call.p, routes.device, call.forward_lies(*spec), spec->splits), call.p));
+        forward_route_kind(forward_route(call.p, routes.device, call.forward_lies(*spec), spec->splits), call.p));
   else
-    name = name_of_backward(
-        backward_way(backward_route(call.p, routes.device, backward_alignment(call.p, call.backward), call.wanted())));
+    name = name_of_backward(backward_route_kind(
+        backward_route(call.p, routes.device, backward_alignment(call.p, call.backward), call.wanted())));
   std::snprintf(text, size_t(room), "%s", name.c_str());
 }
 

@@ -148,7 +148,8 @@ cudaError_t with_params(const fdm_problem &p, const fdm_backward_args &args, con
   BackwardParams params = make_params(relative.problem(), relative_args, route, plan, workspace);
   params.whole_lse = args.lse;
   return run_all([&] { return relative.launch_references(params.plan, stream); },
-                 [&] { return relative.launch_narrow(args.lse, args.dlse, stream); }, [&] { return pass(params); });
+                 [&] { return relative.launch_relative_lse(args.lse, args.dlse, stream); },
+                 [&] { return pass(params); });
 }
 
 } // namespace
@@ -158,7 +159,7 @@ cudaError_t run_backward(const fdm_problem &p, const fdm_backward_args &args, co
   const Alignment lies = backward_alignment(p, args);
   const BackwardRoute route = backward_route(p, device, lies, requested_gradients(args));
   if (has_narrow_values(p) && !route.takes_narrow_values()) return cudaErrorNotSupported;
-  way_counts.add_backward(backward_way(route));
+  route_counts.add_backward(backward_route_kind(route));
   const auto stream = static_cast<cudaStream_t>(p.context.stream);
   if (route.nothing)
     return run_all([&] { return launch_fill_zero(args.dq, stream); }, [&] { return launch_fill_zero(args.dk, stream); },

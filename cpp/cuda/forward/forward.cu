@@ -72,7 +72,7 @@ cudaError_t run_forward(const fdm_problem &p, const fdm_forward_args &args, cons
     route = forward_route(p, device, lies, args.splits);
   }
   if (has_narrow_values(p) && !route.takes_narrow_values()) return cudaErrorNotSupported;
-  way_counts.add_forward(forward_way(route, p));
+  route_counts.add_forward(forward_route_kind(route, p));
   if (is_varlen(p))
     if (cudaError_t error = launch_unused_rows(p, args, route.unused_rows, stream)) return error;
   if (route.kernel == ForwardKernel::none) return cudaSuccess;
@@ -85,7 +85,7 @@ cudaError_t run_forward(const fdm_problem &p, const fdm_forward_args &args, cons
   if (cudaError_t error = relative.launch_references(plan_of(p, plan), stream)) return error;
   if (cudaError_t error = run_columns(relative.problem(), relative_args, route, lies, maps, plan, workspace))
     return error;
-  return relative.launch_widen(args.lse, stream);
+  return relative.launch_absolute_lse(args.lse, stream);
 }
 
 } // namespace fdm::cuda

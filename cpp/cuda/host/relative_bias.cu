@@ -89,7 +89,7 @@ struct Conversion {
   fdm_tensor lse, dlse, relative_lse, relative_dlse;
 };
 
-template <bool kWidens>
+template <bool kToAbsolute>
 __global__ void __launch_bounds__(kThreads) convert_rows(const __grid_constant__ Conversion work) {
   ptx::start_dependents();
   ptx::wait_for_kernel_ahead();
@@ -105,12 +105,12 @@ __global__ void __launch_bounds__(kThreads) convert_rows(const __grid_constant__
   if (place.exists)
     reference =
         table[place.sequence_index * p.bias.stride[0] + head * p.bias.stride[1] + place.i / kTileRows].reference;
-  double &whole = static_cast<double *>(work.lse.data)[offset(work.lse)];
+  double &absolute = static_cast<double *>(work.lse.data)[offset(work.lse)];
   float &relative = static_cast<float *>(work.relative_lse.data)[number];
-  if constexpr (kWidens) {
-    if (place.exists) whole = relative + reference;
+  if constexpr (kToAbsolute) {
+    if (place.exists) absolute = relative + reference;
   } else {
-    relative = place.exists ? static_cast<float>(whole - reference) : -INFINITY;
+    relative = place.exists ? static_cast<float>(absolute - reference) : -INFINITY;
     if (present(work.dlse))
       static_cast<float *>(work.relative_dlse.data)[number] =
           place.exists ? static_cast<float>(static_cast<const double *>(work.dlse.data)[offset(work.dlse)]) : 0.0f;
@@ -125,29 +125,30 @@ fdm_tensor row_numbers(const fdm_problem &p, float *data) {
 
 } // namespace
 
-RelativeProblem::RelativeProblem(const fdm_problem &whole, const RelativeParts &parts, void *workspace)
-    : parts_(parts), whole_(whole), relative_(whole), lse_(row_numbers(whole, at<float>(workspace, parts.lse))),
-      dlse_{} {
-  if (parts.dlse.exists()) dlse_ = row_numbers(whole, at<float>(workspace, parts.dlse));
-  const int64_t tiles = relative_bias_tiles(whole);
+RelativeProblem::RelativeProblem(const fdm_problem &absolute, const RelativeParts &parts, void *workspace)
+    : parts_(parts), absolute_(absolute), relative_(absolute),
+      lse_(row_numbers(absolute, at<float>(workspace, parts.lse))), dlse_{} {
+  if (parts.dlse.exists()) dlse_ = row_numbers(absolute, at<float>(workspace, parts.dlse));
+  const int64_t tiles = relative_bias_tiles(absolute);
   fdm_tensor &bias = relative_.bias;
   bias.data = at<RelativeBias>(workspace, parts.biases);
-  bias.stride[0] = whole.heads * tiles; // stride of sequences, including packed ones
-  bias.stride[1] = tiles;               // stride of query heads
+  bias.stride[0] = absolute.heads * tiles; // stride of sequences, including packed ones
+  bias.stride[1] = tiles;                  // stride of query heads
   bias.stride[2] = 0;
 }
 
 cudaError_t RelativeProblem::launch_references(const Plan &plan, cudaStream_t stream) const {
-  return launch<Overlap::kernel_ahead>(find_relative_biases, parts_.reference_blocks, kThreads, 0, stream, whole_, plan,
-                                       static_cast<RelativeBias *>(relative_.bias.data));
+  return launch<Overlap::kernel_ahead>(find_relative_biases, parts_.reference_blocks, kThreads, 0, stream, absolute_,
+                                       plan, static_cast<RelativeBias *>(relative_.bias.data));
 }
 
-cudaError_t RelativeProblem::launch_widen(const fdm_tensor &lse, cudaStream_t stream) const {
+cudaError_t RelativeProblem::launch_absolute_lse(const fdm_tensor &lse, cudaStream_t stream) const {
   return launch<Overlap::kernel_ahead>(convert_rows<true>, parts_.conversion_blocks, kThreads, 0, stream,
                                        Conversion{relative_, lse, {}, lse_, {}});
 }
 
-cudaError_t RelativeProblem::launch_narrow(const fdm_tensor &lse, const fdm_tensor &dlse, cudaStream_t stream) const {
+cudaError_t RelativeProblem::launch_relative_lse(const fdm_tensor &lse, const fdm_tensor &dlse,
+                                                 cudaStream_t stream) const {
   return launch<Overlap::kernel_ahead>(convert_rows<false>, parts_.conversion_blocks, kThreads, 0, stream,
                                        Conversion{relative_, lse, dlse, lse_, dlse_});
 }

@@ -15,8 +15,8 @@ namespace fdm::cuda {
 // A problem with a float64 bias. Its plan is complete.
 class RelativeProblem {
 public:
-  // `whole` is the problem as the caller gave it.
-  RelativeProblem(const fdm_problem &whole, const RelativeParts &parts, void *workspace);
+  // `absolute` is the problem as the caller gave it.
+  RelativeProblem(const fdm_problem &absolute, const RelativeParts &parts, void *workspace);
 
   // The problem as kernels compute it, and its relative lse and dlse in the workspace.
   const fdm_problem &problem() const { return relative_; }
@@ -26,13 +26,13 @@ public:
   // Fills the table of references.
   cudaError_t launch_references(const Plan &plan, cudaStream_t stream) const;
   // Computes lse from the relative lse, for the rows of all sequences.
-  cudaError_t launch_widen(const fdm_tensor &lse, cudaStream_t stream) const;
+  cudaError_t launch_absolute_lse(const fdm_tensor &lse, cudaStream_t stream) const;
   // Computes the relative lse and dlse from lse and, if present, dlse.
-  cudaError_t launch_narrow(const fdm_tensor &lse, const fdm_tensor &dlse, cudaStream_t stream) const;
+  cudaError_t launch_relative_lse(const fdm_tensor &lse, const fdm_tensor &dlse, cudaStream_t stream) const;
 
 private:
   RelativeParts parts_;
-  fdm_problem whole_, relative_;
+  fdm_problem absolute_, relative_;
   fdm_tensor lse_, dlse_;
 };
 

@@ -13,10 +13,10 @@
 
 namespace fdm::cuda {
 
-class WayCounts {
+class RouteCounts {
 public:
-  void add_forward(int way) { forward_[way].fetch_add(1, std::memory_order_relaxed); }
-  void add_backward(int way) { backward_[way].fetch_add(1, std::memory_order_relaxed); }
+  void add_forward(int kind) { forward_[kind].fetch_add(1, std::memory_order_relaxed); }
+  void add_backward(int kind) { backward_[kind].fetch_add(1, std::memory_order_relaxed); }
 
   // Writes at most `room` route kinds that calls took, and returns how many there are.
   int32_t read(fdm_launch_count *counts, int32_t room) {
@@ -25,15 +25,15 @@ public:
       if (number < room) counts[number] = {kept(name), calls};
       ++number;
     };
-    for (int way = 0; way < kForwardWays; ++way)
-      if (const uint64_t calls = forward_[way].load(std::memory_order_relaxed)) add(calls, name_of_forward(way));
-    for (int way = 0; way < kBackwardWays; ++way)
-      if (const uint64_t calls = backward_[way].load(std::memory_order_relaxed)) add(calls, name_of_backward(way));
+    for (int kind = 0; kind < kForwardRouteKinds; ++kind)
+      if (const uint64_t calls = forward_[kind].load(std::memory_order_relaxed)) add(calls, name_of_forward(kind));
+    for (int kind = 0; kind < kBackwardRouteKinds; ++kind)
+      if (const uint64_t calls = backward_[kind].load(std::memory_order_relaxed)) add(calls, name_of_backward(kind));
     return number;
   }
 
 private:
-  std::atomic<uint64_t> forward_[kForwardWays], backward_[kBackwardWays];
+  std::atomic<uint64_t> forward_[kForwardRouteKinds], backward_[kBackwardRouteKinds];
   std::mutex mutex_;
   std::map<std::string, int> names_; // a map does not move its names, to which callers hold pointers
 
@@ -43,6 +43,6 @@ private:
   }
 };
 
-inline WayCounts way_counts;
+inline RouteCounts route_counts;
 
 } // namespace fdm::cuda

@@ -308,19 +308,19 @@ std::string describe(const BackwardRoute &route) {
   return fields.json();
 }
 
-int forward_way(const ForwardRoute &route, const fdm_problem &p) {
+int forward_route_kind(const ForwardRoute &route, const fdm_problem &p) {
   const bool grouped = route.order.heads != 0 && (route.order.heads != p.heads || route.order.sequences < p.batch);
   return int(route.kernel) |
          bits_of({route.splits > 1, route.merges_in_cluster, route.heads_per_tile > 1,
                   route.tickets.exists() || route.live.exists(), grouped, route.pair_bias.pairs || route.finds_keys})
              << 4;
 }
-std::string name_of_forward(int way) {
-  const int kernel = way & 15;
+std::string name_of_forward(int kind) {
+  const int kernel = kind & 15;
   const bool pair_bias = kernel >= int(ForwardKernel::pair_bias);
   const Words words{{"splits", "cluster", "heads of a group", pair_bias ? "live tiles" : "tickets", "groups of heads",
                      pair_bias ? "pairs of heads" : "no plan"}};
-  return std::string("forward: ") + kForwardNames[kernel] + words.of(way >> 4);
+  return std::string("forward: ") + kForwardNames[kernel] + words.of(kind >> 4);
 }
 
 // The lowest bits are the key kernel or one of these values, then the dQ kernel or pair bias kind, then one bit per
@@ -328,7 +328,7 @@ std::string name_of_forward(int way) {
 constexpr int kNoRows = 14, kPairBiasBlocks = 15;
 constexpr const char *kPairBiasNames[] = {"", ", fused", ", windows", ", clusters"};
 
-int backward_way(const BackwardRoute &route) {
+int backward_route_kind(const BackwardRoute &route) {
   if (route.nothing) return kNoRows;
   if (route.is_pair_bias) {
     const PairBiasBackwardRoute &pair_bias = route.pair_bias;
@@ -343,8 +343,8 @@ int backward_way(const BackwardRoute &route) {
                   keys.parts > 1, keys.shares > 1, route.members > 0})
              << 6;
 }
-std::string name_of_backward(int way) {
-  const int kernel = way & 15, other = way >> 4 & 3, bits = way >> 6;
+std::string name_of_backward(int kind) {
+  const int kernel = kind & 15, other = kind >> 4 & 3, bits = kind >> 6;
   if (kernel == kNoRows) return "backward: no rows or keys";
   if (kernel == kPairBiasBlocks)
     return std::string("backward: pair bias") + kPairBiasNames[other] +

@@ -14,10 +14,10 @@ std::string describe(const BackwardRoute &route);
 std::string describe(const SelectionRoute &route);
 
 // Calls with the same number take the same kernels, with the same division of work except for sizes.
-constexpr int kForwardWays = 1 << 10, kBackwardWays = 1 << 13;
-int forward_way(const ForwardRoute &route, const fdm_problem &p);
-int backward_way(const BackwardRoute &route);
-std::string name_of_forward(int way);
-std::string name_of_backward(int way);
+constexpr int kForwardRouteKinds = 1 << 10, kBackwardRouteKinds = 1 << 13;
+int forward_route_kind(const ForwardRoute &route, const fdm_problem &p);
+int backward_route_kind(const BackwardRoute &route);
+std::string name_of_forward(int kind);
+std::string name_of_backward(int kind);
 
 } // namespace fdm::cuda
