@@ -495,10 +495,10 @@ Work forward_routes() {
     DirectDecodeParams direct{};
     direct.heads = int32_t(p.heads);
     direct.group = int32_t(group_size(p));
-    direct.rows = route.direct.rows;
-    direct.blocks_of_kv_head = route.direct.blocks_of_kv_head;
+    direct.rows = route.direct.heads_per_block;
+    direct.blocks_of_kv_head = route.direct.blocks_per_kv_head;
     direct.blocks = int32_t(p.kv_heads) * direct.blocks_of_kv_head;
-    direct.parts = route.direct.parts;
+    direct.parts = route.direct.clusters_per_block;
     launch_blocks(direct_decode_kernel, dim3(1), 32, direct, route.blocks);
     return {p.batch * p.heads * direct.parts, [=](int64_t sequence, int64_t head, int64_t part) {
               return within(sequence, p.batch) && within(head, p.heads) && within(part, direct.parts);

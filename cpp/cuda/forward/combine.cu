@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
 template <int kLanes>
 cudaError_t launch_lanes(const CombineParams &params, const CombineWork &work, cudaStream_t stream) {
   constexpr int kFew = int(kRouteTable.few_splits), kAll = int(kRouteTable.max_splits);
-  const auto kernel = work.splits == kFew ? combine_kernel<kLanes, kFew> : combine_kernel<kLanes, kAll>;
+  const auto kernel = work.max_splits == kFew ? combine_kernel<kLanes, kFew> : combine_kernel<kLanes, kAll>;
   return launch<Overlap::kernel_ahead>(kernel, work.blocks, kThreads, 0, stream, params);
 }
 

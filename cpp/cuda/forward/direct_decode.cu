@@ -28,7 +28,7 @@ cudaError_t run_direct_decode(const fdm_problem &p, const fdm_forward_args &args
   DirectDecodeParams params{};
   params.heads = int32_t(p.heads);
   params.group = int32_t(group_size(p));
-  params.rows = route.direct.rows;
+  params.rows = route.direct.heads_per_block;
   params.q = static_cast<const uint16_t *>(p.q.data);
   params.k = static_cast<const uint16_t *>(p.k.data);
   params.v = static_cast<const uint16_t *>(p.v.data);
@@ -48,7 +48,7 @@ cudaError_t run_direct_decode(const fdm_problem &p, const fdm_forward_args &args
   params.mask_strides = key_strides(p, p.mask);
   params.bias_strides = key_strides(p, p.bias);
   params.sequences = p.batch;
-  params.blocks_of_kv_head = route.direct.blocks_of_kv_head;
+  params.blocks_of_kv_head = route.direct.blocks_per_kv_head;
   params.blocks = int32_t(p.kv_heads) * params.blocks_of_kv_head;
   params.keys = int32_t(p.keys);
   params.head_dim = int32_t(p.head_dim);
@@ -58,7 +58,7 @@ cudaError_t run_direct_decode(const fdm_problem &p, const fdm_forward_args &args
   params.cu_seqlens_q = p.cu_seqlens_q;
   params.cu_seqlens_k = p.cu_seqlens_k;
   params.room = {p.q.shape[1], p.k.shape[1], p.queries, p.keys};
-  params.parts = route.direct.parts;
+  params.parts = route.direct.clusters_per_block;
   if (route.partials.exists()) params.partials = partials_at(at<void>(workspace, route.partials), p, params.parts);
   const auto stream = static_cast<cudaStream_t>(p.context.stream);
   const cudaError_t error = with_types<kMaxDirectHeadDim>(p, p.head_dim, DirectHeadDims{}, [&](auto element, auto dim) {

@@ -234,7 +234,7 @@ std::string describe(const ForwardRoute &route) {
   fields.number("blocks", route.blocks);
   fields.order(route.order);
   if (route.kernel == ForwardKernel::direct) {
-    fields.number("heads_of_block", route.direct.rows);
+    fields.number("heads_of_block", route.direct.heads_per_block);
     fields.number("most_splits", route.direct.max_splits);
     fields.number("warps", route.direct.max_warps);
   }
@@ -245,7 +245,7 @@ std::string describe(const ForwardRoute &route) {
     fields.flag("pairs", route.pair_bias.pairs);
     fields.flag("halves", route.pair_bias.halves);
   }
-  fields.number("combine_splits", route.combine.splits);
+  fields.number("combine_splits", route.combine.max_splits);
   fields.number("combine_blocks", route.combine.blocks);
   fields.number("fill_blocks", route.unused_rows.blocks);
   add_relative(&fields, route.relative);

@@ -113,16 +113,16 @@ struct ForwardChoice {
   }
 
   // The heads of a block of the direct decode kernel: equal shares of a group if its heads share their columns.
-  int64_t direct_rows() const {
+  int64_t direct_heads_per_block() const {
     const int64_t group = group_size(p);
     return heads_share_columns(p) ? ceil_div(group, ceil_div(group, kDirectRows)) : 1;
   }
-  int64_t direct_blocks_of_kv_head() const { return ceil_div(group_size(p), direct_rows()); }
-  int64_t direct_blocks() const { return p.batch * p.kv_heads * direct_blocks_of_kv_head(); }
+  int64_t direct_blocks_per_kv_head() const { return ceil_div(group_size(p), direct_heads_per_block()); }
+  int64_t direct_blocks() const { return p.batch * p.kv_heads * direct_blocks_per_kv_head(); }
 
   // The number of clusters that share the keys of a block. More than one requires enough keys to keep each of the
   // largest clusters busy, and idle SMs.
-  int64_t direct_parts() const {
+  int64_t direct_clusters_per_block() const {
     if (table.direct_part_turns == 0 || is_varlen(p)) return 1;
     const int64_t turn = kDirectKeys * kDirectWarps * table.direct_splits;
     const bool masked = mask_kind(p) != FDM_MASK_NONE;
@@ -145,18 +145,19 @@ struct ForwardChoice {
     if (!alignment.inputs || !alignment.out || !alignment.strides_fit_32_bits || own_blocks == 0) return false;
     if (kind == FDM_MASK_NONE && 4 * own_blocks >= device.sms * table.direct_busy_quarters && device.has_wgmma())
       return true;
-    const int64_t sharing = std::clamp<int64_t>(device.sms / own_blocks, 1, table.direct_splits) * direct_parts();
+    const int64_t sharing =
+        std::clamp<int64_t>(device.sms / own_blocks, 1, table.direct_splits) * direct_clusters_per_block();
     const int64_t turns = ceil_div(p.keys, kDirectKeys * kDirectWarps * sharing) * ceil_div(own_blocks, device.sms);
     return turns <= (kind == FDM_MASK_NONE ? table.direct_turns_of_all : table.direct_turns);
   }
 
   DirectWork direct_work() const {
     DirectWork work{};
-    work.rows = int32_t(direct_rows());
-    work.blocks_of_kv_head = int32_t(direct_blocks_of_kv_head());
-    work.parts = int32_t(direct_parts());
-    const int64_t all = direct_blocks() * work.parts;
-    const int64_t warps = std::max<int64_t>(1, ceil_div(p.keys, kDirectKeys * work.parts));
+    work.heads_per_block = int32_t(direct_heads_per_block());
+    work.blocks_per_kv_head = int32_t(direct_blocks_per_kv_head());
+    work.clusters_per_block = int32_t(direct_clusters_per_block());
+    const int64_t all = direct_blocks() * work.clusters_per_block;
+    const int64_t warps = std::max<int64_t>(1, ceil_div(p.keys, kDirectKeys * work.clusters_per_block));
     work.max_splits = int32_t(std::clamp<int64_t>(std::min(ceil_div(warps, table.direct_few_warps), device.sms / all),
                                                   1, table.direct_splits));
     work.max_warps = work.warps(table, p.keys, all, work.max_splits, device.sms);
@@ -213,7 +214,7 @@ void size_tiles(ForwardRoute *route, const ForwardChoice &choice) {
   case ForwardKernel::decode:
     return sized(kDecodeRows, 16, p.batch * (p.heads / route->heads_per_tile));
   case ForwardKernel::direct:
-    return sized(route->direct.rows, kDirectKeys, choice.direct_blocks() * route->direct.parts);
+    return sized(route->direct.heads_per_block, kDirectKeys, choice.direct_blocks() * route->direct.clusters_per_block);
   default:
     return;
   }
@@ -244,7 +245,7 @@ const char *name_of(ForwardKernel kernel) {
 } // namespace
 
 int32_t DirectWork::warps(const RouteTable &table, int64_t keys, int64_t blocks, int64_t splits, int64_t sms) const {
-  const int64_t all = std::max<int64_t>(1, ceil_div(keys, kDirectKeys * parts));
+  const int64_t all = std::max<int64_t>(1, ceil_div(keys, kDirectKeys * clusters_per_block));
   return int32_t(ceil_div(all, splits) <= table.direct_few_warps || blocks > sms ? table.direct_few_warps
                                                                                  : kDirectWarps);
 }
@@ -276,7 +277,7 @@ ForwardRoute forward_route(const fdm_problem &p, const DeviceFacts &device, cons
       route.kernel = ForwardKernel::direct;
       route.head_dim = device.built->direct.serving(p.head_dim);
       route.direct = choice.direct_work();
-      route.splits = route.direct.parts;
+      route.splits = route.direct.clusters_per_block;
     } else {
       route.order = tile_order(p, *device.table);
       route.finds_keys = needs_no_plan(p, device);

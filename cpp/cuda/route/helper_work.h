@@ -29,8 +29,8 @@ constexpr int kRelativeThreads = 256;
 
 // combine.cu: a thread has four neighbours of a row.
 struct CombineWork {
-  int32_t lanes;  // threads per row
-  int32_t splits; // capacity of the instantiation
+  int32_t lanes;      // threads per row
+  int32_t max_splits; // capacity of the instantiation
   int64_t blocks;
   bool aligned; // rows of `out` can be written 16 bytes at a time
 };

@@ -62,9 +62,9 @@ enum class ForwardKernel : uint8_t {
 
 // The division of the direct decode kernel, in which one query reads the keys without a list.
 struct DirectWork {
-  int32_t rows;              // heads of a thread block; the last block of a group may have fewer
-  int32_t blocks_of_kv_head; // without splits
-  int32_t parts;             // clusters that share the keys of a block; combine.cu merges their results
+  int32_t heads_per_block;    // of a thread block; the last block of a group may have fewer
+  int32_t blocks_per_kv_head; // without splits
+  int32_t clusters_per_block; // clusters that share the keys of a block; combine.cu merges their results
   // blocks of a cluster, which must all be resident at once; the driver may allow fewer
   int32_t max_splits;
   int32_t max_warps; // of a block with max_splits
