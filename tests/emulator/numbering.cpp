@@ -608,17 +608,17 @@ Work pair_bias_routes() {
             FDM_FLOAT16,
             0};
   const BackwardRoute route = backward_route(p, draw_device(), aligned(p), {true, true, true, true, false});
-  const FusedPlan &plan = route.pair_bias.plan;
-  if (!route.is_pair_bias || !route.pair_bias.fused || plan.work.clusters || plan.work.windows) return {0, {}};
+  const FusedLaunches &launches = route.pair_bias.fused_launches;
+  if (!route.is_pair_bias || !route.pair_bias.fused || launches.work.clusters || launches.work.windows) return {0, {}};
   const int64_t bias_batch = p.bias.shape[0], group = p.heads / heads;
   int64_t batches = 0, parts = 0;
   for (int64_t first = 0; first < p.batch; first += batches) {
     PairBiasBackward work{};
     work.call.p = p;
-    static_cast<FusedDivision &>(work.fused) = plan.launch(first, &batches);
+    static_cast<FusedDivision &>(work.fused) = launches.launch(first, &batches);
     launch_blocks(fused_kernel<false>, dim3(work.fused.blocks), 32, work);
   }
-  const FusedDivision own = plan.work;
+  const FusedDivision own = launches.work;
   for (int64_t row = 0; row < own.row_tiles; ++row) parts += visible_key_tiles(p, row);
   const int64_t sources = (bias_batch == 1 ? p.batch : 1) * group;
   return {parts * bias_batch * heads * sources, [=](int64_t tile, int64_t source, int64_t) {

@@ -88,13 +88,13 @@ template <int kHeadDim> struct FusedBands {
     for (int n = 0; n < kTilesAtOnce; ++n) {
       store_quad<uint16_t>(work, tile, first_quad + n * 32, reinterpret_cast<const float4 &>(x[n]),
                            AnyPacking{work.a.dbias.dtype == FDM_FLOAT16});
-      if (work.fused.clears) dbias_quad(n) = {};
+      if (work.fused.clears_sums) dbias_quad(n) = {};
     }
   }
   __device__ void end(bool finite) const {
     if (of_dbias()) return;
     if (!finite) *work.non_finite = 1;
-    if (!work.fused.clears) return;
+    if (!work.fused.clears_sums) return;
     band.template clear<SumHalf::second>();
     if (work.fused.past_cleared == 0) band.template clear<SumHalf::first>();
     if (later) Band{{sums().first + later, nullptr}, band.pitch, band.rows}.template clear<SumHalf::first>();

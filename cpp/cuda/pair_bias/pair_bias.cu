@@ -43,16 +43,17 @@ cudaError_t run_all_gradients(PairBiasBackward &work, const PairBiasBackwardRout
                               cudaStream_t stream) {
   char *const non_finite = at<char>(workspace, route.non_finite), *const rest = at<char>(workspace, route.rest);
   work.non_finite = reinterpret_cast<uint32_t *>(non_finite);
-  if (cudaError_t error = cudaMemsetAsync(non_finite, 0, rest - non_finite + route.plan.bytes(), stream)) return error;
+  if (cudaError_t error = cudaMemsetAsync(non_finite, 0, rest - non_finite + route.fused_launches.bytes(), stream))
+    return error;
   if (route.live.exists()) {
     work.live = live_tiles(work.call.p, workspace, route.live);
     if (cudaError_t error = launch_live_tiles(work.call, work.live, stream)) return error;
   }
-  if (route.plan.deltas_in_dq) use_deltas_in_dq(&work);
-  if (route.plan.delta_bytes == 0)
+  if (route.fused_launches.deltas_in_dq) use_deltas_in_dq(&work);
+  if (route.fused_launches.delta_bytes == 0)
     if (cudaError_t error = launch_deltas(work, route.statistics_division, MakeDeltas::first, stream)) return error;
   if (cudaError_t error = run_fused(work, route, rest, stream)) return error;
-  if (route.plan.keeps_deltas()) return cudaSuccess;
+  if (route.fused_launches.keeps_deltas()) return cudaSuccess;
   use_deltas(&work, at<float>(workspace, route.deltas));
   return launch_deltas(work, route.statistics_division, MakeDeltas::again, stream);
 }

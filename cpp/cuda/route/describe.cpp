@@ -62,20 +62,20 @@ private:
   std::string text_;
 };
 
-Object of_fused(const FusedPlan &plan) {
+Object of_fused(const FusedLaunches &fused) {
   Object fields;
-  const FusedDivision &work = plan.work;
+  const FusedDivision &work = fused.work;
   fields.word("kernel", work.windows ? "windows" : work.clusters ? "clusters" : "fused");
   fields.number("splits", work.splits);
   fields.number("batches", work.batches);
   fields.number("planes", work.planes);
   fields.number("sources", work.sources);
-  fields.flag("shares_sums", plan.shares);
-  fields.flag("sums_in_gradients", plan.in_gradients);
-  fields.number("spare_sequences", plan.spare);
-  fields.number("bytes", plan.bytes());
+  fields.flag("shares_sums", fused.shares_bias);
+  fields.flag("sums_in_gradients", fused.sums_in_gradients);
+  fields.number("spare_sequences", fused.spare_sequences);
+  fields.number("bytes", fused.bytes());
   int64_t launches = 0;
-  for (int64_t first = 0, batches; first < plan.batch; first += batches, ++launches) plan.launch(first, &batches);
+  for (int64_t first = 0, batches; first < fused.batch; first += batches, ++launches) fused.launch(first, &batches);
   fields.number("launches", launches);
   return fields;
 }
@@ -88,7 +88,7 @@ void add_statistics(Object *fields, const StatisticsDivision &rows) {
 
 void add_pair_bias_backward(Object *route, const PairBiasBackwardRoute &pair_bias) {
   add_statistics(route, pair_bias.statistics_division);
-  if (pair_bias.fused) route->object("fused", of_fused(pair_bias.plan));
+  if (pair_bias.fused) route->object("fused", of_fused(pair_bias.fused_launches));
   route->flag("dq_writes_dbias", pair_bias.writes_dbias);
   if (pair_bias.wants_dbias) {
     Object fields;
@@ -332,8 +332,11 @@ int backward_route_kind(const BackwardRoute &route) {
   if (route.nothing) return kNoRows;
   if (route.is_pair_bias) {
     const PairBiasBackwardRoute &pair_bias = route.pair_bias;
-    const int fused = !pair_bias.fused ? 0 : pair_bias.plan.work.windows ? 2 : pair_bias.plan.work.clusters ? 3 : 1;
-    const bool in_gradients = pair_bias.fused && pair_bias.plan.in_gradients;
+    const int fused = !pair_bias.fused                         ? 0
+                      : pair_bias.fused_launches.work.windows  ? 2
+                      : pair_bias.fused_launches.work.clusters ? 3
+                                                               : 1;
+    const bool in_gradients = pair_bias.fused && pair_bias.fused_launches.sums_in_gradients;
     return kPairBiasBlocks | fused << 4 |
            bits_of({in_gradients, pair_bias.live.exists(), pair_bias.wants_dbias, pair_bias.writes_dbias}) << 6;
   }

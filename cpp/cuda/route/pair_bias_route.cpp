@@ -301,108 +301,108 @@ struct PairBiasChoice {
 
   int64_t deltas_bytes() const { return align_256(partial_rows(p) * int64_t(sizeof(float))); }
 
-  FusedPlan new_plan(int64_t sms) const {
-    FusedPlan plan{};
-    plan.batch = p.batch;
-    plan.bias_heads = p.bias.shape[1];
-    plan.source_heads = facts.heads;
-    plan.task_steps = table.fused_task_steps;
-    plan.sms = int32_t(sms);
-    plan.causal = is_causal(p);
-    return plan;
+  FusedLaunches common_launches(int64_t sms) const {
+    FusedLaunches launches{};
+    launches.batch = p.batch;
+    launches.bias_heads = p.bias.shape[1];
+    launches.source_heads = facts.heads;
+    launches.task_steps = table.fused_task_steps;
+    launches.sms = int32_t(sms);
+    launches.causal = is_causal(p);
+    return launches;
   }
 
-  // The plan with windows (FusedEpilogue): one task for each SM, with equal shares of the sources of a bias head.
-  FusedPlan plan_windows(int64_t sms) const {
-    FusedPlan plan = new_plan(sms);
-    FusedDivision &work = plan.work;
-    work.windows = plan.shares = plan.sums_dbias = true;
+  // The launches with small tiles (FusedEpilogue): one task for each SM, with equal shares of the sources of a bias head.
+  FusedLaunches small_tile_launches(int64_t sms) const {
+    FusedLaunches launches = common_launches(sms);
+    FusedDivision &work = launches.work;
+    work.windows = launches.shares_bias = launches.sums_dbias = true;
     work.row_tiles = work.key_tiles = 1;
     work.planes = int32_t(p.bias.shape[1]);
     work.batches = int32_t(p.batch);
     work.sources = p.batch * facts.heads;
     work.splits = int32_t(std::clamp<int64_t>(sms / work.planes, 1, work.sources));
-    plan.dbias_bytes = work.dbias_bytes();
-    return plan;
+    launches.dbias_bytes = work.dbias_bytes();
+    return launches;
   }
 
-  // The plan of clusters (FusedEpilogue::exchange), which keep the deltas in dq until it is written. Sums of dbias
+  // The launches of clusters (FusedEpilogue::exchange), which keep the deltas in dq until it is written. Sums of dbias
   // are used only if the batch shares the bias. The launch determines the number of resident clusters and then
   // chooses `splits`.
-  FusedPlan plan_clusters(int64_t sms) const {
-    FusedPlan plan = new_plan(sms);
-    FusedDivision &work = plan.work;
-    work.clusters = plan.deltas_in_dq = true;
-    plan.shares = plan.sums_dbias = facts.batches > 1;
+  FusedLaunches cluster_launches(int64_t sms) const {
+    FusedLaunches launches = common_launches(sms);
+    FusedDivision &work = launches.work;
+    work.clusters = launches.deltas_in_dq = true;
+    launches.shares_bias = launches.sums_dbias = facts.batches > 1;
     work.row_tiles = int32_t(ceil_div(p.queries, kPairBiasTileSm90));
     work.key_tiles = int32_t(ceil_div(p.keys, kPairBiasTileSm90));
     work.planes = int32_t(planes_of(p));
     work.batches = int32_t(p.batch);
     work.sources = sources();
-    work.splits = plan.shares ? 0 : 1;
-    plan.dbias_bytes = plan.sums_dbias ? work.dbias_bytes() : 0;
-    return plan;
+    work.splits = launches.shares_bias ? 0 : 1;
+    launches.dbias_bytes = launches.sums_dbias ? work.dbias_bytes() : 0;
+    return launches;
   }
 
   // Returns the maximum sequences of a launch. The workspace holds their deltas, and the second halves of sums that
   // fit no later gradient. It takes less than half of the memory of lse, unless a quarter of the batch and one spare
   // sequence need more.
-  int64_t plan_in_gradients(FusedPlan *plan, int64_t max_batches) const {
-    const int64_t sequence = plan->sequence_bytes(), deltas = plan->delta_bytes, batch = p.batch;
+  int64_t max_batches_in_gradients(FusedLaunches *launches, int64_t max_batches) const {
+    const int64_t sequence = launches->sequence_bytes(), deltas = launches->delta_bytes, batch = p.batch;
     const int64_t room =
         std::max(batch * deltas * 9 / 20, sequence + std::min(max_batches, ceil_div(batch, 4)) * deltas);
-    plan->spare = std::clamp<int64_t>((room - max_batches * deltas) / sequence, 1, batch);
-    return std::clamp<int64_t>((room - plan->spare * sequence) / deltas, 1, max_batches);
+    launches->spare_sequences = std::clamp<int64_t>((room - max_batches * deltas) / sequence, 1, batch);
+    return std::clamp<int64_t>((room - launches->spare_sequences * sequence) / deltas, 1, max_batches);
   }
 
-  FusedPlan plan_fused(int64_t sms) const {
-    FusedPlan plan = new_plan(sms);
-    FusedDivision &work = plan.work;
-    plan.shares = facts.batches > 1;
-    plan.dim = sm90_head_dim;
+  FusedLaunches launches_with_sums(int64_t sms) const {
+    FusedLaunches launches = common_launches(sms);
+    FusedDivision &work = launches.work;
+    launches.shares_bias = facts.batches > 1;
+    launches.dim = sm90_head_dim;
     work.row_tiles = int32_t(ceil_div(p.queries, kPairBiasTileSm90));
     work.key_tiles = int32_t(ceil_div(p.keys, kPairBiasTileSm90));
     work.planes = int32_t(p.bias.shape[1]);
     // The sums of a large dbias would take more memory than everything else. It has so many tiles that blocks need
     // not share them, and one launch has the whole batch if its sums take less than those of dbias. Otherwise a
     // launch has as many sequences as take no more memory than dbias.
-    const int64_t dbias_bytes = work.dbias_bytes(), half_row = plan.dim * int64_t(sizeof(float)) / 2;
-    plan.query_bytes = p.heads * work.row_tiles * kPairBiasTileSm90 * half_row;
-    plan.key_bytes = p.kv_heads * work.key_tiles * kPairBiasTileSm90 * half_row;
-    plan.sums_dbias = dbias_bytes <= table.fused_bytes;
-    const int64_t sums_bytes = 2 * plan.sequence_bytes();
-    const int64_t room = plan.shares ? max64(table.fused_bytes, dbias_bytes) : table.fused_bytes;
-    const int64_t max_batches = room / (sums_bytes + (plan.shares || !plan.sums_dbias ? 0 : dbias_bytes));
+    const int64_t dbias_bytes = work.dbias_bytes(), half_row = launches.dim * int64_t(sizeof(float)) / 2;
+    launches.query_bytes = p.heads * work.row_tiles * kPairBiasTileSm90 * half_row;
+    launches.key_bytes = p.kv_heads * work.key_tiles * kPairBiasTileSm90 * half_row;
+    launches.sums_dbias = dbias_bytes <= table.fused_bytes;
+    const int64_t sums_bytes = 2 * launches.sequence_bytes();
+    const int64_t room = launches.shares_bias ? max64(table.fused_bytes, dbias_bytes) : table.fused_bytes;
+    const int64_t max_batches = room / (sums_bytes + (launches.shares_bias || !launches.sums_dbias ? 0 : dbias_bytes));
     int64_t batches = ceil_div(p.batch, ceil_div(p.batch, std::clamp<int64_t>(max_batches, 1, p.batch)));
-    if (plan.shares && !plan.sums_dbias && batches < p.batch) {
-      plan.sums_dbias = (p.batch - batches) * sums_bytes > dbias_bytes;
-      if (!plan.sums_dbias) batches = p.batch;
+    if (launches.shares_bias && !launches.sums_dbias && batches < p.batch) {
+      launches.sums_dbias = (p.batch - batches) * sums_bytes > dbias_bytes;
+      if (!launches.sums_dbias) batches = p.batch;
     }
-    plan.in_gradients = batches < p.batch && p.head_dim == plan.dim;
-    if (plan.in_gradients) {
-      plan.query_bytes = p.heads * p.queries * half_row;
-      plan.key_bytes = p.kv_heads * p.keys * half_row;
-      plan.delta_bytes = p.heads * p.queries * int64_t(sizeof(float));
-      batches = plan_in_gradients(&plan, std::clamp<int64_t>(max_batches, 1, ceil_div(p.batch, 2)));
+    launches.sums_in_gradients = batches < p.batch && p.head_dim == launches.dim;
+    if (launches.sums_in_gradients) {
+      launches.query_bytes = p.heads * p.queries * half_row;
+      launches.key_bytes = p.kv_heads * p.keys * half_row;
+      launches.delta_bytes = p.heads * p.queries * int64_t(sizeof(float));
+      batches = max_batches_in_gradients(&launches, std::clamp<int64_t>(max_batches, 1, ceil_div(p.batch, 2)));
     }
-    plan.set_batches(&work, batches, plan.sums_dbias);
+    launches.set_batches(&work, batches, launches.sums_dbias);
     // With one thread block per tile, the block writes the tile itself.
-    const bool adds_dbias = work.splits != 1 || (plan.shares && work.batches < p.batch);
-    plan.dbias_bytes = adds_dbias ? work.dbias_bytes() : 0;
-    return plan;
+    const bool adds_dbias = work.splits != 1 || (launches.shares_bias && work.batches < p.batch);
+    launches.dbias_bytes = adds_dbias ? work.dbias_bytes() : 0;
+    return launches;
   }
 
-  FusedPlan plan(int64_t sms) const {
-    if (has_windows()) return plan_windows(sms);
-    return has_clusters() ? plan_clusters(sms) : plan_fused(sms);
+  FusedLaunches fused_launches(int64_t sms) const {
+    if (has_windows()) return small_tile_launches(sms);
+    return has_clusters() ? cluster_launches(sms) : launches_with_sums(sms);
   }
 };
 
 // Returns the value of FusedDivision::splits that takes the least time.
-int32_t choose_splits(const FusedDivision &work, const FusedPlan &plan, bool may_split) {
-  const int64_t tiles = work.tiles(), sources = work.sources, sms = plan.sms;
+int32_t choose_splits(const FusedDivision &work, const FusedLaunches &launches, bool may_split) {
+  const int64_t tiles = work.tiles(), sources = work.sources, sms = launches.sms;
   const auto time_of = [&](int64_t splits) {
-    return ceil_div(tiles * splits, sms) * (ceil_div(sources, splits) + plan.task_steps);
+    return ceil_div(tiles * splits, sms) * (ceil_div(sources, splits) + launches.task_steps);
   };
   int32_t best = 1;
   for (int32_t splits = 2; may_split && splits <= std::min(sources, sms); ++splits)
@@ -410,7 +410,9 @@ int32_t choose_splits(const FusedDivision &work, const FusedPlan &plan, bool may
   // The equal share of a block begins and ends within a tile. With a causal mask some shares would have only tiles
   // that no row sees. A block counts steps in 32 bits.
   const int64_t steps = tiles * sources, share = ceil_div(steps, sms), parts = ceil_div(share, sources) + 1;
-  return may_split && !plan.causal && steps < INT32_MAX && share + parts * plan.task_steps < time_of(best) ? 0 : best;
+  return may_split && !launches.causal && steps < INT32_MAX && share + parts * launches.task_steps < time_of(best)
+             ? 0
+             : best;
 }
 
 } // namespace
@@ -429,33 +431,34 @@ int32_t FusedDivision::cluster_splits(int64_t task_steps, int64_t clusters) cons
   return best;
 }
 
-int64_t FusedPlan::deltas_bytes() const { return align_256(work.batches * delta_bytes); }
-int64_t FusedPlan::bytes() const {
-  return deltas_bytes() + (in_gradients ? spare : 2 * int64_t(work.batches)) * sequence_bytes() + dbias_bytes;
+int64_t FusedLaunches::deltas_bytes() const { return align_256(work.batches * delta_bytes); }
+int64_t FusedLaunches::bytes() const {
+  return deltas_bytes() + (sums_in_gradients ? spare_sequences : 2 * int64_t(work.batches)) * sequence_bytes() +
+         dbias_bytes;
 }
-int64_t FusedPlan::next_batches(int64_t left) const {
-  return std::min<int64_t>({work.batches, left, in_gradients ? (left + spare) / 2 : left});
+int64_t FusedLaunches::next_batches(int64_t left) const {
+  return std::min<int64_t>({work.batches, left, sums_in_gradients ? (left + spare_sequences) / 2 : left});
 }
 
-void FusedPlan::set_batches(FusedDivision *division, int64_t batches, bool splits) const {
+void FusedLaunches::set_batches(FusedDivision *division, int64_t batches, bool splits) const {
   division->batches = int32_t(batches);
-  division->planes = int32_t(bias_heads * (shares ? 1 : batches));
-  division->sources = (shares ? batches : 1) * source_heads;
+  division->planes = int32_t(bias_heads * (shares_bias ? 1 : batches));
+  division->sources = (shares_bias ? batches : 1) * source_heads;
   division->splits = choose_splits(*division, *this, splits);
 }
 
-FusedDivision FusedPlan::launch(int64_t first, int64_t *batches) const {
+FusedDivision FusedLaunches::launch(int64_t first, int64_t *batches) const {
   FusedDivision division = work;
   const int64_t left = batch - first;
   *batches = next_batches(left);
   division.first_batch = int32_t(first);
   if (first > 0) set_batches(&division, *batches, may_split);
-  if (shares)
+  if (shares_bias)
     division.first_source = first * source_heads;
   else
     division.first_plane = int32_t(first * bias_heads);
-  division.clears = *batches < left;
-  if (in_gradients) division.past_cleared = int32_t(std::min(left, *batches + 2 * next_batches(left - *batches)));
+  division.clears_sums = *batches < left;
+  if (sums_in_gradients) division.past_cleared = int32_t(std::min(left, *batches + 2 * next_batches(left - *batches)));
   const int64_t tasks = division.tiles() * (division.splits > 0 ? division.splits : division.sources);
   division.blocks = division.clusters ? 0 : int32_t(std::min<int64_t>(tasks, sms));
   return division;
@@ -536,15 +539,16 @@ void choose_pair_bias_backward(BackwardRoute *route, const fdm_problem &p, const
   pair_bias.writes_dbias = wanted.dbias && choice.sources() == 1;
   pair_bias.fused = choice.may_fuse() && alignment.dout && alignment.out && wanted.dq && (wanted.dk || wanted.dv);
   if (pair_bias.fused) {
-    pair_bias.plan = choice.plan(device.sms);
-    if (pair_bias.plan.work.windows || pair_bias.plan.work.clusters) pair_bias.fused &= alignment.gradients;
-    if (pair_bias.plan.in_gradients) pair_bias.fused &= alignment.gradients_hold_sums;
-    pair_bias.plan.may_split = !wanted.dbias || pair_bias.plan.dbias_bytes > 0;
-    if (pair_bias.fused && !wanted.dbias) pair_bias.plan.dbias_bytes = 0;
+    pair_bias.fused_launches = choice.fused_launches(device.sms);
+    if (pair_bias.fused_launches.work.windows || pair_bias.fused_launches.work.clusters)
+      pair_bias.fused &= alignment.gradients;
+    if (pair_bias.fused_launches.sums_in_gradients) pair_bias.fused &= alignment.gradients_hold_sums;
+    pair_bias.fused_launches.may_split = !wanted.dbias || pair_bias.fused_launches.dbias_bytes > 0;
+    if (pair_bias.fused && !wanted.dbias) pair_bias.fused_launches.dbias_bytes = 0;
   }
   // The layout: deltas, `non_finite`, live tiles, then parts or sums. If the fused kernel does not keep its deltas,
   // those of the fixed-order kernels come last.
-  const bool keeps_deltas = !pair_bias.fused || pair_bias.plan.keeps_deltas();
+  const bool keeps_deltas = !pair_bias.fused || pair_bias.fused_launches.keeps_deltas();
   WorkspaceParts parts;
   if (keeps_deltas) pair_bias.deltas = parts.take_bytes(choice.deltas_bytes());
   const Part non_finite = parts.take_bytes(kNonFiniteBytes), live = parts.take_bytes(choice.live_bytes());
@@ -553,7 +557,7 @@ void choose_pair_bias_backward(BackwardRoute *route, const fdm_problem &p, const
   pair_bias.wants_dbias = wanted.dbias && !pair_bias.writes_dbias;
   pair_bias.wants_dq = wanted.dq || pair_bias.writes_dbias;
   pair_bias.wants_dkdv = wanted.dk || wanted.dv;
-  int64_t rest = pair_bias.fused ? pair_bias.plan.bytes() : 0;
+  int64_t rest = pair_bias.fused ? pair_bias.fused_launches.bytes() : 0;
   if (pair_bias.wants_dbias) {
     pair_bias.dbias = choice.divide_dbias(device.sms);
     // The fixed-order kernels rarely run after the fused kernel, and their parts are not worth a launch.
@@ -584,7 +588,7 @@ void choose_pair_bias_backward(BackwardRoute *route, const fdm_problem &p, const
   launches.add("prepare_backward");
   if (pair_bias.fused) {
     launches.add("pair_bias_fused_kernel");
-    if (pair_bias.plan.bytes() > 0) launches.add("round_sums");
+    if (pair_bias.fused_launches.bytes() > 0) launches.add("round_sums");
     if (!keeps_deltas) launches.add("prepare_backward");
   }
   if (pair_bias.wants_dbias) launches.add("dbias_kernel");
@@ -601,9 +605,9 @@ int64_t pair_bias_backward_workspace(const fdm_problem &p, const DeviceFacts &de
     return first + deltas + (none ? 0 : choice.divide_dbias(kSmLimit).parts_bytes());
   }
   // The number of SMs determines whether thread blocks share a tile of dbias.
-  FusedPlan plan = choice.plan(kSmLimit);
-  if (choice.sources() > 1 && plan.sums_dbias) plan.dbias_bytes = plan.work.dbias_bytes();
-  return first + (plan.keeps_deltas() ? deltas + plan.bytes() : std::max(deltas, plan.bytes()));
+  FusedLaunches launches = choice.fused_launches(kSmLimit);
+  if (choice.sources() > 1 && launches.sums_dbias) launches.dbias_bytes = launches.work.dbias_bytes();
+  return first + (launches.keeps_deltas() ? deltas + launches.bytes() : std::max(deltas, launches.bytes()));
 }
 
 } // namespace fdm::cuda

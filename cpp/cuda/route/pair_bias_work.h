@@ -98,7 +98,7 @@ struct FusedDivision {
   // Another launch follows, so the memory of its sums is cleared once the sums of this one are rounded. With sums in
   // the gradients, that memory ends before sequence `past_cleared`, counted from the first of this launch; otherwise
   // `past_cleared` is 0.
-  bool clears;
+  bool clears_sums;
   int32_t past_cleared;
   int32_t blocks; // thread blocks; 0: as many clusters as the driver says can be resident
 
@@ -109,14 +109,14 @@ struct FusedDivision {
 };
 
 // The launches of the fused kernel, each with some batch elements.
-struct FusedPlan {
+struct FusedLaunches {
   FusedDivision work; // of the first launch
-  bool shares;        // the batch shares the bias, so all launches add to the same sums of dbias
+  bool shares_bias;   // the batch shares the bias, so all launches add to the same sums of dbias
   bool sums_dbias;    // there may be sums of dbias: thread blocks may share a tile
-  // The second halves of sums are in the gradients of later sequences, or in spare memory for `spare` sequences.
-  // Otherwise the workspace has both halves of the sums of a launch.
-  bool in_gradients;
-  int64_t spare;
+  // The second halves of sums are in the gradients of later sequences, or in spare memory for `spare_sequences`
+  // sequences. Otherwise the workspace has both halves of the sums of a launch.
+  bool sums_in_gradients;
+  int64_t spare_sequences;
   int64_t query_bytes, key_bytes; // of one half, for one sequence
   int64_t delta_bytes;            // for one sequence, if the deltas are not kept for the next launch; else 0
   int64_t dbias_bytes;
@@ -146,9 +146,9 @@ enum class DbiasParts : uint8_t { none, workspace, in_dk };
 
 struct PairBiasBackwardRoute {
   PairBiasFacts facts;
-  bool fused;        // one kernel computes all gradients; the fixed-order kernels take over if it sets non_finite
-  FusedPlan plan;    // of the fused kernel
-  bool writes_dbias; // the dQ kernel writes the bias gradient
+  bool fused; // one kernel computes all gradients; the fixed-order kernels take over if it sets non_finite
+  FusedLaunches fused_launches; // of the fused kernel
+  bool writes_dbias;            // the dQ kernel writes the bias gradient
   // The fixed-order kernels.
   bool wants_dbias, wants_dq, wants_dkdv;
   PairBiasTiles dq, dkdv;
