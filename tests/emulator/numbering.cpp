@@ -609,7 +609,8 @@ Work pair_bias_routes() {
             0};
   const BackwardRoute route = backward_route(p, draw_device(), aligned(p), {true, true, true, true, false});
   const FusedLaunches &launches = route.pair_bias.fused_launches;
-  if (!route.is_pair_bias || !route.pair_bias.fused || launches.work.clusters || launches.work.windows) return {0, {}};
+  if (!route.is_pair_bias || !route.pair_bias.fused || launches.work.clusters || launches.work.small_tiles)
+    return {0, {}};
   const int64_t bias_batch = p.bias.shape[0], group = p.heads / heads;
   int64_t batches = 0, parts = 0;
   for (int64_t first = 0; first < p.batch; first += batches) {

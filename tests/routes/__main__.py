@@ -14,7 +14,7 @@ from .library import ARCHS, HEAD_DIMS, PASSES, Routes, Spec, known_routes, table
 FOCUS = {
     1: ("direct", "cluster", "decode", "keep"),
     2: ("segment", "consecutive", "list", "plan", "select", "clear", "few_columns"),
-    3: ("pair_bias", "dbias", "share_", "half", "window", "live", "fused", "per_query"),
+    3: ("pair_bias", "dbias", "share_", "half", "small_tile", "live", "fused", "per_query"),
     4: (
         "small",
         "chain",

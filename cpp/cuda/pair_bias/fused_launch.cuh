@@ -37,10 +37,10 @@ cudaError_t launch_pair_bias_fused(const PairBiasBackward &work, cudaStream_t st
   const FusedWork &division = work.fused;
   const auto launch_for = [&](auto bias_type) {
     constexpr BiasType kBias = decltype(bias_type)::value;
-    if constexpr (kHeadDim == kWindowHeadDim) {
-      using Windows = PairBiasFusedConfig<Element, kHeadDim, kBias, FusedEpilogue::windows>;
-      if (division.windows)
-        return launch_with_shared<PairBiasFusedShared<Windows>, pair_bias_fused_kernel<Windows>>(
+    if constexpr (kHeadDim == kSmallTileHeadDim) {
+      using SmallTiles = PairBiasFusedConfig<Element, kHeadDim, kBias, FusedEpilogue::small_tiles>;
+      if (division.small_tiles)
+        return launch_with_shared<PairBiasFusedShared<SmallTiles>, pair_bias_fused_kernel<SmallTiles>>(
             work, division.blocks, Roles::kThreads, stream);
     }
     using Config = PairBiasFusedConfig<Element, kHeadDim, kBias, FusedEpilogue::sums>;

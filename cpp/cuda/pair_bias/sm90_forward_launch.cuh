@@ -16,15 +16,15 @@ cudaError_t launch_pair_bias_forward_sm90(const PairBiasForwardLaunch &launch, c
 #if FDM_TILE_ARCH == 90
   const PairBiasForward &work = launch.work;
   const fdm_problem &p = work.call.p;
-  if constexpr (kHeadDim == kWindowHeadDim)
-    if (launch.route.kernel == ForwardKernel::pair_bias_windows) {
-      const auto launch_windows = [&](auto bias_type) {
+  if constexpr (kHeadDim == kSmallTileHeadDim)
+    if (launch.route.kernel == ForwardKernel::pair_bias_small_tiles) {
+      const auto launch_small_tiles = [&](auto bias_type) {
         using Config = PairBiasForwardConfigSm90<Element, kHeadDim, 1, decltype(bias_type)::value, MaskRows::none,
                                                  TaskParts::sources>;
         return launch_with_shared<PairBiasForwardSharedSm90<Config>, pair_bias_forward_kernel_sm90<Config>>(
             work, launch.route.blocks, Roles::kThreads, stream);
       };
-      return p.bias.dtype == FDM_FLOAT32 ? launch_windows(kFloat32Type) : launch_windows(kElementType);
+      return p.bias.dtype == FDM_FLOAT32 ? launch_small_tiles(kFloat32Type) : launch_small_tiles(kElementType);
     }
   const auto launch_for = [&](auto sources, auto bias_type, auto mask_rows, auto parts) {
     using Config = PairBiasForwardConfigSm90<Element, kHeadDim, decltype(sources)::value, decltype(bias_type)::value,
@@ -41,10 +41,10 @@ cudaError_t launch_pair_bias_forward_sm90(const PairBiasForwardLaunch &launch, c
   constexpr std::integral_constant<TaskParts, TaskParts::keys> kKeys{};
   const auto launch_for_bias = [&](auto bias_type) {
     if constexpr (has_room_for_mask(kHeadDim, decltype(bias_type)::value == BiasType::float32)) {
-      if (work.pairs) return launch_for(kOne, bias_type, kAnyMask, kHeads);
-      if (work.halves) return launch_for(kOne, bias_type, kAnyMask, kKeys);
+      if (work.splits_heads) return launch_for(kOne, bias_type, kAnyMask, kHeads);
+      if (work.splits_keys) return launch_for(kOne, bias_type, kAnyMask, kKeys);
       if (has_query_rows(p.mask)) return launch_for(kOne, bias_type, kMask, kRows);
-    } else if (work.halves) {
+    } else if (work.splits_keys) {
       return launch_for(kOne, bias_type, kNoMask, kKeys);
     }
     constexpr int kSourceRoom = sm90_sources(kHeadDim);

@@ -65,7 +65,7 @@ private:
 Object of_fused(const FusedLaunches &fused) {
   Object fields;
   const FusedDivision &work = fused.work;
-  fields.word("kernel", work.windows ? "windows" : work.clusters ? "clusters" : "fused");
+  fields.word("kernel", work.small_tiles ? "windows" : work.clusters ? "clusters" : "fused");
   fields.number("splits", work.splits);
   fields.number("batches", work.batches);
   fields.number("planes", work.planes);
@@ -242,8 +242,8 @@ std::string describe(const ForwardRoute &route) {
     fields.number("slots", route.pair_bias.slots);
     fields.number("groups", route.pair_bias.groups);
     fields.number("steps", route.pair_bias.steps);
-    fields.flag("pairs", route.pair_bias.pairs);
-    fields.flag("halves", route.pair_bias.halves);
+    fields.flag("pairs", route.pair_bias.splits_heads);
+    fields.flag("halves", route.pair_bias.splits_keys);
   }
   fields.number("combine_splits", route.combine.max_splits);
   fields.number("combine_blocks", route.combine.blocks);
@@ -310,10 +310,10 @@ std::string describe(const BackwardRoute &route) {
 
 int forward_route_kind(const ForwardRoute &route, const fdm_problem &p) {
   const bool grouped = route.order.heads != 0 && (route.order.heads != p.heads || route.order.sequences < p.batch);
-  return int(route.kernel) |
-         bits_of({route.splits > 1, route.merges_in_cluster, route.heads_per_tile > 1,
-                  route.tickets.exists() || route.live.exists(), grouped, route.pair_bias.pairs || route.finds_keys})
-             << 4;
+  return int(route.kernel) | bits_of({route.splits > 1, route.merges_in_cluster, route.heads_per_tile > 1,
+                                      route.tickets.exists() || route.live.exists(), grouped,
+                                      route.pair_bias.splits_heads || route.finds_keys})
+                                 << 4;
 }
 std::string name_of_forward(int kind) {
   const int kernel = kind & 15;
@@ -332,10 +332,10 @@ int backward_route_kind(const BackwardRoute &route) {
   if (route.nothing) return kNoRows;
   if (route.is_pair_bias) {
     const PairBiasBackwardRoute &pair_bias = route.pair_bias;
-    const int fused = !pair_bias.fused                         ? 0
-                      : pair_bias.fused_launches.work.windows  ? 2
-                      : pair_bias.fused_launches.work.clusters ? 3
-                                                               : 1;
+    const int fused = !pair_bias.fused                            ? 0
+                      : pair_bias.fused_launches.work.small_tiles ? 2
+                      : pair_bias.fused_launches.work.clusters    ? 3
+                                                                  : 1;
     const bool in_gradients = pair_bias.fused && pair_bias.fused_launches.sums_in_gradients;
     return kPairBiasBlocks | fused << 4 |
            bits_of({in_gradients, pair_bias.live.exists(), pair_bias.wants_dbias, pair_bias.writes_dbias}) << 6;

@@ -235,7 +235,7 @@ const char *name_of(ForwardKernel kernel) {
   case ForwardKernel::pair_bias:
     return "pair_bias_forward_kernel";
   case ForwardKernel::pair_bias_sm90:
-  case ForwardKernel::pair_bias_windows:
+  case ForwardKernel::pair_bias_small_tiles:
     return "pair_bias_forward_kernel_sm90";
   default:
     return "forward_kernel";

@@ -60,18 +60,18 @@ struct PairBiasChoice {
 
   bool has_sm90_tiles() const { return facts.aligned && has_sm90_sizes(p, device); }
 
-  // Whether the windows kernels (few rows and keys) serve a problem. They require that at least half of a tile is
+  // Whether the small-tile kernels (few rows and keys) serve a problem. They require that at least half of a tile is
   // used, and enough sources for the SMs.
-  bool has_windows() const {
+  bool has_small_tiles() const {
     if (!device.has_wgmma() || p.softcap > 0 || !facts.aligned) return false;
-    if (p.head_dim > kWindowHeadDim || sm90_head_dim != kWindowHeadDim) return false;
-    return p.queries <= kWindow && p.keys <= kWindow && 2 * p.queries * p.keys >= kWindow * kWindow &&
-           facts.batches > 1 && group_size(p) == 1 && p.batch * p.heads >= table.window_sources;
+    if (p.head_dim > kSmallTileHeadDim || sm90_head_dim != kSmallTileHeadDim) return false;
+    return p.queries <= kSmallTile && p.keys <= kSmallTile && 2 * p.queries * p.keys >= kSmallTile * kSmallTile &&
+           facts.batches > 1 && group_size(p) == 1 && p.batch * p.heads >= table.small_tile_sources;
   }
 
   // Whether clusters complete the gradients of a problem (FusedEpilogue::exchange).
   bool has_clusters() const {
-    return has_sm90_tiles() && !has_windows() && sm90_head_dim <= 64 && p.queries <= 2 * kPairBiasTileSm90 &&
+    return has_sm90_tiles() && !has_small_tiles() && sm90_head_dim <= 64 && p.queries <= 2 * kPairBiasTileSm90 &&
            p.keys <= 2 * kPairBiasTileSm90 && group_size(p) == 1;
   }
 
@@ -159,7 +159,7 @@ struct PairBiasChoice {
   }
 
   static int sm90_rows(const PairBiasForwardWork &work) {
-    return work.pairs || work.halves ? kPairBiasTileSm90 / 2 : kPairBiasTileSm90;
+    return work.splits_heads || work.splits_keys ? kPairBiasTileSm90 / 2 : kPairBiasTileSm90;
   }
 
   void use_whole_tiles(PairBiasForwardWork *work, int64_t sms) const {
@@ -205,15 +205,15 @@ struct PairBiasChoice {
 
   // Whether tasks with half the rows, whose keys the consumer warpgroups divide, take less than `time` steps. All of
   // them must be resident at the same time.
-  bool takes_halves(int64_t time, int64_t sms) const {
+  bool takes_split_keys(int64_t time, int64_t sms) const {
     const int64_t tiles = ceil_div(p.queries, kPairBiasTileSm90 / 2),
                   blocks = visible_key_tiles(p, tiles - 1, kPairBiasTileSm90 / 2);
     const int64_t block_tenths = sm90_head_dim <= 64 ? table.half_block_tenths_64 : table.half_block_tenths_128;
     return planes_of(p) * sources() * tiles <= sms && table.half_task_tenths + block_tenths * blocks < 10 * time;
   }
-  void use_halves(PairBiasForwardWork *work, int64_t sms) const {
-    work->pairs = false;
-    work->halves = true;
+  void use_split_keys(PairBiasForwardWork *work, int64_t sms) const {
+    work->splits_heads = false;
+    work->splits_keys = true;
     work->slots = 1;
     work->groups = int32_t(sources());
     work->tiles = int32_t(ceil_div(p.queries, sm90_rows(*work)));
@@ -222,29 +222,29 @@ struct PairBiasChoice {
 
   // The sm_90 forward kernel copies the bias in 16-byte chunks. Sources share the bias of a block as long as there
   // are blocks for all SMs. With pairs of heads or a row mask, keys may be split too. The workspace query passes
-  // may_take_halves = false: another device may have too few SMs for halves, and split the keys.
-  bool divide_sm90(PairBiasForwardWork *work, int64_t sms, bool may_take_halves) const {
+  // may_split_keys = false: another device may have too few SMs for these tasks, and take split-KV.
+  bool divide_sm90(PairBiasForwardWork *work, int64_t sms, bool may_split_keys) const {
     if (!has_sm90_tiles() || !facts.bias_chunks || present(p.start)) return false;
     if (has_query_rows(p.mask) && (!facts.mask_chunks || !facts.shares_mask || !has_mask_room())) return false;
     const int64_t max_slots = sm90_sources(sm90_head_dim);
-    work->pairs = has_head_pairs();
-    const bool shares = work->pairs || has_query_rows(p.mask);
+    work->splits_heads = has_head_pairs();
+    const bool shares = work->splits_heads || has_query_rows(p.mask);
     work->tiles = int32_t(ceil_div(p.queries, sm90_rows(*work)));
-    work->slots = work->pairs ? 2 : 1;
+    work->slots = work->splits_heads ? 2 : 1;
     if (!shares) {
       const int64_t tiles = planes_of(p) * work->tiles;
       work->slots = int32_t(sources() >= max_slots && tiles * (sources() / max_slots) >= sms ? max_slots : 1);
       if (tiles * ceil_div(sources(), work->slots) < sms / 2) {
-        const bool halves = may_take_halves && takes_halves(table.half_steps, sms);
-        if (halves) use_halves(work, sms);
-        return halves;
+        const bool splits_keys = may_split_keys && takes_split_keys(table.half_steps, sms);
+        if (splits_keys) use_split_keys(work, sms);
+        return splits_keys;
       }
     }
     work->groups = int32_t(ceil_div(sources(), work->slots));
     use_whole_tiles(work, sms);
     if (!shares) return true;
     const int64_t time = choose_shares(work, sms);
-    if (may_take_halves && takes_halves(time, sms)) use_halves(work, sms);
+    if (may_split_keys && takes_split_keys(time, sms)) use_split_keys(work, sms);
     return true;
   }
 
@@ -290,7 +290,8 @@ struct PairBiasChoice {
 
   // Whether the fused kernel may compute all gradients, if all are requested.
   bool may_fuse() const {
-    return p.batch > 0 && (has_sm90_tiles() || has_windows()) && !(p.flags & FDM_DETERMINISTIC) && facts.shares_mask;
+    return p.batch > 0 && (has_sm90_tiles() || has_small_tiles()) && !(p.flags & FDM_DETERMINISTIC) &&
+           facts.shares_mask;
   }
 
   // Whether the parts need no workspace: a large dk holds them until it is written. A problem that the fused kernel
@@ -316,7 +317,7 @@ struct PairBiasChoice {
   FusedLaunches small_tile_launches(int64_t sms) const {
     FusedLaunches launches = common_launches(sms);
     FusedDivision &work = launches.work;
-    work.windows = launches.shares_bias = launches.sums_dbias = true;
+    work.small_tiles = launches.shares_bias = launches.sums_dbias = true;
     work.row_tiles = work.key_tiles = 1;
     work.planes = int32_t(p.bias.shape[1]);
     work.batches = int32_t(p.batch);
@@ -393,7 +394,7 @@ struct PairBiasChoice {
   }
 
   FusedLaunches fused_launches(int64_t sms) const {
-    if (has_windows()) return small_tile_launches(sms);
+    if (has_small_tiles()) return small_tile_launches(sms);
     return has_clusters() ? cluster_launches(sms) : launches_with_sums(sms);
   }
 };
@@ -487,21 +488,21 @@ void choose_pair_bias_forward(ForwardRoute *route, const fdm_problem &p, const D
                               const Alignment &alignment, int64_t splits) {
   const PairBiasChoice choice(p, device, alignment);
   PairBiasForwardWork work = choice.forward_work(), sm90_work = work;
-  const bool windows = splits <= 1 && choice.has_windows() && choice.facts.shares_mask && alignment.out;
-  if (windows) {
+  const bool small_tiles = splits <= 1 && choice.has_small_tiles() && choice.facts.shares_mask && alignment.out;
+  if (small_tiles) {
     sm90_work.splits = 1;
     sm90_work.groups = int32_t(std::clamp<int64_t>(device.sms / p.bias.shape[1], 1, choice.sources()));
   }
-  const bool for_sm90 = windows || (splits <= 1 && choice.divide_sm90(&sm90_work, device.sms, true));
+  const bool for_sm90 = small_tiles || (splits <= 1 && choice.divide_sm90(&sm90_work, device.sms, true));
   const int64_t room = choice.room_for_splits();
   if (for_sm90) {
     work = sm90_work;
-    if (!windows && (splits == 1 || work.splits > room)) choice.use_whole_tiles(&work, device.sms);
+    if (!small_tiles && (splits == 1 || work.splits > room)) choice.use_whole_tiles(&work, device.sms);
   } else {
     work.splits = int32_t(std::clamp<int64_t>(splits > 0 ? splits : choice.splits_for(work, device.sms), 1, room));
   }
-  route->kernel = windows ? ForwardKernel::pair_bias_windows
-                          : (for_sm90 ? ForwardKernel::pair_bias_sm90 : ForwardKernel::pair_bias);
+  route->kernel = small_tiles ? ForwardKernel::pair_bias_small_tiles
+                              : (for_sm90 ? ForwardKernel::pair_bias_sm90 : ForwardKernel::pair_bias);
   route->pair_bias_facts = choice.facts;
   route->pair_bias = work;
   route->splits = work.splits;
@@ -509,9 +510,9 @@ void choose_pair_bias_forward(ForwardRoute *route, const fdm_problem &p, const D
   route->tiles = work.tiles;
   if (for_sm90) {
     route->head_dim = choice.sm90_head_dim;
-    route->tile_rows = windows ? kWindow : PairBiasChoice::sm90_rows(work);
-    route->tile_columns = windows ? kWindow : kPairBiasTileSm90;
-    route->blocks = windows ? work.groups * p.bias.shape[1] : work.blocks;
+    route->tile_rows = small_tiles ? kSmallTile : PairBiasChoice::sm90_rows(work);
+    route->tile_columns = small_tiles ? kSmallTile : kPairBiasTileSm90;
+    route->blocks = small_tiles ? work.groups * p.bias.shape[1] : work.blocks;
   } else {
     const PairBiasTileChoice tile = pair_bias_forward_tile(choice.head_dim);
     route->head_dim = choice.head_dim;
@@ -540,7 +541,7 @@ void choose_pair_bias_backward(BackwardRoute *route, const fdm_problem &p, const
   pair_bias.fused = choice.may_fuse() && alignment.dout && alignment.out && wanted.dq && (wanted.dk || wanted.dv);
   if (pair_bias.fused) {
     pair_bias.fused_launches = choice.fused_launches(device.sms);
-    if (pair_bias.fused_launches.work.windows || pair_bias.fused_launches.work.clusters)
+    if (pair_bias.fused_launches.work.small_tiles || pair_bias.fused_launches.work.clusters)
       pair_bias.fused &= alignment.gradients;
     if (pair_bias.fused_launches.sums_in_gradients) pair_bias.fused &= alignment.gradients_hold_sums;
     pair_bias.fused_launches.may_split = !wanted.dbias || pair_bias.fused_launches.dbias_bytes > 0;

@@ -13,8 +13,8 @@ namespace fdm::cuda {
 
 // Rows and keys of a tile of the sm_90 kernels.
 constexpr int kPairBiasTileSm90 = 128;
-// Limits of the windows kernels: rows and keys, and head dimension.
-constexpr int kWindow = 64, kWindowHeadDim = 32;
+// Limits of the small-tile kernels: rows and keys, and head dimension.
+constexpr int kSmallTile = 64, kSmallTileHeadDim = 32;
 
 constexpr int64_t kNonFiniteBytes = 256; // size of PairBiasBackward::non_finite
 
@@ -46,10 +46,10 @@ struct PairBiasTiles {
 struct PairBiasForwardWork : PairBiasTiles {
   int32_t splits;
   // The fields below are for the sm_90 kernel. With splits, `blocks` thread blocks have equal shares of the `steps`
-  // of all groups; without splits they have whole row tiles. `pairs`: a task has half a row tile of two query heads
+  // of all groups; without splits they have whole row tiles. `splits_heads`: a task has half a row tile of two query heads
   // that share K and V.
-  bool pairs;
-  bool halves;           // a task has half a row tile, and each consumer warpgroup half of the keys of a key block
+  bool splits_heads;
+  bool splits_keys;      // a task has half a row tile, and each consumer warpgroup half of the keys of a key block
   int32_t blocks, steps; // steps: of a group
 };
 
@@ -89,8 +89,8 @@ constexpr bool has_room_for_mask(int head_dim, bool float32_bias) { return head_
 constexpr int kTileQuadsSm90 = kPairBiasTileSm90 * kPairBiasTileSm90 / 4;
 
 struct FusedDivision {
-  bool windows;  // a consumer warpgroup has all rows and keys of a source
-  bool clusters; // a cluster has the tiles of a plane, with `splits` tasks for each plane
+  bool small_tiles; // a consumer warpgroup has all rows and keys of a source
+  bool clusters;    // a cluster has the tiles of a plane, with `splits` tasks for each plane
   int32_t row_tiles, key_tiles, splits;
   int32_t first_batch, batches;
   int32_t first_plane, planes;

@@ -45,19 +45,19 @@ struct RelativeParts {
 };
 
 enum class ForwardKernel : uint8_t {
-  none,             // no rows
-  general,          // forward.cuh for rare cases: unaligned rows, a per-query bias
-  usual,            // forward.cuh
-  crowded,          // forward.cuh with three thread blocks per SM
-  decode,           // decode.cuh
-  direct,           // direct_decode.cuh
-  persistent,       // sm90/forward.cuh
-  boxes,            // the same with TMA boxes of consecutive keys (sm90/forward_boxes.cuh)
-  small_tiles,      // sm90/small_tiles.cuh
-  small_boxes,      // sm90/small_boxes.cuh
-  pair_bias,        // pair_bias/forward.cuh
-  pair_bias_sm90,   // pair_bias/sm90/forward.cuh
-  pair_bias_windows // the same with TaskParts::sources
+  none,                 // no rows
+  general,              // forward.cuh for rare cases: unaligned rows, a per-query bias
+  usual,                // forward.cuh
+  crowded,              // forward.cuh with three thread blocks per SM
+  decode,               // decode.cuh
+  direct,               // direct_decode.cuh
+  persistent,           // sm90/forward.cuh
+  boxes,                // the same with TMA boxes of consecutive keys (sm90/forward_boxes.cuh)
+  small_tiles,          // sm90/small_tiles.cuh
+  small_boxes,          // sm90/small_boxes.cuh
+  pair_bias,            // pair_bias/forward.cuh
+  pair_bias_sm90,       // pair_bias/sm90/forward.cuh
+  pair_bias_small_tiles // the same with TaskParts::sources
 };
 
 // The division of the direct decode kernel, in which one query reads the keys without a list.

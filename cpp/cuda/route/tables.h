@@ -205,8 +205,8 @@ struct RouteTable {
   int64_t pair_bias_mask_merge = 1;
   // The same without a mask, where a key block takes less time
   int64_t pair_bias_merge = 2;
-  // Minimum sources for the windows kernels (64 rows and keys): with fewer, most SMs would be idle [triangle-kernels]
-  int64_t window_sources = 0;
+  // Minimum sources for the small-tile kernels (64 rows and keys): with fewer, most SMs would be idle [triangle-kernels]
+  int64_t small_tile_sources = 0;
   // Minimum steps of a thread block when blocks have equal shares of all steps
   int64_t share_steps = 0;
   // Time of a merge of partial results, in steps
@@ -295,7 +295,7 @@ constexpr RouteTable table_of_sm90() {
   t.chain_quarters = 3;
   t.pair_bias_few_rows_keys = 4096;
   t.pair_bias_few_rows = 16384;
-  t.window_sources = 1024;
+  t.small_tile_sources = 1024;
   t.share_steps = 2;
   t.share_merge_steps = 3;
   t.share_step_bytes = 2 << 20;

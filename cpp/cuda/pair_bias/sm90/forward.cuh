@@ -46,9 +46,11 @@ template <class Config> struct PairBiasForwardConsumerSm90 {
   __device__ static int warp() { return threadIdx.x / 32; }
   // The first row of this warp in a tile of the bias, and the first source of a task that its warpgroup has.
   __device__ static int bias_row() { return 16 * (Config::kRows < Config::kTile ? warp() % 4 : warp()); }
-  __device__ static int own_source() { return Config::kPairs || Config::kWindows ? Roles::consumer_group() : 0; }
-  // With windows, Q has the stage of K and V.
-  __device__ int query_stage() const { return Config::kWindows ? states.keys.index : states.queries.index; }
+  __device__ static int own_source() {
+    return Config::kSplitsHeads || Config::kSmallTiles ? Roles::consumer_group() : 0;
+  }
+  // With small tiles, Q has the stage of K and V.
+  __device__ int query_stage() const { return Config::kSmallTiles ? states.keys.index : states.queries.index; }
   __device__ Source source(int n) const {
     return source_of(work.call, task.plane, task.first_source + own_source() + n);
   }
@@ -153,7 +155,7 @@ template <class Config> struct PairBiasForwardConsumerSm90 {
         for (int i = 0; i < 4; ++i)
           scores[n][i] = kExact && drop[i % 2] != 0.0f ? drop[i % 2] : scores[n][i] + drop[i % 2];
       }
-    if (Config::kWindows || !is_causal(work.call.p)) return; // the bias of windows includes it
+    if (Config::kSmallTiles || !is_causal(work.call.p)) return; // the bias of small tiles includes it
     const int limit =
         int(work.call.p.keys - work.call.p.queries) + task.first_row + bias_row() - (block * Config::kTile + own_key);
     if (limit >= Config::kOwnKeys - 1) return;
@@ -166,13 +168,13 @@ template <class Config> struct PairBiasForwardConsumerSm90 {
 
   // Zeroes V of keys that no row of the tile keeps: 0 times NaN is NaN.
   __device__ void clear_dead_values(const float (&scores)[1][kTiles][4], int n) {
-    // With windows each warpgroup has keys of its own.
-    constexpr int kSourceThreads = Roles::kConsumerThreads / (Config::kWindows ? 2 : 1),
-                  kKeys = Config::kTile / (Config::kWindows ? 2 : 1);
-    const int first_key = Config::kWindows ? own_key : 0,
-              thread = Config::kWindows ? int(threadIdx.x) % kSourceThreads : int(threadIdx.x);
+    // With small tiles each warpgroup has keys of its own.
+    constexpr int kSourceThreads = Roles::kConsumerThreads / (Config::kSmallTiles ? 2 : 1),
+                  kKeys = Config::kTile / (Config::kSmallTiles ? 2 : 1);
+    const int first_key = Config::kSmallTiles ? own_key : 0,
+              thread = Config::kSmallTiles ? int(threadIdx.x) % kSourceThreads : int(threadIdx.x);
     const auto sync = [] {
-      ptx::sync_threads<kSourceThreads>(kExactBarrier + (Config::kWindows ? Roles::consumer_group() : 0));
+      ptx::sync_threads<kSourceThreads>(kExactBarrier + (Config::kSmallTiles ? Roles::consumer_group() : 0));
     };
     if (thread < kKeys / 32) shared.live[first_key / 32 + thread] = 0;
     sync();
@@ -205,7 +207,7 @@ template <class Config> struct PairBiasForwardConsumerSm90 {
     const uint64_t keys = Pair::descriptor(ptx::shared_address(shared.sKV[stage]), 0) + own_keys;
     const uint64_t values = Pair::descriptor(ptx::shared_address(shared.sKV[stage]), 1) + own_keys;
     const uint64_t queries =
-        Pair::descriptor(ptx::shared_address(shared.sQ[query_stage()]), n) + (Config::kHalves ? 0 : half);
+        Pair::descriptor(ptx::shared_address(shared.sQ[query_stage()]), n) + (Config::kSplitsKeys ? 0 : half);
     float scores[1][kTiles][4];
     ptx::warpgroup_arrive();
     warpgroup_gemm_ss<Element, Tile, Tile, Config::kHeadDim>(scores[0], queries, keys, false);
@@ -225,7 +227,7 @@ template <class Config> struct PairBiasForwardConsumerSm90 {
     ptx::warpgroup_arrive();
     warpgroup_gemm_rs<Element, Tile>(out[n][0], p, values);
     ptx::warpgroup_commit_batch();
-    if constexpr (Config::kWindows) softmax[n].finish(); // this is the only block
+    if constexpr (Config::kSmallTiles) softmax[n].finish(); // this is the only block
     ptx::warpgroup_wait<0>();
     ptx::warpgroup_fence_operand(out[n][0]);
     ptx::warpgroup_fence_operand(p);
@@ -240,20 +242,20 @@ template <class Config> struct PairBiasForwardConsumerSm90 {
       softmax[n].start();
       clear(out[n]);
     }
-    if constexpr (!Config::kWindows) Roles::consumer_wait(shared.q_full[states.queries.index], states.queries.phase);
+    if constexpr (!Config::kSmallTiles) Roles::consumer_wait(shared.q_full[states.queries.index], states.queries.phase);
     LiveBlocks<Config, Task> live(task);
 #pragma unroll 1
     for (int block = live.next(task.begin); block < task.end; block = live.next(block + 1))
 #pragma unroll
       for (int n = 0; n < kSources; ++n) step<kExact>(block, n);
-    if constexpr (!Config::kWindows) {
+    if constexpr (!Config::kSmallTiles) {
 #pragma unroll
       for (int n = 0; n < kSources; ++n) softmax[n].finish();
-      if constexpr (Config::kHalves) merge();
+      if constexpr (Config::kSplitsKeys) merge();
       Roles::consumer_release(shared.q_empty[states.queries.index]);
       ++states.queries;
     }
-    if (Config::kHalves && Roles::consumer_group() == 1) return false;
+    if (Config::kSplitsKeys && Roles::consumer_group() == 1) return false;
     // The test includes absent sources and rows: these are non-finite only if existing ones are.
     bool exact = false;
 #pragma unroll
@@ -302,7 +304,7 @@ template <class Config> struct PairBiasForwardConsumerSm90 {
   }
 
   __device__ void write() const {
-    if (Config::kHalves && Roles::consumer_group() == 1) return;
+    if (Config::kSplitsKeys && Roles::consumer_group() == 1) return;
     const int first_source = task.first_source + own_source();
     SourceWalk source = task.source(work, own_source());
     const int sources = work.call.batches * work.call.heads - first_source;
@@ -311,9 +313,9 @@ template <class Config> struct PairBiasForwardConsumerSm90 {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const bool there = n < sources && row(half) < work.call.p.queries;
-        if (!Config::kWindows && work.splits > 1) {
+        if (!Config::kSmallTiles && work.splits > 1) {
           if (there) write_part(n, source, half);
-        } else if (Config::kWindows || work.out_aligned) {
+        } else if (Config::kSmallTiles || work.out_aligned) {
           write_aligned_row<Element>(work, source, row(half), there, out[n][0], half, softmax[n].sum[0][half],
                                      softmax[n].shift[0][half]);
         } else {
@@ -349,11 +351,12 @@ __global__ void __launch_bounds__(Roles::kThreads, 1)
   ptx::start_dependents();
   PairBiasForwardStatesSm90<Config> states;
   using Task = ForwardTaskOf<Config>;
-  using Walk = std::conditional_t<Config::kWindows, WindowWalk<Config>, PairBiasForwardWalkSm90<Config>>;
+  using Walk = std::conditional_t<Config::kSmallTiles, SmallTileWalk<Config>, PairBiasForwardWalkSm90<Config>>;
   using Registers = typename Config::Registers;
   if (Roles::is_producer()) {
     Registers::produce();
-    using Producer = std::conditional_t<Config::kWindows, WindowProducer<Config>, PairBiasForwardProducersSm90<Config>>;
+    using Producer =
+        std::conditional_t<Config::kSmallTiles, SmallTileProducer<Config>, PairBiasForwardProducersSm90<Config>>;
     Producer producer{work, shared, states};
     Walk::for_each(work, [&](const Task &task, int) { producer.run(task); });
     if (shared.exact_tasks.any())
@@ -363,11 +366,11 @@ __global__ void __launch_bounds__(Roles::kThreads, 1)
   } else {
     Registers::consume();
     using Consumer = PairBiasForwardConsumerSm90<Config>;
-    typename Consumer::Bias window_bias;
-    if constexpr (Config::kWindows) load_window_bias<Config>(work, window_bias);
+    typename Consumer::Bias small_tile_bias;
+    if constexpr (Config::kSmallTiles) load_small_tile_bias<Config>(work, small_tile_bias);
     Walk::for_each(work, [&](const Task &task, int turn) {
       typename Consumer::Bias own_bias;
-      Consumer consumer(work, shared, task, states, Config::kWindows ? window_bias : own_bias);
+      Consumer consumer(work, shared, task, states, Config::kSmallTiles ? small_tile_bias : own_bias);
       if (consumer.template run<false>()) shared.exact_tasks.mark(turn);
       consumer.write();
     });
@@ -376,7 +379,7 @@ __global__ void __launch_bounds__(Roles::kThreads, 1)
       Walk::for_each(work, [&](const Task &task, int turn) {
         if (!shared.exact_tasks.has(turn)) return;
         typename Consumer::Bias own_bias;
-        Consumer consumer(work, shared, task, states, Config::kWindows ? window_bias : own_bias);
+        Consumer consumer(work, shared, task, states, Config::kSmallTiles ? small_tile_bias : own_bias);
         consumer.template run<true>();
         consumer.write();
       });

@@ -56,7 +56,7 @@ template <class Config> struct PairBiasForwardProducerSm90 {
     for (int n = 0; n < Config::kSources; ++n, ++source)
       q.copy(shared.sQ[state.index], n, q.row_of(source.batch, source.head + head),
              __ballot_sync(0xffffffffu,
-                           n < sources && (!Config::kHalves || head == 0) && first_row + thread() < p.queries));
+                           n < sources && (!Config::kSplitsKeys || head == 0) && first_row + thread() < p.queries));
     Roles::producer_commit(shared.q_full[state.index]);
     ++state;
   }

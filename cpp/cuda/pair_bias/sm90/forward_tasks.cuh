@@ -12,7 +12,7 @@ namespace fdm::cuda {
 
 // The part of a task that each of the two consumer warpgroups has. rows: half of its rows. heads: one of two query
 // heads that share K and V and the rows of the bias. keys: half of the keys of each block; the results are merged at
-// the end. sources: one of two windows, which have at most kWindow rows and keys (forward_windows.cuh).
+// the end. sources: one of two small tiles of at most kSmallTile rows and keys (forward_windows.cuh).
 enum class TaskParts { rows, heads, keys, sources };
 
 // Whether the mask has a row for each query: no, yes, or known at run time only.
@@ -27,19 +27,21 @@ struct PairBiasForwardConfigSm90 {
   static constexpr int kBiasSize = kFloat32Bias ? 4 : 2;
   using Pair = TilePair<kHeadDim>;
   static constexpr bool kMasks = kMaskRows != MaskRows::none; // shared memory has room for a row mask
-  static constexpr bool kPairs = kParts == TaskParts::heads, kHalves = kParts == TaskParts::keys;
-  static constexpr bool kWindows = kParts == TaskParts::sources;
+  static constexpr bool kSplitsHeads = kParts == TaskParts::heads, kSplitsKeys = kParts == TaskParts::keys;
+  static constexpr bool kSmallTiles = kParts == TaskParts::sources;
   __device__ static bool folds_mask(const fdm_problem &p) {
     return kMaskRows == MaskRows::each_query || (kMaskRows == MaskRows::either && has_query_rows(p.mask));
   }
-  static constexpr bool kHalfRows = kPairs || kHalves || kWindows; // each consumer warpgroup has all rows of a task
-  static constexpr bool kHalfKeys = kHalves || kWindows;           // and half of a stage's keys
-  static constexpr bool kSharesWork = kMasks || kPairs || kHalves; // thread blocks may have equal shares of the work
+  static constexpr bool kHalfRows =
+      kSplitsHeads || kSplitsKeys || kSmallTiles;               // each consumer warpgroup has all rows of a task
+  static constexpr bool kHalfKeys = kSplitsKeys || kSmallTiles; // and half of a stage's keys
+  static constexpr bool kSharesWork =
+      kMasks || kSplitsHeads || kSplitsKeys; // thread blocks may have equal shares of the work
   static_assert(kSourceCount == 1 || !kSharesWork);
   static constexpr int kSources = kSourceCount,
-                       kTaskSources = kPairs || kWindows ? 2 : kSources; // per consumer, and per task
-  static constexpr int kRows = kHalfRows ? kTile / 2 : kTile;            // of a task
-  static constexpr int kOwnKeys = kHalfKeys ? kTile / 2 : kTile;         // of a key block, per consumer
+                       kTaskSources = kSplitsHeads || kSmallTiles ? 2 : kSources; // per consumer, and per task
+  static constexpr int kRows = kHalfRows ? kTile / 2 : kTile;                     // of a task
+  static constexpr int kOwnKeys = kHalfKeys ? kTile / 2 : kTile;                  // of a key block, per consumer
   static constexpr int kStages = kHeadDim == 32 ? 4 : (kHeadDim == 64 ? 3 : 2);
   // The products themselves add -inf for dropped keys.
   static constexpr bool kDropsByProduct = kHeadDim == 32;
@@ -50,16 +52,16 @@ struct PairBiasForwardConfigSm90 {
   // keeps the values that it unpacks for the first source for the second.
   static constexpr bool kHoldsPairs = !kFloat32Bias && kHeadDim == 64 && kSources == 1;
   static_assert(kHoldsBias || kSources == 1);
-  static constexpr bool kReadsBias = !kWindows; // from shared memory, for each key block
+  static constexpr bool kReadsBias = !kSmallTiles; // from shared memory, for each key block
   static constexpr bool kReadsBiasBeside = kHeadDim == 32 || (kHoldsPairs && kSharesWork);
   // Producers have the registers that consumers leave. They need more if thread blocks share the work.
   using Registers =
       std::conditional_t<kHeadDim == 32 || kHoldsPairs,
-                         std::conditional_t<kSharesWork || kWindows, RoleRegisters<208, 88>, RoleRegisters<216, 72>>,
+                         std::conditional_t<kSharesWork || kSmallTiles, RoleRegisters<208, 88>, RoleRegisters<216, 72>>,
                          std::conditional_t<kSourceCount == 1, RoleRegisters<224, 56>, RoleRegisters<232, 40>>>;
   // Shared memory has no room for two stages of Q with 64 columns and a float32 bias, nor with 128 columns and a mask
-  // or stages of the bias. Q of windows has the stages of K and V.
-  static constexpr int kQueryStages = kWindows                                                             ? kStages
+  // or stages of the bias. Q of small tiles has the stages of K and V.
+  static constexpr int kQueryStages = kSmallTiles                                                          ? kStages
                                       : kHeadDim >= 64 && (kFloat32Bias || (kSharesWork && kHeadDim > 64)) ? 1
                                                                                                            : 2;
   // Q of one source if it has panels of its own, else of two.
@@ -101,7 +103,7 @@ template <class Config> struct PairBiasForwardSharedSm90 {
   struct Parts {
     float2 rows[2][Roles::kConsumerThreads / 2]; // the row maxima and sums of the second consumer warpgroup
   };
-  std::conditional_t<Config::kHalves, Parts, None> parts;
+  std::conditional_t<Config::kSplitsKeys, Parts, None> parts;
   ExactTasks<kExactWords> exact_tasks;
   uint64_t q_full[Config::kQueryStages], q_empty[Config::kQueryStages];
   uint64_t full[Config::kStages], empty[Config::kStages];

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Windows in the forward kernel of pair biases for sm_90: problems with at most 64 rows and keys, whose batch shares
-// a bias. Each consumer warpgroup has a source of its own. It holds its part of the bias in registers for all sources
-// of a thread block.
+// Small tiles in the forward kernel of pair biases for sm_90: problems with at most 64 rows and keys, whose batch
+// shares a bias. Each consumer warpgroup has a source of its own. It holds its part of the bias in registers for all
+// sources of a thread block.
 #pragma once
 
 #include "forward_tasks.cuh"
@@ -9,7 +9,7 @@
 namespace fdm::cuda {
 
 // Two sources of a head of the bias. All rows and keys of a source form one block.
-template <class Config> struct WindowTask {
+template <class Config> struct SmallTileTask {
   static constexpr int first_row = 0, begin = 0, end = 1, split = 0;
   static constexpr bool last = true;
   static constexpr const uint32_t *live = nullptr;
@@ -24,17 +24,17 @@ template <class Config> struct WindowTask {
 };
 
 template <class Config>
-using ForwardTaskOf = std::conditional_t<Config::kWindows, WindowTask<Config>, PairBiasForwardTaskSm90<Config>>;
+using ForwardTaskOf = std::conditional_t<Config::kSmallTiles, SmallTileTask<Config>, PairBiasForwardTaskSm90<Config>>;
 
 // Goes through the tasks of this thread block, which are consecutive.
-template <class Config> struct WindowWalk {
+template <class Config> struct SmallTileWalk {
   __device__ static int plane(const PairBiasForward &work) { return int(blockIdx.x) / work.groups; }
 
   template <class Function> __device__ static void for_each(const PairBiasForward &work, const Function &function) {
     const int sources = work.call.batches * work.call.heads, group = int(blockIdx.x) % work.groups;
     const int64_t tasks = (sources + Config::kTaskSources - 1) / Config::kTaskSources;
     const int first = int(tasks * group / work.groups), past = int(tasks * (group + 1) / work.groups);
-    WindowTask<Config> task{
+    SmallTileTask<Config> task{
         plane(work), first * Config::kTaskSources, {work.call, plane(work), first * Config::kTaskSources}};
 #pragma unroll 1
     for (int number = first; number < past; ++number, task.first_source += Config::kTaskSources) {
@@ -45,9 +45,9 @@ template <class Config> struct WindowWalk {
   }
 };
 
-template <class Config> struct WindowProducer {
+template <class Config> struct SmallTileProducer {
   using Rows = TileRowCopy<typename Config::Pair>;
-  static constexpr int kWindowSide = Config::kRows;
+  static constexpr int kSourceTile = Config::kRows;
 
   const PairBiasForward &work;
   PairBiasForwardSharedSm90<Config> &shared;
@@ -59,16 +59,16 @@ template <class Config> struct WindowProducer {
   uint8_t fetched = 0;
   int fetched_for = -1; // the first source of that task
 
-  __device__ WindowProducer(const PairBiasForward &own_work, PairBiasForwardSharedSm90<Config> &memory,
-                            PairBiasForwardStatesSm90<Config> &own_states)
+  __device__ SmallTileProducer(const PairBiasForward &own_work, PairBiasForwardSharedSm90<Config> &memory,
+                               PairBiasForwardStatesSm90<Config> &own_states)
       : work(own_work), shared(memory), states(own_states),
-        q(own_work.call.p.q, own_work.call.p.head_dim, -own_source() * kWindowSide),
-        k(own_work.call.p.k, own_work.call.p.head_dim, -own_source() * kWindowSide),
-        v(own_work.call.p.v, own_work.call.p.head_dim, -own_source() * kWindowSide),
+        q(own_work.call.p.q, own_work.call.p.head_dim, -own_source() * kSourceTile),
+        k(own_work.call.p.k, own_work.call.p.head_dim, -own_source() * kSourceTile),
+        v(own_work.call.p.v, own_work.call.p.head_dim, -own_source() * kSourceTile),
         used(__ballot_sync(0xffffffffu, row() < own_work.call.p.queries)) {}
 
-  __device__ static int own_source() { return Roles::producer_thread() / kWindowSide; }
-  __device__ static int row() { return Roles::producer_thread() % kWindowSide; }
+  __device__ static int own_source() { return Roles::producer_thread() / kSourceTile; }
+  __device__ static int row() { return Roles::producer_thread() % kSourceTile; }
 
   __device__ bool exists(int first_source) const {
     return first_source + own_source() < work.call.batches * work.call.heads;
@@ -80,7 +80,7 @@ template <class Config> struct WindowProducer {
     return kept ? *kept : 1;
   }
 
-  __device__ void run(const WindowTask<Config> &task) {
+  __device__ void run(const SmallTileTask<Config> &task) {
     const SourceWalk source = task.source(work, own_source());
     SourceWalk after = source;
 #pragma unroll
@@ -103,9 +103,9 @@ template <class Config> struct WindowProducer {
 
 // Loads this thread's part of the bias, with -inf for dropped pairs.
 template <class Config, int kTiles>
-__device__ void load_window_bias(const PairBiasForward &work, float (&bias)[kTiles][4]) {
+__device__ void load_small_tile_bias(const PairBiasForward &work, float (&bias)[kTiles][4]) {
   const fdm_problem &p = work.call.p;
-  const SourceWalk source(work.call, WindowWalk<Config>::plane(work), 0);
+  const SourceWalk source(work.call, SmallTileWalk<Config>::plane(work), 0);
   const Sequence s = pair_bias_sequence(p, source.batch);
   const Matrix m = score_matrix(p, p.bias, s, source.head, Config::kBiasSize);
   const int first_row = int(threadIdx.x) / 32 % (Config::kRows / 16) * 16;

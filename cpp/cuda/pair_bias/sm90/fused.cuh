@@ -6,7 +6,7 @@
 // dS = P (dP - delta) of its rows. P and dS then go to shared memory, because dV = P' dO and dK = dS' Q sum over the
 // rows of both warpgroups. Each computes 64 keys of dV and dK. dQ, dK and dV are sums over the tiles of several
 // blocks, so they are added to float32 sums in global memory, in no fixed order, unless another epilogue can complete
-// them (FusedEpilogue). So is a tile of dbias if several blocks share its sources. With windows a warpgroup has a
+// them (FusedEpilogue). So is a tile of dbias if several blocks share its sources. With small tiles a warpgroup has a
 // source of its own, and shares nothing with the other.
 //
 // The kernel is persistent: while the results of a tile are written, the producer copies the first rows of the next.
@@ -28,11 +28,11 @@ template <class Config> struct PairBiasFusedConsumer {
   using Pair = typename Config::Pair;
   using Tile = typename Pair::Tile;
   using Left = typename Config::Scores;
-  static constexpr int kTiles = Config::kWindowSide / 8;
+  static constexpr int kTiles = Config::kSourceTile / 8;
   using Scores = float[kTiles][4];
   using Packed = uint32_t[kTiles / 2][4];
   using Sums = typename FusedProducts<Config>::Sums;
-  static constexpr int kFullBarrier = 4, kReadBarrier = 5; // of P and dS; with windows, one per warpgroup
+  static constexpr int kFullBarrier = 4, kReadBarrier = 5; // of P and dS; with small tiles, one per warpgroup
   // Threads that share P and dS.
   static constexpr int kSourceThreads = Roles::kConsumerThreads / Config::kSources;
 
@@ -47,16 +47,16 @@ template <class Config> struct PairBiasFusedConsumer {
 
   __device__ static int warp() { return threadIdx.x / 32; }
   __device__ static int group() { return Roles::consumer_group(); }
-  __device__ static int own_source() { return Config::kWindows ? group() : 0; }
+  __device__ static int own_source() { return Config::kSmallTiles ? group() : 0; }
 
   __device__ static void sync() { ptx::sync_threads<kSourceThreads>(kFullBarrier + own_source()); }
-  // The warpgroups write P and dS in turns, once the products of the step before have read them. With windows they
+  // The warpgroups write P and dS in turns, once the products of the step before have read them. With small tiles they
   // share neither, so they take no turns.
   __device__ static void take_turn() {
-    if constexpr (!Config::kWindows) Roles::take_turn(group());
+    if constexpr (!Config::kSmallTiles) Roles::take_turn(group());
   }
   __device__ static void pass_turn() {
-    if constexpr (Config::kWindows)
+    if constexpr (Config::kSmallTiles)
       sync();
     else
       Roles::pass_turn(group());
@@ -67,7 +67,7 @@ template <class Config> struct PairBiasFusedConsumer {
   }
 
   // These are of this warpgroup's source. `which` selects the first or second tensor of a pair.
-  __device__ static uint64_t own_part() { return Tile::offset(Config::kWindowSide, 0) * own_source(); }
+  __device__ static uint64_t own_part() { return Tile::offset(Config::kSourceTile, 0) * own_source(); }
   __device__ uint64_t rows_of(int stage, int which) const {
     return Pair::descriptor(ptx::shared_address(shared.sRows[stage]), which) + own_part();
   }
@@ -77,19 +77,19 @@ template <class Config> struct PairBiasFusedConsumer {
   // P or dS of this warpgroup's keys.
   __device__ uint64_t scores_of(int which) const {
     return Left::descriptor(ptx::shared_address(shared.sScores[which])) +
-           (Config::kWindows ? Left::offset(Config::kWindowSide, 0) : Left::offset(0, 64)) * group();
+           (Config::kSmallTiles ? Left::offset(Config::kSourceTile, 0) : Left::offset(0, 64)) * group();
   }
 
   // Starts S = Q K' (`which` is 0) or dP = dO V' of this warpgroup's rows.
   __device__ void start_scores(Scores &products, int stage, int which) const {
-    const uint64_t own_rows = Config::kWindows ? 0 : Tile::offset(64, 0) * group();
+    const uint64_t own_rows = Config::kSmallTiles ? 0 : Tile::offset(64, 0) * group();
     ptx::warpgroup_arrive();
     warpgroup_gemm_ss<Element, Tile, Tile, Config::kHeadDim>(products, rows_of(stage, which) + own_rows,
                                                              keys_of(stage, which), false);
     if constexpr (Config::kFolds) {
       const uint64_t left =
                          which == 0 ? shared.known.shifts_of(stage, group()) : shared.known.deltas_of(stage, group()),
-                     right = which == 0 ? shared.known.keys_of(stage, Config::kWindowSide * own_source())
+                     right = which == 0 ? shared.known.keys_of(stage, Config::kSourceTile * own_source())
                                         : shared.known.ones_descriptor();
       ptx::wgmma_ss<Element, ptx::Major::k, ptx::Major::k>(products, left, right, true);
     }
@@ -99,9 +99,9 @@ template <class Config> struct PairBiasFusedConsumer {
   // Computes dV = P' dO and dK = dS' Q of this warpgroup's keys, and dQ = dS K of its rows.
   __device__ void multiply_gradients(FusedProducts<Config> &sums, Packed &own_ds, int stage) const {
     ptx::warpgroup_arrive();
-    warpgroup_gemm_ss_columns<Element, Left, ptx::Major::mn, Tile, Config::kWindowSide>(sums.dv, scores_of(0),
+    warpgroup_gemm_ss_columns<Element, Left, ptx::Major::mn, Tile, Config::kSourceTile>(sums.dv, scores_of(0),
                                                                                         rows_of(stage, 1), false);
-    warpgroup_gemm_ss_columns<Element, Left, ptx::Major::mn, Tile, Config::kWindowSide>(sums.dk, scores_of(1),
+    warpgroup_gemm_ss_columns<Element, Left, ptx::Major::mn, Tile, Config::kSourceTile>(sums.dk, scores_of(1),
                                                                                         rows_of(stage, 0), false);
     warpgroup_gemm_rs<Element, Tile>(sums.dq, own_ds, keys_of(stage, 0), false);
     ptx::warpgroup_commit_batch();
@@ -236,7 +236,7 @@ template <class Config> struct PairBiasFusedConsumer {
   }
 
   __device__ void run() {
-    if constexpr (!Config::kWindows) pass_turn();
+    if constexpr (!Config::kSmallTiles) pass_turn();
     PairBiasFusedTask::for_each<Config::kCluster>(work, [&](const PairBiasFusedTask &next) { run(next); });
     take_turn(); // takes the last turn that was passed on
   }

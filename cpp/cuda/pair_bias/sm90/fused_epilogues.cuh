@@ -67,7 +67,7 @@ template <class Config> struct SumsEpilogue : FusedEpilogueBase<Config> {
 };
 
 // Writes complete gradients: a warpgroup has all rows and keys of a source.
-template <class Config> struct WindowEpilogue : FusedEpilogueBase<Config> {
+template <class Config> struct SmallTileEpilogue : FusedEpilogueBase<Config> {
   using Base = FusedEpilogueBase<Config>;
   using Base::Base, Base::work, Base::shared;
 

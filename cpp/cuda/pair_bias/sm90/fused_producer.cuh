@@ -20,8 +20,8 @@ template <class Config> struct PairBiasFusedProducer {
   __device__ PairBiasFusedProducer(const PairBiasBackward &own_work, PairBiasFusedShared<Config> &memory,
                                    const PairBiasFusedTask &own_task)
       : work(own_work), shared(memory), task(own_task),
-        first_row(own_task.row_tile * Config::kTile - own_source() * Config::kWindowSide),
-        first_key(own_task.key_tile * Config::kTile - own_source() * Config::kWindowSide),
+        first_row(own_task.row_tile * Config::kTile - own_source() * Config::kSourceTile),
+        first_key(own_task.key_tile * Config::kTile - own_source() * Config::kSourceTile),
         q(own_work.call.p.q, own_work.call.p.head_dim, first_row),
         dout(own_work.a.dout, own_work.call.p.head_dim, first_row),
         k(own_work.call.p.k, own_work.call.p.head_dim, first_key),
@@ -36,7 +36,7 @@ template <class Config> struct PairBiasFusedProducer {
 
   __device__ static int thread() { return Roles::producer_thread(); }
   // The source of the tile whose rows and keys this thread's warp loads.
-  __device__ static int own_source() { return Config::kWindows ? thread() / Config::kWindowSide : 0; }
+  __device__ static int own_source() { return Config::kSmallTiles ? thread() / Config::kSourceTile : 0; }
 
   __device__ Facts fetch(const SourceWalk &source) const {
     const fdm_problem &p = work.call.p;
@@ -54,7 +54,7 @@ template <class Config> struct PairBiasFusedProducer {
   __device__ uint32_t store_facts(int stage, const SourceWalk &source, const Facts &facts) const {
     const fdm_problem &p = work.call.p;
     const FusedWork &division = work.fused;
-    if (!Config::kWindows && thread() == 0) {
+    if (!Config::kSmallTiles && thread() == 0) {
       const int64_t batch = source.batch - division.first_batch, kv_head = kv_head_of(p, source.head);
       shared.places[stage] = {halves_of(division.dq, batch, source.head, first_row),
                               halves_of(division.dk, batch, kv_head, first_key),
@@ -67,7 +67,7 @@ template <class Config> struct PairBiasFusedProducer {
   __device__ void load(const PipelineState<Config::kStages> &state, const SourceWalk &source, bool exists,
                        const Facts &facts) const {
     const int stage = state.index;
-    const uint32_t used_rows = Config::kWindows && !exists ? 0 : used;
+    const uint32_t used_rows = Config::kSmallTiles && !exists ? 0 : used;
     const int64_t kv_head = kv_head_of(work.call.p, source.head);
     Roles::producer_acquire(shared.empty[stage], state.phase);
     const uint32_t kept = store_facts(stage, source, facts);
@@ -100,7 +100,7 @@ template <class Config> struct PairBiasFusedProducer {
     SourceWalk source(work.call, task.plane, task.first + own_source());
     bool exists = task.first + own_source() < task.past;
     Facts facts{{INFINITY, 0.0f}, 0};
-    if (!Config::kWindows || exists) facts = fetch(source);
+    if (!Config::kSmallTiles || exists) facts = fetch(source);
     for (int64_t index = task.first; index < task.past; index += Config::kSources, ++state) {
       SourceWalk after = source;
 #pragma unroll

@@ -15,22 +15,22 @@ enum FusedOperand { kQuery, kKey, kDout, kValue, kFusedOperands };
 
 // What a step does with its part of dQ, dK and dV. sums: it adds the part to float32 sums in global memory. exchange:
 // a cluster has all tiles of a source, and its blocks complete the gradients among themselves (fused_epilogues.cuh).
-// windows: the problem has at most kWindow rows and keys, a tile has those of two sources, one below the other, and
-// the gradients are complete.
-enum class FusedEpilogue { sums, exchange, windows };
+// small_tiles: the problem has at most kSmallTile rows and keys, a tile has those of two sources, one below the other,
+// and the gradients are complete.
+enum class FusedEpilogue { sums, exchange, small_tiles };
 template <class Config> struct SumsEpilogue;
 template <class Config> struct ExchangeEpilogue;
-template <class Config> struct WindowEpilogue;
+template <class Config> struct SmallTileEpilogue;
 
 template <class ElementType, int kHeadDimension, BiasType kBias, FusedEpilogue kGradients> struct PairBiasFusedConfig {
   using Element = ElementType;
   static constexpr int kHeadDim = kHeadDimension, kTile = kPairBiasTileSm90;
   static constexpr bool kFloat32Bias = kBias == BiasType::float32;
   using Pair = TilePair<kHeadDim>; // Q and dO, or K and V
-  static constexpr bool kWindows = kGradients == FusedEpilogue::windows,
+  static constexpr bool kSmallTiles = kGradients == FusedEpilogue::small_tiles,
                         kCluster = kGradients == FusedEpilogue::exchange;
-  static constexpr int kSources = kWindows ? 2 : 1, kWindowSide = kTile / kSources; // rows and keys of a source
-  using Scores = SmemTile<kWindowSide, kTile>;
+  static constexpr int kSources = kSmallTiles ? 2 : 1, kSourceTile = kTile / kSources; // rows and keys of a source
+  using Scores = SmemTile<kSourceTile, kTile>;
   // With 128 columns, shared memory has room for one tile of each operand, and one for P and then dS.
   static constexpr bool kInTurn = kHeadDim == 128;
   static constexpr int kStages = kInTurn || (kHeadDim == 64 && kFloat32Bias) ? 1 : 2, kScoreTiles = kInTurn ? 1 : 2;
@@ -40,11 +40,11 @@ template <class ElementType, int kHeadDimension, BiasType kBias, FusedEpilogue k
   static constexpr bool kFolds = kHeadDim == 32, kFloats = kFloat32Bias || kFolds;
   static constexpr int kBiasChunks = (kFloats ? 16 : 8) / kSources; // 16 bytes each, per thread
   // The band of 16 rows of a source that this consumer warp has.
-  __device__ static int band() { return threadIdx.x / 32 % (kWindowSide / 16); }
-  using Registers = std::conditional_t<kWindows, RoleRegisters<208, 80>,
+  __device__ static int band() { return threadIdx.x / 32 % (kSourceTile / 16); }
+  using Registers = std::conditional_t<kSmallTiles, RoleRegisters<208, 80>,
                                        std::conditional_t<kFolds, RoleRegisters<216, 72>, RoleRegisters<224, 56>>>;
   using Epilogue = std::conditional_t<
-      kWindows, WindowEpilogue<PairBiasFusedConfig>,
+      kSmallTiles, SmallTileEpilogue<PairBiasFusedConfig>,
       std::conditional_t<kCluster, ExchangeEpilogue<PairBiasFusedConfig>, SumsEpilogue<PairBiasFusedConfig>>>;
 };
 

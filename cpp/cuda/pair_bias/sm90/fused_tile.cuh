@@ -11,7 +11,7 @@ namespace fdm::cuda {
 
 template <class Config> struct FusedBiasTile {
   using Element = typename Config::Element;
-  static constexpr int kTiles = Config::kWindowSide / 8;
+  static constexpr int kTiles = Config::kSourceTile / 8;
   static constexpr int kBiasBytes = Config::kFloat32Bias ? 4 : 2, kChunkTiles = kTiles / Config::kBiasChunks;
 
   const PairBiasBackward &work;
@@ -25,10 +25,10 @@ template <class Config> struct FusedBiasTile {
   __device__ static int warp() { return threadIdx.x / 32; }
   __device__ static int lane() { return threadIdx.x % 32; }
   __device__ int64_t row(int half) const {
-    return int64_t(task.row_tile) * Config::kWindowSide + 16 * Config::band() + accumulator_row(half);
+    return int64_t(task.row_tile) * Config::kSourceTile + 16 * Config::band() + accumulator_row(half);
   }
   __device__ int64_t key(int n) const {
-    return int64_t(task.key_tile) * Config::kWindowSide + 8 * n + accumulator_column();
+    return int64_t(task.key_tile) * Config::kSourceTile + 8 * n + accumulator_column();
   }
 
   __device__ void start(const PairBiasFusedTask &own_task) {
@@ -81,7 +81,7 @@ template <class Config> struct FusedBiasTile {
       for (int n = 0; n < kTiles; ++n) ptx::add_global(sums + n * 128, dbias[n]);
       return;
     }
-    if constexpr (Config::kWindows) return; // several thread blocks share a tile of windows
+    if constexpr (Config::kSmallTiles) return; // several thread blocks share a small tile
     const bool whole =
         int64_t(task.row_tile + 1) * Config::kTile <= p.queries && int64_t(task.key_tile + 1) * Config::kTile <= p.keys;
     if (work.dbias_pairs && whole) return store_whole_dbias();
@@ -131,9 +131,9 @@ private:
     const Source source = source_of(work.call, task.plane, task.first);
     const Sequence s = pair_bias_sequence(p, source.batch);
     const Matrix bias = score_matrix(p, p.bias, s, source.head, kBiasBytes);
-    const int64_t last_row = int64_t(task.row_tile + 1) * Config::kWindowSide,
-                  last_key = int64_t(task.key_tile + 1) * Config::kWindowSide;
-    const bool sees_all = !is_causal(p) || last_key <= last_row - Config::kWindowSide + p.keys - p.queries + 1;
+    const int64_t last_row = int64_t(task.row_tile + 1) * Config::kSourceTile,
+                  last_key = int64_t(task.key_tile + 1) * Config::kSourceTile;
+    const bool sees_all = !is_causal(p) || last_key <= last_row - Config::kSourceTile + p.keys - p.queries + 1;
     if (work.call.bias_chunks && last_row <= p.queries && last_key <= p.keys && !present(p.start)) {
       if (!has_query_rows(p.mask) && sees_all) return load_whole_bias(bias, [](int, int) { return kNoneDropped; });
       if (!has_query_rows(p.mask))
