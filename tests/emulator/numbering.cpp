@@ -383,7 +383,7 @@ Work steps_of_dbias() {
   const int64_t planes = draw(1, 4);
   division.steps = planes * division.tiles * division.groups;
   division.blocks = int32_t(draw(1, std::min<int64_t>(division.steps, 40)));
-  division.whole = draw(0, 1);
+  division.undivided = draw(0, 1);
   launch_blocks(dbias_kernel, dim3(division.blocks), 32, work);
   return {division.steps, [=](int64_t plane, int64_t tile, int64_t group) {
             const DbiasWork &own = work.dbias;

@@ -27,7 +27,7 @@ struct DbiasTile {
 // Block b has the steps from first_step(b) to first_step(b + 1). The products exceed 64 bits only for work that no
 // GPU can do.
 FDM_INLINE int64_t first_step(const DbiasWork &work, int64_t block) {
-  if (work.whole) return work.steps / work.groups * block / work.blocks * work.groups;
+  if (work.undivided) return work.steps / work.groups * block / work.blocks * work.groups;
   return work.steps * block / work.blocks;
 }
 

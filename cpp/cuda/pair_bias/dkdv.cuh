@@ -22,12 +22,12 @@ template <class ElementType, int kHeadDimension> struct PairBiasDkdvConfig {
   static constexpr int kKeyTiles = kChoice.tiles, kWarpKeys = 16 * kKeyTiles, kKeys = kWarps * kWarpKeys;
   static constexpr bool kHoldsKeys = false; // K and V in registers
   static constexpr int kSubRows = kHeadDim <= 32 ? 16 : kHeadDim <= 64 ? 32 : 16;
-  static constexpr int kPitch = PairBiasKeySizes::kPitch;
+  static constexpr int kPitch = KeyTileSizes::kPitch;
   using Tile = SmemTile<kHeadDim>;
   using Bias = ScoreTile<Element, kThreads, kPitch>;
 
   static_assert(Tile::kRowBytes == pair_bias_row_bytes(kHeadDim));
-  static constexpr PairBiasKeySizes sizes() { return {FDM_TILE_ARCH, kHeadDim}; }
+  static constexpr KeyTileSizes sizes() { return {FDM_TILE_ARCH, kHeadDim}; }
   static constexpr int key_bytes() { return sizes().key_bytes(); } // of K or V
   static constexpr int panels(int slots) { return sizes().panels(slots); }
   static constexpr int panel_bytes(bool float32_bias, bool mask) { return sizes().panel_bytes(float32_bias, mask); }

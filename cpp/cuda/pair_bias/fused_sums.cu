@@ -75,7 +75,7 @@ template <int kHeadDim> struct FusedBands {
   __device__ int tiles() const { return exists ? kTilesAtOnce : 0; }
   __device__ float4 &dbias_quad(int n) const {
     return reinterpret_cast<float4 *>(
-        work.fused.dbias)[tile_number(work.fused, tile) * kTileQuadsSm90 + first_quad + n * 32];
+        work.fused.dbias)[dbias_tile_number(work.fused, tile) * kTileQuadsSm90 + first_quad + n * 32];
   }
   __device__ void load(int, float (&x)[kTilesAtOnce][4]) const {
     if (!of_dbias()) return band.load(x);

@@ -11,7 +11,7 @@ struct FusedDbiasTile {
 };
 
 // The index of a tile among those of a launch.
-__device__ __forceinline__ int64_t tile_number(const FusedWork &division, const FusedDbiasTile &tile) {
+__device__ __forceinline__ int64_t dbias_tile_number(const FusedWork &division, const FusedDbiasTile &tile) {
   return (int64_t(tile.plane - division.first_plane) * division.row_tiles + tile.row_tile) * division.key_tiles +
          tile.key_tile;
 }

@@ -25,14 +25,14 @@ __device__ __forceinline__ void copy_scores_by_elements(const Integer *first, in
 }
 
 // For each of four keys, a byte of ones if it is kept, else of zeros. Booleans may have any bits set.
-__device__ __forceinline__ uint32_t kept_bytes(uint32_t booleans) {
+__device__ __forceinline__ uint32_t mask_of_booleans(uint32_t booleans) {
   // The addition carries the lower seven bits of a byte into its highest bit.
   const uint32_t highest = (((booleans & 0x7f7f7f7fu) + 0x7f7f7f7fu) | booleans) & 0x80808080u;
   return (highest >> 7) * 0xffu;
 }
 
-// Sets the dropped ones of eight adjacent 16-bit elements to -inf. `kept` is from kept_bytes().
-template <class Element> __device__ __forceinline__ void drop_halves(uint4 &pairs, uint2 kept) {
+// Sets the dropped ones of eight adjacent 16-bit elements to -inf. `kept` is from mask_of_booleans().
+template <class Element> __device__ __forceinline__ void drop_16_bit(uint4 &pairs, uint2 kept) {
   constexpr uint32_t kDropped = __is_same(Element, __half) ? 0xfc00fc00u : 0xff80ff80u;
   const auto drop = [&](uint32_t pair, uint32_t keep) { return (pair & keep) | (kDropped & ~keep); };
   pairs.x = drop(pairs.x, __byte_perm(kept.x, 0, 0x1100));
@@ -41,7 +41,7 @@ template <class Element> __device__ __forceinline__ void drop_halves(uint4 &pair
   pairs.w = drop(pairs.w, __byte_perm(kept.y, 0, 0x3322));
 }
 // The same for four adjacent float32 elements.
-__device__ __forceinline__ void drop_words(uint4 &words, uint32_t kept) {
+__device__ __forceinline__ void drop_32_bit(uint4 &words, uint32_t kept) {
   constexpr uint32_t kDropped = 0xff800000u;
   words.x = kept & 0xff ? words.x : kDropped;
   words.y = kept & 0xff00 ? words.y : kDropped;
@@ -54,9 +54,9 @@ FDM_INLINE bool folds_mask(const fdm_problem &p) { return has_query_rows(p.mask)
 
 template <class ElementType, int kThreads, int kPitch> struct ScoreTile {
   using Element = ElementType;
-  using Halves = SmemTile<kPairBiasKeys>;
-  static constexpr int kHalfChunks = kPairBiasKeys / 8, kWordChunks = kPairBiasKeys / 4,
-                       kByteChunks = kPairBiasKeys / 16;
+  using Tile16Bit = SmemTile<kPairBiasKeys>;
+  static constexpr int kChunks16Bit = kPairBiasKeys / 8, kChunks32Bit = kPairBiasKeys / 4,
+                       kMaskChunks = kPairBiasKeys / 16;
   static_assert(kPitch % 4 == 0 && kPitch >= kPairBiasKeys);
 
   static constexpr int bytes(int rows, bool float32_bias) { return pair_bias_bias_bytes(rows, kPitch, float32_bias); }
@@ -66,7 +66,7 @@ template <class ElementType, int kThreads, int kPitch> struct ScoreTile {
   int bias, mask; // byte offsets of the bias, a multiple of 128, and of the mask
   bool float32_bias;
 
-  __device__ bool has_mask_rows() const { return has_query_rows(call.p.mask); }
+  __device__ bool mask_is_per_query() const { return has_query_rows(call.p.mask); }
 
   // Starts the copies of `rows` rows from first_row on, and of the keys from first_key on, of a source.
   __device__ __forceinline__ void copy(const Source &source, int rows, int first_row, int first_key) const {
@@ -81,8 +81,8 @@ template <class ElementType, int kThreads, int kPitch> struct ScoreTile {
     if (float32_bias) {
       const auto *first = static_cast<const uint32_t *>(m.base) + offset;
       if (call.bias_chunks)
-        copy_chunks<4, kWordChunks, kPitch * 4>(first, m.row * 4, rows, rows_there, keys_there,
-                                                [&](int r, int c) { return base + r * (kPitch * 4) + c * 16; });
+        copy_chunks<4, kChunks32Bit, kPitch * 4>(first, m.row * 4, rows, rows_there, keys_there,
+                                                 [&](int r, int c) { return base + r * (kPitch * 4) + c * 16; });
       else
         copy_scores_by_elements<uint32_t, kThreads>(
             first, m.row, m.col, rows, rows_there, keys_there,
@@ -90,22 +90,23 @@ template <class ElementType, int kThreads, int kPitch> struct ScoreTile {
     } else {
       const auto *first = static_cast<const uint16_t *>(m.base) + offset;
       if (call.bias_chunks)
-        copy_chunks<2, kHalfChunks, kPairBiasKeys * 2>(first, m.row * 2, rows, rows_there, keys_there,
-                                                       [&](int r, int c) { return Halves::chunk_address(base, r, c); });
+        copy_chunks<2, kChunks16Bit, kPairBiasKeys * 2>(
+            first, m.row * 2, rows, rows_there, keys_there,
+            [&](int r, int c) { return Tile16Bit::chunk_address(base, r, c); });
       else
         copy_scores_by_elements<uint16_t, kThreads>(
             first, m.row, m.col, rows, rows_there, keys_there, [&](int r, int c) {
-              return reinterpret_cast<uint16_t *>(memory + bias + Halves::chunk_address(0, r, c / 8)) + c % 8;
+              return reinterpret_cast<uint16_t *>(memory + bias + Tile16Bit::chunk_address(0, r, c / 8)) + c % 8;
             });
     }
-    if (has_mask_rows()) copy_mask(s, source.head, rows, rows_there, keys_there, first_row, first_key);
+    if (mask_is_per_query()) copy_mask(s, source.head, rows, rows_there, keys_there, first_row, first_key);
   }
 
   // own_chunk() is the address of this thread's first chunk at the first key, for the rows from first_row on.
   // copy_whole() copies a complete tile with aligned rows from there.
   __device__ static __forceinline__ const char *own_chunk(const PairBiasCall &pair_bias, const Source &source,
                                                           int first_row, bool is_float32) {
-    const int size = is_float32 ? 4 : 2, chunks = is_float32 ? kWordChunks : kHalfChunks;
+    const int size = is_float32 ? 4 : 2, chunks = is_float32 ? kChunks32Bit : kChunks16Bit;
     const Matrix m =
         score_matrix(pair_bias.p, pair_bias.p.bias, pair_bias_sequence(pair_bias.p, source.batch), source.head, size);
     return static_cast<const char *>(m.base) + (first_row + int(threadIdx.x) / chunks) * m.row * size +
@@ -115,23 +116,23 @@ template <class ElementType, int kThreads, int kPitch> struct ScoreTile {
     const uint32_t base = ptx::shared_address(memory) + bias;
     const int64_t row = call.p.bias.stride[2];
     if (float32_bias)
-      copy_chunks_whole<kRows, kWordChunks, kPitch * 4>(thread_row + first_key * 4, row * 4,
-                                                        base + int(threadIdx.x) / kWordChunks * (kPitch * 4) +
-                                                            threadIdx.x % kWordChunks * 16);
+      copy_chunks_whole<kRows, kChunks32Bit, kPitch * 4>(thread_row + first_key * 4, row * 4,
+                                                         base + int(threadIdx.x) / kChunks32Bit * (kPitch * 4) +
+                                                             threadIdx.x % kChunks32Bit * 16);
     else
-      copy_chunks_whole<kRows, kHalfChunks, kPairBiasKeys * 2>(
+      copy_chunks_whole<kRows, kChunks16Bit, kPairBiasKeys * 2>(
           thread_row + first_key * 2, row * 2,
-          Halves::chunk_address(base, threadIdx.x / kHalfChunks, threadIdx.x % kHalfChunks));
+          Tile16Bit::chunk_address(base, threadIdx.x / kChunks16Bit, threadIdx.x % kChunks16Bit));
   }
 
   // Sets the bias of pairs that a row mask or intervals drop to -inf. All threads of the block call it once the
   // copies have arrived, and synchronize afterwards.
   __device__ __forceinline__ void fold(const Source &source, int rows, int first_row, int first_key) const {
 #pragma unroll 1
-    for (int i = threadIdx.x; i < rows * kHalfChunks; i += kThreads) {
-      const int r = i / kHalfChunks, c = i % kHalfChunks;
+    for (int i = threadIdx.x; i < rows * kChunks16Bit; i += kThreads) {
+      const int r = i / kChunks16Bit, c = i % kChunks16Bit;
       const uint2 kept =
-          has_mask_rows() ? kept_of_mask(r, c) : kept_of_intervals(source, first_row + r, first_key + 8 * c);
+          mask_is_per_query() ? kept_of_mask(r, c) : kept_of_intervals(source, first_row + r, first_key + 8 * c);
       if (kept.x == ~0u && kept.y == ~0u) continue;
       if (float32_bias) {
         auto *words = reinterpret_cast<uint32_t *>(memory + bias) + r * kPitch + 8 * c;
@@ -139,9 +140,9 @@ template <class ElementType, int kThreads, int kPitch> struct ScoreTile {
         for (int k = 0; k < 8; ++k)
           if (!((k < 4 ? kept.x : kept.y) >> (8 * (k % 4)) & 1)) words[k] = 0xff800000u;
       } else {
-        auto &chunk = *reinterpret_cast<uint4 *>(memory + bias + Halves::chunk_address(0, r, c));
+        auto &chunk = *reinterpret_cast<uint4 *>(memory + bias + Tile16Bit::chunk_address(0, r, c));
         uint4 pairs = chunk;
-        drop_halves<Element>(pairs, kept);
+        drop_16_bit<Element>(pairs, kept);
         chunk = pairs;
       }
     }
@@ -163,8 +164,8 @@ template <class ElementType, int kThreads, int kPitch> struct ScoreTile {
         }
     } else {
       uint32_t pairs[4];
-      const uint32_t fragment = Halves::left(ptx::shared_address(memory) + bias, row);
-      ptx::ldmatrix(pairs, Halves::fragment_address(fragment, 0, key));
+      const uint32_t fragment = Tile16Bit::left(ptx::shared_address(memory) + bias, row);
+      ptx::ldmatrix(pairs, Tile16Bit::fragment_address(fragment, 0, key));
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         ptx::unpack<Element>(pairs[i], values[i / 2][i % 2 * 2], values[i / 2][i % 2 * 2 + 1]);
@@ -184,8 +185,8 @@ template <class ElementType, int kThreads, int kPitch> struct ScoreTile {
         for (int i = 0; i < 4; ++i) values[n][i] = words[(8 * n + i % 2) * kPitch + i / 2 * 8];
     } else {
       uint32_t pairs[4];
-      const uint32_t fragment = Halves::right_rows(ptx::shared_address(memory) + bias);
-      ptx::ldmatrix_trans(pairs, Halves::fragment_address(fragment, row, key));
+      const uint32_t fragment = Tile16Bit::right_rows(ptx::shared_address(memory) + bias);
+      ptx::ldmatrix_trans(pairs, Tile16Bit::fragment_address(fragment, row, key));
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         ptx::unpack<Element>(pairs[i], values[i / 2][i % 2 * 2], values[i / 2][i % 2 * 2 + 1]);
@@ -227,7 +228,7 @@ private:
     const auto *first = static_cast<const uint8_t *>(m.base) + first_row * m.row + first_key * m.col;
     const uint32_t base = ptx::shared_address(memory) + mask;
     if (call.mask_chunks)
-      copy_chunks<1, kByteChunks, kPairBiasKeys>(first, m.row, rows, rows_there, keys_there,
+      copy_chunks<1, kMaskChunks, kPairBiasKeys>(first, m.row, rows, rows_there, keys_there,
                                                  [&](int r, int c) { return base + r * kPairBiasKeys + c * 16; });
     else
       copy_scores_by_elements<uint8_t, kThreads>(first, m.row, m.col, rows, rows_there, keys_there, [&](int r, int c) {
@@ -237,7 +238,7 @@ private:
 
   __device__ __forceinline__ uint2 kept_of_mask(int r, int c) const {
     const uint2 bytes = *reinterpret_cast<const uint2 *>(memory + mask + r * kPairBiasKeys + 8 * c);
-    return {kept_bytes(bytes.x), kept_bytes(bytes.y)};
+    return {mask_of_booleans(bytes.x), mask_of_booleans(bytes.y)};
   }
   __device__ __forceinline__ uint2 kept_of_intervals(const Source &source, int64_t row, int64_t first_key) const {
     const fdm_problem &p = call.p;

@@ -93,7 +93,7 @@ struct RowBlockSizes {
 // Shared memory of the key-tile kernel, whose steps have kStepRows rows.
 constexpr int kStepRows = 64;
 
-struct PairBiasKeySizes {
+struct KeyTileSizes {
   static constexpr int kPitch = kPairBiasKeys + 4; // of a float32 bias: eight keys of every second row cover all banks
   int arch, head_dim;
 

@@ -97,7 +97,7 @@ void add_pair_bias_backward(Object *route, const PairBiasBackwardRoute &pair_bia
     fields.number("tile_keys", pair_bias.dbias.tile_keys);
     fields.number("stages", pair_bias.dbias.stages);
     fields.number("blocks", pair_bias.dbias.blocks);
-    fields.flag("whole_tiles", pair_bias.dbias.whole);
+    fields.flag("whole_tiles", pair_bias.dbias.undivided);
     fields.word("parts", kPartsNames[int(pair_bias.dbias_parts)]);
     fields.number("sum_divisions", pair_bias.dbias_sum.divisions);
     route->object("dbias", fields);

@@ -119,7 +119,7 @@ struct PairBiasChoice {
     return divide(sizes, sizes.tile(), p.queries, mask_sources(), sources());
   }
   PairBiasTiles divide_keys() const {
-    return divide(PairBiasKeySizes{arch, head_dim}, pair_bias_dkdv_tile(head_dim), p.keys,
+    return divide(KeyTileSizes{arch, head_dim}, pair_bias_dkdv_tile(head_dim), p.keys,
                   shares_sequences(p) ? p.batch : 1, p.batch);
   }
 
@@ -222,7 +222,7 @@ struct PairBiasChoice {
 
   // The sm_90 forward kernel copies the bias in 16-byte chunks. Sources share the bias of a block as long as there
   // are blocks for all SMs. With pairs of heads or a row mask, keys may be split too. The workspace query passes
-  // may_split_keys = false: another device may have too few SMs for these tasks, and take split-KV.
+  // may_split_keys = false: another device may have too few SMs for these tasks, and use split-KV.
   bool divide_sm90(PairBiasForwardWork *work, int64_t sms, bool may_split_keys) const {
     if (!has_sm90_tiles() || !facts.bias_chunks || present(p.start)) return false;
     if (has_query_rows(p.mask) && (!facts.mask_chunks || !facts.shares_mask || !has_mask_room())) return false;
@@ -568,10 +568,10 @@ void choose_pair_bias_backward(BackwardRoute *route, const fdm_problem &p, const
     } else if (!pair_bias.fused && alignment.dk_scratch_bytes >= pair_bias.dbias.parts_bytes()) {
       pair_bias.dbias_parts = DbiasParts::in_dk;
     } else {
-      pair_bias.dbias.whole = true;
+      pair_bias.dbias.undivided = true;
     }
   }
-  if (pair_bias.wants_dbias && !pair_bias.dbias.whole && pair_bias.dbias.blocks > 1)
+  if (pair_bias.wants_dbias && !pair_bias.dbias.undivided && pair_bias.dbias.blocks > 1)
     pair_bias.dbias_sum = {pair_bias.dbias.blocks - 1, device.table->dbias_sum_divisions};
   pair_bias.statistics_division = statistics_division(p, *device.table, alignment);
   if (!keeps_deltas) {

@@ -46,8 +46,8 @@ struct PairBiasTiles {
 struct PairBiasForwardWork : PairBiasTiles {
   int32_t splits;
   // The fields below are for the sm_90 kernel. With splits, `blocks` thread blocks have equal shares of the `steps`
-  // of all groups; without splits they have whole row tiles. `splits_heads`: a task has half a row tile of two query heads
-  // that share K and V.
+  // of all groups; without splits they have whole row tiles. `splits_heads`: a task has half a row tile of two query
+  // heads that share K and V.
   bool splits_heads;
   bool splits_keys;      // a task has half a row tile, and each consumer warpgroup half of the keys of a key block
   int32_t blocks, steps; // steps: of a group
@@ -62,7 +62,7 @@ struct DbiasDivision {
   int64_t tiles;  // of a plane, without the tiles that see no key, but at least one for each row of tiles
   int64_t steps;  // of all tiles
   int32_t blocks; // thread blocks
-  bool whole;     // no tile is divided
+  bool undivided; // no tile is divided
 
   int64_t parts_bytes() const; // for the partial first and last tile of a thread block
 };

@@ -141,9 +141,9 @@ template <class Config> struct PairBiasForwardProducerSm90 {
 #pragma unroll
       for (int n = 0; n < kAtATime; ++n) {
         if constexpr (Config::kFloat32Bias)
-          drop_words(words[n], kept_bytes(kept[n].x));
+          drop_32_bit(words[n], mask_of_booleans(kept[n].x));
         else
-          drop_halves<typename Config::Element>(words[n], {kept_bytes(kept[n].x), kept_bytes(kept[n].y)});
+          drop_16_bit<typename Config::Element>(words[n], {mask_of_booleans(kept[n].x), mask_of_booleans(kept[n].y)});
         ptx::store_shared(address[n], words[n]);
       }
     }

@@ -76,7 +76,7 @@ template <class Config> struct FusedBiasTile {
     const FusedDbiasTile tile{task.plane, task.row_tile, task.key_tile};
     const int first = Config::band() * (Config::kTile / 8) * 32 + lane(); // in quads
     if (division.dbias) {
-      float *sums = division.dbias + (tile_number(division, tile) * kTileQuadsSm90 + first) * 4;
+      float *sums = division.dbias + (dbias_tile_number(division, tile) * kTileQuadsSm90 + first) * 4;
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) ptx::add_global(sums + n * 128, dbias[n]);
       return;
