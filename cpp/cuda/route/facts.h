@@ -81,8 +81,8 @@ struct Alignment {
   bool bias_chunks, mask_chunks;
   // The requested gradients may hold float32 sums until they are written: their sequences are contiguous.
   bool gradients_hold_sums;
-  int64_t
-      dk_scratch_bytes; // bytes of dK, which may serve as scratch memory until it is written; 0 if it is not contiguous
+  // Bytes of dK, which may serve as scratch memory until it is written; 0 if it is not contiguous.
+  int64_t dk_scratch_bytes;
 };
 
 // input_alignment assumes aligned results, which it does not know.

@@ -166,7 +166,8 @@ struct ForwardChoice {
 
   // The kernel for problems that are not decode.
   ForwardKernel kernel(const Alignment &alignment, int64_t splits) const {
-    if (!alignment.inputs || !alignment.out || !alignment.row_places || has_query_rows(p.bias)) return ForwardKernel::general;
+    if (!alignment.inputs || !alignment.out || !alignment.row_places || has_query_rows(p.bias))
+      return ForwardKernel::general;
     const int head_dim = device.instantiation(p, false);
     if (device.has_wgmma()) {
       if (heads_per_tile > 1 || splits > 1) return ForwardKernel::usual;

@@ -313,7 +313,8 @@ struct PairBiasChoice {
     return launches;
   }
 
-  // The launches with small tiles (FusedEpilogue): one task for each SM, with equal shares of the sources of a bias head.
+  // The launches with small tiles (FusedEpilogue): one task for each SM, with equal shares of the sources of a bias
+  // head.
   FusedLaunches small_tile_launches(int64_t sms) const {
     FusedLaunches launches = common_launches(sms);
     FusedDivision &work = launches.work;

@@ -205,7 +205,8 @@ struct RouteTable {
   int64_t pair_bias_mask_merge = 1;
   // The same without a mask, where a key block takes less time
   int64_t pair_bias_merge = 2;
-  // Minimum sources for the small-tile kernels (64 rows and keys): with fewer, most SMs would be idle [triangle-kernels]
+  // Minimum sources for the small-tile kernels (64 rows and keys): with fewer, most SMs would be idle
+  // [triangle-kernels]
   int64_t small_tile_sources = 0;
   // Minimum steps of a thread block when blocks have equal shares of all steps
   int64_t share_steps = 0;
