@@ -330,7 +330,7 @@ void complete_remote_bytes(uint64_t &own, uint32_t rank, uint32_t bytes) {
   change_atomically(const_cast<void *>(remote_shared(&own, rank)),
                     [&](Barrier &state) { state.bytes_and_phase -= 2 * int32_t(bytes); });
 }
-void expect_of_cluster(uint64_t &barrier, uint32_t bytes) {
+void expect_from_cluster(uint64_t &barrier, uint32_t bytes) {
   change_atomically(&barrier, [&](Barrier &state) {
     arrive_at(state);
     state.bytes_and_phase += 2 * int32_t(bytes);

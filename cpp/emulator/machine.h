@@ -54,7 +54,7 @@ const void *remote_shared(const void *own, uint32_t rank);
 // expects bytes.
 void arrive_remote(uint64_t &own, uint32_t rank);
 void complete_remote_bytes(uint64_t &own, uint32_t rank, uint32_t bytes);
-void expect_of_cluster(uint64_t &barrier, uint32_t bytes);
+void expect_from_cluster(uint64_t &barrier, uint32_t bytes);
 void wait_for_cluster(uint64_t &barrier, uint32_t parity);
 
 // A collective of the lanes of the mask: the last one to arrive calls execute(lanes) with the argument of each lane.

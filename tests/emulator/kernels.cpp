@@ -109,7 +109,7 @@ void of_all_blocks(float *out) {
   *own = float(1000 * blockIdx.y + threadIdx.x);
   ptx::sync_cluster();
   float sum = 0;
-  for (uint32_t rank = 0; rank < gridDim.y; ++rank) sum += ptx::load_of_block(own, rank);
+  for (uint32_t rank = 0; rank < gridDim.y; ++rank) sum += ptx::load_remote(own, rank);
   if (blockIdx.y + 1 == gridDim.y) out[threadIdx.x] = sum;
   ptx::sync_cluster();
 }
@@ -128,13 +128,13 @@ void exchange_of_blocks(float *out) {
   ptx::sync_cluster();
   float sum = 0;
   for (uint32_t phase = 0; phase < 2; ++phase) {
-    if (threadIdx.x == 0) ptx::expect_of_cluster(received, 16 * 32);
+    if (threadIdx.x == 0) ptx::expect_from_cluster(received, 16 * 32);
     __syncthreads();
-    if (threadIdx.x < 2) ptx::arrive_of_block(ready, other);
+    if (threadIdx.x < 2) ptx::arrive_remote(ready, other);
     ptx::wait_for_cluster(ready, phase);
     __syncthreads(); // otherwise the other block may end the next phase while a thread waits for this one
     const auto x = float(100 * blockIdx.y + threadIdx.x + 1000 * phase);
-    if (threadIdx.x < 32) ptx::RoomOfBlock(own + 4 * threadIdx.x, received, other).store(0, make_float4(x, x, x, x));
+    if (threadIdx.x < 32) ptx::RemoteBuffer(own + 4 * threadIdx.x, received, other).store(0, make_float4(x, x, x, x));
     ptx::wait_for_cluster(received, phase);
     sum += own[threadIdx.x];
   }

@@ -324,9 +324,9 @@ struct DecodeWarp
       for (int split = 0; split < kClusterSplits; ++split) {
         parts[split] = {0.0f, -INFINITY, 0.0f};
         if (split < params.splits)
-          parts[split] = {ptx::load_of_block(&shared.results(0)[place(r, d)], split),
-                          ptx::load_of_block(&shared.block_maximum[r], split),
-                          ptx::load_of_block(&shared.block_sum[r], split)};
+          parts[split] = {ptx::load_remote(&shared.results(0)[place(r, d)], split),
+                          ptx::load_remote(&shared.block_maximum[r], split),
+                          ptx::load_remote(&shared.block_sum[r], split)};
       }
       write(r, d, merge(parts));
     });

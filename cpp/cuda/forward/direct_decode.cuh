@@ -371,10 +371,10 @@ __global__ void __launch_bounds__(32 * kDirectWarps, 1)
     if (splits > 1) {
       if (split == 0 && threadIdx.x == 0) {
         ptx::init_barrier(shared.all_there, 1);
-        ptx::expect_of_cluster(shared.all_there, uint32_t((splits - 1) * place.rows * (params.head_dim / 4 + 1)) *
-                                                     uint32_t(sizeof(float4)));
+        ptx::expect_from_cluster(shared.all_there, uint32_t((splits - 1) * place.rows * (params.head_dim / 4 + 1)) *
+                                                       uint32_t(sizeof(float4)));
       }
-      ptx::arrive_at_cluster();
+      ptx::arrive_cluster_barrier();
     }
   }
   {
@@ -393,7 +393,7 @@ __global__ void __launch_bounds__(32 * kDirectWarps, 1)
         params.sink.data ? params.sink.load(0, place.head + int(threadIdx.x)) * kLog2E : -INFINITY;
   __syncthreads();
   if constexpr (kHasClusters)
-    if (splits > 1) ptx::wait_at_cluster();
+    if (splits > 1) ptx::wait_cluster_barrier();
   const auto for_elements = [&](const auto &function) {
     for (int i = int(threadIdx.x); i < place.rows * kThreadsPerRow; i += int(blockDim.x))
       if (const int r = i / kThreadsPerRow, d = i % kThreadsPerRow * 4; d < params.head_dim) function(r, d);
@@ -410,8 +410,8 @@ __global__ void __launch_bounds__(32 * kDirectWarps, 1)
         *reinterpret_cast<float4 *>(&shared.of_block[0][r][d]) = merged.value;
         if (d == 0) shared.top_of_block[0][r] = top;
       } else {
-        ptx::RoomOfBlock(&shared.of_block[split][r][d], shared.all_there, 0).store(0, merged.value);
-        if (d == 0) ptx::RoomOfBlock(&shared.top_of_block[split][r].x, shared.all_there, 0).store(0, top);
+        ptx::RemoteBuffer(&shared.of_block[split][r][d], shared.all_there, 0).store(0, merged.value);
+        if (d == 0) ptx::RemoteBuffer(&shared.top_of_block[split][r].x, shared.all_there, 0).store(0, top);
       }
     }
   });

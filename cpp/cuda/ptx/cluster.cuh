@@ -17,10 +17,10 @@ __device__ __forceinline__ void sync_cluster() {
 }
 
 // The two halves of sync_cluster(). Other blocks do not wait for the code between them.
-__device__ __forceinline__ void arrive_at_cluster() {
+__device__ __forceinline__ void arrive_cluster_barrier() {
   asm volatile("barrier.cluster.arrive.release.aligned;\n" ::: "memory");
 }
-__device__ __forceinline__ void wait_at_cluster() {
+__device__ __forceinline__ void wait_cluster_barrier() {
   asm volatile("barrier.cluster.wait.acquire.aligned;\n" ::: "memory");
 }
 
@@ -33,26 +33,26 @@ __device__ __forceinline__ void leave_cluster() {
 }
 
 // The address in block `rank` of the cluster that corresponds to `local` in this block.
-__device__ __forceinline__ uint32_t address_of_block(const void *local, uint32_t rank) {
+__device__ __forceinline__ uint32_t remote_address(const void *local, uint32_t rank) {
   uint32_t address;
   asm("mapa.shared::cluster.u32 %0, %1, %2;\n" : "=r"(address) : "r"(shared_address(local)), "r"(rank));
   return address;
 }
 
 // Loads the float of block `rank` that corresponds to `local` in this block.
-__device__ __forceinline__ float load_of_block(const float *local, uint32_t rank) {
+__device__ __forceinline__ float load_remote(const float *local, uint32_t rank) {
   float value;
-  asm volatile("ld.shared::cluster.f32 %0, [%1];\n" : "=f"(value) : "r"(address_of_block(local, rank)) : "memory");
+  asm volatile("ld.shared::cluster.f32 %0, [%1];\n" : "=f"(value) : "r"(remote_address(local, rank)) : "memory");
   return value;
 }
 
 // A buffer in another block, at the place of `local` in this one (16-byte aligned), and a barrier there that counts
 // the stored bytes. (Ordinary stores need a release at cluster scope, which waits for all global writes of the
 // thread.)
-class RoomOfBlock {
+class RemoteBuffer {
 public:
-  __device__ __forceinline__ RoomOfBlock(const float *local, const uint64_t &own_barrier, uint32_t rank)
-      : address_(address_of_block(local, rank)), barrier_(address_of_block(&own_barrier, rank)) {}
+  __device__ __forceinline__ RemoteBuffer(const float *local, const uint64_t &own_barrier, uint32_t rank)
+      : address_(remote_address(local, rank)), barrier_(remote_address(&own_barrier, rank)) {}
 
   // Stores four floats from index `first` on, a multiple of four.
   __device__ __forceinline__ void store(int first, const float4 &x) const {
@@ -67,15 +67,15 @@ private:
   uint32_t address_, barrier_;
 };
 // Arrives at a barrier of this block. Its phase lasts until `bytes` bytes have come from other blocks.
-__device__ __forceinline__ void expect_of_cluster(uint64_t &barrier, uint32_t bytes) {
+__device__ __forceinline__ void expect_from_cluster(uint64_t &barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(shared_address(&barrier)), "r"(bytes)
                : "memory");
 }
 
 // Arrives at the barrier `local` of block `rank`: this thread has finished its reads, so the buffer may be
 // overwritten. The release has the scope of this block only.
-__device__ __forceinline__ void arrive_of_block(uint64_t &local, uint32_t rank) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];\n" ::"r"(address_of_block(&local, rank)) : "memory");
+__device__ __forceinline__ void arrive_remote(uint64_t &local, uint32_t rank) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];\n" ::"r"(remote_address(&local, rank)) : "memory");
 }
 
 // Waits for a phase of a barrier of this block at which other blocks of the cluster arrive.

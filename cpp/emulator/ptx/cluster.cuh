@@ -7,16 +7,16 @@
 namespace fdm::cuda::ptx {
 
 inline void sync_cluster() { emulator::sync_cluster(); }
-inline void arrive_at_cluster() {}
-inline void wait_at_cluster() { emulator::sync_cluster(); }
+inline void arrive_cluster_barrier() {}
+inline void wait_cluster_barrier() { emulator::sync_cluster(); }
 inline void leave_cluster() { emulator::sync_cluster(); }
-inline float load_of_block(const float *own, uint32_t rank) {
+inline float load_remote(const float *own, uint32_t rank) {
   return *static_cast<const float *>(emulator::remote_shared(own, rank));
 }
 
-class RoomOfBlock {
+class RemoteBuffer {
 public:
-  RoomOfBlock(float *own, uint64_t &own_barrier, uint32_t rank) : own_(own), barrier_(own_barrier), rank_(rank) {}
+  RemoteBuffer(float *own, uint64_t &own_barrier, uint32_t rank) : own_(own), barrier_(own_barrier), rank_(rank) {}
 
   void store(int first, const float4 &x) const {
     float *const own = own_ + first;
@@ -30,8 +30,8 @@ private:
   uint64_t &barrier_;
   uint32_t rank_;
 };
-inline void expect_of_cluster(uint64_t &barrier, uint32_t bytes) { emulator::expect_of_cluster(barrier, bytes); }
-inline void arrive_of_block(uint64_t &own, uint32_t rank) {
+inline void expect_from_cluster(uint64_t &barrier, uint32_t bytes) { emulator::expect_from_cluster(barrier, bytes); }
+inline void arrive_remote(uint64_t &own, uint32_t rank) {
   emulator::arrive_remote(own, rank);
   emulator::linger();
 }

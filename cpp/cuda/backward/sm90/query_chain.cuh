@@ -95,7 +95,7 @@ template <class Element, int kTiles, int kWarps> struct QueryChain {
       return;
     }
     const uint32_t thread = ptx::thread_index(), warp = thread / 32, lane = thread % 32;
-    if (lane == 0) ptx::expect_of_cluster(shared.full[warp], sizeof(shared.sums[warp]));
+    if (lane == 0) ptx::expect_from_cluster(shared.full[warp], sizeof(shared.sums[warp]));
     ptx::wait_for_cluster(shared.full[warp], parities & 1);
     const float *const received = &shared.sums[warp][0][4 * lane];
     uint32_t loaded = 0;
@@ -116,7 +116,7 @@ template <class Element, int kTiles, int kWarps> struct QueryChain {
     const auto zero = uint32_t(reinterpret_cast<uintptr_t>(params.p.cu_seqlens_q.data));
     const uint32_t block = ChainWalk::above() + __any_sync(0xffffffffu, loaded & zero);
     // After its last tile, the block above may have ended.
-    if (lane == 0 && !(facts & kLast)) ptx::arrive_of_block(shared.empty[warp], block);
+    if (lane == 0 && !(facts & kLast)) ptx::arrive_remote(shared.empty[warp], block);
   }
 
   // Sends the sums to the block below. If dQ ends here, writes them instead.
@@ -125,7 +125,7 @@ template <class Element, int kTiles, int kWarps> struct QueryChain {
     const uint32_t thread = ptx::thread_index(), warp = thread / 32, lane = thread % 32;
     ptx::wait_for_cluster(shared.empty[warp], parities / 2);
     parities ^= 2;
-    const ptx::RoomOfBlock room(&shared.sums[warp][0][4 * lane], shared.full[warp], ChainWalk::below());
+    const ptx::RemoteBuffer room(&shared.sums[warp][0][4 * lane], shared.full[warp], ChainWalk::below());
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) room.store(n * 128, make_float4(sums[n][0], sums[n][1], sums[n][2], sums[n][3]));
   }

@@ -340,7 +340,8 @@ template <class Config> struct SmallBlock {
     ptx::wait(shared.keys_full, 0);
     if (!listed) clear_dropped_keys();
     [[maybe_unused]] typename Config::Chain chain(params);
-    if (gridDim.y > 1) ptx::wait_at_cluster(); // all blocks of the cluster have begun and initialized their barriers
+    // All blocks of the cluster have begun and initialized their barriers.
+    if (gridDim.y > 1) ptx::wait_cluster_barrier();
     for (PipelineState<Config::kStages> state; more; ++state) {
       __syncthreads(); // all threads have read the previous step
       const BlockSteps steps = shared.steps;
@@ -380,7 +381,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   extern __shared__ __align__(1024) char dynamic_shared[];
   auto &shared = *reinterpret_cast<SmallBlocksShared<Config> *>(dynamic_shared);
   if (threadIdx.x == 0) shared.init();
-  if (gridDim.y > 1) ptx::arrive_at_cluster();
+  if (gridDim.y > 1) ptx::arrive_cluster_barrier();
   ptx::start_dependents();
   if (params.keys.takes_planned_keys) ptx::wait_for_kernel_ahead(); // the kernel ahead orders the keys
   KeyBlockPlace place;

@@ -41,13 +41,13 @@ template <int kTiles, int kThreads> struct StepShares {
     if (shares == 1) return {};
     const bool adds = rank < ShareBarriers::kSums;
     __syncthreads();
-    if (adds && threadIdx.x < shares && threadIdx.x != rank) ptx::arrive_of_block(barriers.writable[rank], threadIdx.x);
+    if (adds && threadIdx.x < shares && threadIdx.x != rank) ptx::arrive_remote(barriers.writable[rank], threadIdx.x);
     if (adds && threadIdx.x == 0) {
       const uint32_t tiles = rank == 0 ? kTiles + 1 : kTiles;
-      ptx::expect_of_cluster(barriers.readable, (shares - 1) * tiles * kTileFloats * uint32_t(sizeof(float)));
+      ptx::expect_from_cluster(barriers.readable, (shares - 1) * tiles * kTileFloats * uint32_t(sizeof(float)));
     }
     if (rank != 0) {
-      const ptx::RoomOfBlock there = send(0, dk);
+      const ptx::RemoteBuffer there = send(0, dk);
       there.store(kTiles * kTileFloats, make_float4(dbias[0], dbias[1], 0.0f, 0.0f));
     }
     if (rank != 1) send(1, dv);
@@ -67,10 +67,10 @@ template <int kTiles, int kThreads> struct StepShares {
   }
 
 private:
-  __device__ ptx::RoomOfBlock send(uint32_t to, const Sums &sums) const {
+  __device__ ptx::RemoteBuffer send(uint32_t to, const Sums &sums) const {
     ptx::wait_for_cluster(barriers.writable[to], 0);
     const uint32_t slot = blockIdx.y - (blockIdx.y > to);
-    const ptx::RoomOfBlock there(room + slot * kSlotFloats, barriers.readable, to);
+    const ptx::RemoteBuffer there(room + slot * kSlotFloats, barriers.readable, to);
 #pragma unroll
     for (int n = 0; n < kTiles; ++n)
       there.store(n * kTileFloats, make_float4(sums[n][0], sums[n][1], sums[n][2], sums[n][3]));

@@ -153,7 +153,7 @@ private:
   __device__ void send(ClusterAxis axis, int gradient, const Sums &sums) const {
     Half x;
     Base::Products::take_half(x, sums, 1 - own_half(axis));
-    const ptx::RoomOfBlock there(room(gradient), shared.exchange.readable[axis][warp()], other(axis));
+    const ptx::RemoteBuffer there(room(gradient), shared.exchange.readable[axis][warp()], other(axis));
 #pragma unroll
     for (int n = 0; n < kOutTiles; n += 2)
       there.store(n / 2 * 128, make_float4(x[n][0], x[n][1], x[n + 1][0], x[n + 1][1]));
@@ -198,8 +198,9 @@ private:
     for (int n = 0; n < kClusterAxes; ++n) {
       const auto axis = ClusterAxis(n);
       if (!has_other(axis) || lane() > 0) continue;
-      ptx::expect_of_cluster(barriers.readable[axis][warp()], axis == kSameRows ? kGradientBytes : 2 * kGradientBytes);
-      ptx::arrive_of_block(barriers.writable[axis], other(axis));
+      ptx::expect_from_cluster(barriers.readable[axis][warp()],
+                               axis == kSameRows ? kGradientBytes : 2 * kGradientBytes);
+      ptx::arrive_remote(barriers.writable[axis], other(axis));
     }
     if (has_other(kSameRows)) {
       ptx::wait_for_cluster(barriers.writable[kSameRows], phase);

@@ -69,7 +69,7 @@ struct ClusterExchange {
     __syncthreads();
     if (gridDim.y == 1) return agreed != 0.0f;
     ptx::sync_cluster();
-    return ptx::load_of_block(&agreed, 0) != 0.0f;
+    return ptx::load_remote(&agreed, 0) != 0.0f;
   }
   __device__ static void leave() {
     if (gridDim.y > 1) ptx::leave_cluster();
