@@ -95,7 +95,7 @@ template <bool kWaits> void products(float *out) {
   float sums[4][4] = {};
   const uint32_t ones[4] = {0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80};
   ptx::warpgroup_arrive();
-  const uint64_t right = ptx::plain_matrix_descriptor(ptx::shared_address(dynamic_shared), 128, 256);
+  const uint64_t right = ptx::unswizzled_matrix_descriptor(ptx::shared_address(dynamic_shared), 128, 256);
   ptx::wgmma_rs<__nv_bfloat16, ptx::Major::k>(sums, ones, right, true);
   ptx::warpgroup_commit_batch();
   if (kWaits) ptx::warpgroup_wait<0>();

@@ -23,7 +23,7 @@ __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address, uint32_t
 
 // The same without a swizzle, for a product that sums over columns: eight 16-byte rows are contiguous, the next eight
 // rows are `stride` bytes further, and the next eight columns `leading` bytes.
-__device__ __forceinline__ uint64_t plain_matrix_descriptor(uint32_t address, uint32_t leading, uint32_t stride) {
+__device__ __forceinline__ uint64_t unswizzled_matrix_descriptor(uint32_t address, uint32_t leading, uint32_t stride) {
   return uint64_t(stride >> 4) << 32 | uint64_t(leading >> 4) << 16 | uint64_t((address & 0x3ffff) >> 4);
 }
 
@@ -71,7 +71,7 @@ template <int kPending, int kMark = 0> __device__ __forceinline__ void warpgroup
   FDM_TILES_32, FDM_TILE(8), FDM_TILE(9), FDM_TILE(10), FDM_TILE(11), FDM_TILE(12), FDM_TILE(13), FDM_TILE(14),        \
       FDM_TILE(15)
 
-#define FDM_PRODUCT_OF_SHARED(N, COUNT, A, B, ACCUMULATE, LEFT, RIGHT, TYPE)                                           \
+#define FDM_WGMMA_SS(N, COUNT, A, B, ACCUMULATE, LEFT, RIGHT, TYPE)                                                    \
   asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %" #ACCUMULATE ", 0;\n"                             \
                "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" FDM_ACCUMULATORS_##COUNT           \
                "}, "                                                                                                   \
@@ -79,7 +79,7 @@ template <int kPending, int kMark = 0> __device__ __forceinline__ void warpgroup
                : FDM_TILES_##COUNT                                                                                     \
                : "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(kLeft)), "n"(int(kRight)))
 
-#define FDM_PRODUCT_OF_REGISTERS(N, COUNT, A0, A1, A2, A3, B, ACCUMULATE, TRANSPOSED, TYPE)                            \
+#define FDM_WGMMA_RS(N, COUNT, A0, A1, A2, A3, B, ACCUMULATE, TRANSPOSED, TYPE)                                        \
   asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %" #ACCUMULATE ", 0;\n"                             \
                "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" FDM_ACCUMULATORS_##COUNT           \
                "}, "                                                                                                   \
@@ -96,12 +96,12 @@ template <class Element, Major kLeft, Major kRight, int kTiles>
 __device__ __forceinline__ void wgmma_ss(float (&c)[kTiles][4], uint64_t a, uint64_t b, bool accumulate) {
   constexpr bool kHalf = __is_same(Element, __half);
   static_assert(kTiles == 4 || kTiles == 8 || kTiles == 16, "no such instruction here");
-  if constexpr (kTiles == 4 && kHalf) FDM_PRODUCT_OF_SHARED(32, 16, 16, 17, 18, 19, 20, "f16");
-  if constexpr (kTiles == 4 && !kHalf) FDM_PRODUCT_OF_SHARED(32, 16, 16, 17, 18, 19, 20, "bf16");
-  if constexpr (kTiles == 8 && kHalf) FDM_PRODUCT_OF_SHARED(64, 32, 32, 33, 34, 35, 36, "f16");
-  if constexpr (kTiles == 8 && !kHalf) FDM_PRODUCT_OF_SHARED(64, 32, 32, 33, 34, 35, 36, "bf16");
-  if constexpr (kTiles == 16 && kHalf) FDM_PRODUCT_OF_SHARED(128, 64, 64, 65, 66, 67, 68, "f16");
-  if constexpr (kTiles == 16 && !kHalf) FDM_PRODUCT_OF_SHARED(128, 64, 64, 65, 66, 67, 68, "bf16");
+  if constexpr (kTiles == 4 && kHalf) FDM_WGMMA_SS(32, 16, 16, 17, 18, 19, 20, "f16");
+  if constexpr (kTiles == 4 && !kHalf) FDM_WGMMA_SS(32, 16, 16, 17, 18, 19, 20, "bf16");
+  if constexpr (kTiles == 8 && kHalf) FDM_WGMMA_SS(64, 32, 32, 33, 34, 35, 36, "f16");
+  if constexpr (kTiles == 8 && !kHalf) FDM_WGMMA_SS(64, 32, 32, 33, 34, 35, 36, "bf16");
+  if constexpr (kTiles == 16 && kHalf) FDM_WGMMA_SS(128, 64, 64, 65, 66, 67, 68, "f16");
+  if constexpr (kTiles == 16 && !kHalf) FDM_WGMMA_SS(128, 64, 64, 65, 66, 67, 68, "bf16");
 }
 
 // The same with A in registers, in the layout of mma.sync.
@@ -109,16 +109,16 @@ template <class Element, Major kRight, int kTiles>
 __device__ __forceinline__ void wgmma_rs(float (&c)[kTiles][4], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
   constexpr bool kHalf = __is_same(Element, __half);
   static_assert(kTiles == 4 || kTiles == 8 || kTiles == 16, "no such instruction here");
-  if constexpr (kTiles == 4 && kHalf) FDM_PRODUCT_OF_REGISTERS(32, 16, 16, 17, 18, 19, 20, 21, 22, "f16");
-  if constexpr (kTiles == 4 && !kHalf) FDM_PRODUCT_OF_REGISTERS(32, 16, 16, 17, 18, 19, 20, 21, 22, "bf16");
-  if constexpr (kTiles == 8 && kHalf) FDM_PRODUCT_OF_REGISTERS(64, 32, 32, 33, 34, 35, 36, 37, 38, "f16");
-  if constexpr (kTiles == 8 && !kHalf) FDM_PRODUCT_OF_REGISTERS(64, 32, 32, 33, 34, 35, 36, 37, 38, "bf16");
-  if constexpr (kTiles == 16 && kHalf) FDM_PRODUCT_OF_REGISTERS(128, 64, 64, 65, 66, 67, 68, 69, 70, "f16");
-  if constexpr (kTiles == 16 && !kHalf) FDM_PRODUCT_OF_REGISTERS(128, 64, 64, 65, 66, 67, 68, 69, 70, "bf16");
+  if constexpr (kTiles == 4 && kHalf) FDM_WGMMA_RS(32, 16, 16, 17, 18, 19, 20, 21, 22, "f16");
+  if constexpr (kTiles == 4 && !kHalf) FDM_WGMMA_RS(32, 16, 16, 17, 18, 19, 20, 21, 22, "bf16");
+  if constexpr (kTiles == 8 && kHalf) FDM_WGMMA_RS(64, 32, 32, 33, 34, 35, 36, 37, 38, "f16");
+  if constexpr (kTiles == 8 && !kHalf) FDM_WGMMA_RS(64, 32, 32, 33, 34, 35, 36, 37, 38, "bf16");
+  if constexpr (kTiles == 16 && kHalf) FDM_WGMMA_RS(128, 64, 64, 65, 66, 67, 68, 69, 70, "f16");
+  if constexpr (kTiles == 16 && !kHalf) FDM_WGMMA_RS(128, 64, 64, 65, 66, 67, 68, 69, 70, "bf16");
 }
 
-#undef FDM_PRODUCT_OF_REGISTERS
-#undef FDM_PRODUCT_OF_SHARED
+#undef FDM_WGMMA_RS
+#undef FDM_WGMMA_SS
 #undef FDM_TILES_64
 #undef FDM_TILES_32
 #undef FDM_TILES_16

@@ -87,10 +87,10 @@ struct SmallBiasOperand : BiasSlots<Element, kColumns, kSlotCount> {
   }
 
   __device__ uint64_t ones_descriptor() const {
-    return ptx::plain_matrix_descriptor(ptx::shared_address(ones), sizeof(ones[0]), 0);
+    return ptx::unswizzled_matrix_descriptor(ptx::shared_address(ones), sizeof(ones[0]), 0);
   }
   __device__ uint64_t descriptor(int slot) const {
-    return ptx::plain_matrix_descriptor(ptx::shared_address(slots[slot]), 0, kRows * sizeof(Chunk));
+    return ptx::unswizzled_matrix_descriptor(ptx::shared_address(slots[slot]), 0, kRows * sizeof(Chunk));
   }
 };
 

@@ -38,7 +38,7 @@ template <class Element>
 __device__ __forceinline__ uint64_t operand_descriptor(const OperandChunk<Element> *first,
                                                        const OperandChunk<Element> *zeros) {
   const uint32_t address = ptx::shared_address(first);
-  return ptx::plain_matrix_descriptor(address, ptx::shared_address(zeros) - address, 8 * sizeof(*first));
+  return ptx::unswizzled_matrix_descriptor(address, ptx::shared_address(zeros) - address, 8 * sizeof(*first));
 }
 
 } // namespace fdm::cuda
