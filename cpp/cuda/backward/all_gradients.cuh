@@ -20,12 +20,12 @@ namespace fdm::cuda {
 
 // kShares warps have the same keys. kSavesShared: V is in registers, and dO has one stage.
 template <class ElementType, int kHeadDimension, int kKeyCount, int kRowCount, int kWarpCount, int kBlockCount,
-          int kShareCount, SharedHolds kSharedHolds>
+          int kShareCount, SmemContents kSharedHolds>
 struct AllGradientsConfig {
   using Element = ElementType;
   static constexpr int kHeadDim = kHeadDimension, kKeys = kKeyCount, kRows = kRowCount, kWarps = kWarpCount;
   static constexpr int kThreads = 32 * kWarps, kBlocks = kBlockCount; // kBlocks is the least number of blocks on an SM
-  static constexpr bool kKeyGradient = true, kGeneral = false, kSavesShared = kSharedHolds == SharedHolds::one_dout;
+  static constexpr bool kKeyGradient = true, kGeneral = false, kSavesShared = kSharedHolds == SmemContents::one_dout;
   static constexpr int kShares = kShareCount, kKeyWarps = kWarps / kShares;
   static constexpr int kKeyTiles = kKeys / kKeyWarps / 16; // tiles of 16 keys of each warp
   static constexpr int kOwnRows = kRows / kShares, kOwnColumns = kHeadDim / kShares;

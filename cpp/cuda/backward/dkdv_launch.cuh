@@ -130,8 +130,8 @@ template <class Element, int kHeadDim> cudaError_t launch_key_mass(const Backwar
 template <class Element, int kHeadDim>
 cudaError_t launch_all_gradients(const BackwardParams &params, cudaStream_t stream) {
   constexpr FusedTileChoice tile = fused_tile(FDM_TILE_ARCH, kHeadDim, kHeadDim);
-  using Config = AllGradientsConfig<Element, kHeadDim, tile.keys, tile.rows, tile.warps, tile.blocks, tile.shares,
-                                    tile.shared_holds>;
+  using Config = AllGradientsConfig<Element, kHeadDim, tile.keys, tile.rows, tile.warps, tile.blocks,
+                                    tile.warps_per_keys, tile.smem_contents>;
   return launch_with_shared<AllGradientsShared<Config>, all_gradients_kernel<Config>>(params, params.keys.max_items,
                                                                                       Config::kThreads, stream);
 }
@@ -145,13 +145,13 @@ template <class Element, int kHeadDim> cudaError_t launch_dkdv(const BackwardLau
     break;
 #if FDM_TILE_ARCH == 90
   case KeyKernel::wgmma:
-    if constexpr (kHeadDim <= kDkdvHeadDimSm90) return launch_dkdv_sm90<Element, kHeadDim>(work.params, stream);
+    if constexpr (kHeadDim <= kMaxDkdvHeadDimSm90) return launch_dkdv_sm90<Element, kHeadDim>(work.params, stream);
     break;
   case KeyKernel::mass:
-    if constexpr (kHeadDim <= kDkdvHeadDimSm90) return launch_key_mass<Element, kHeadDim>(work.params, stream);
+    if constexpr (kHeadDim <= kMaxDkdvHeadDimSm90) return launch_key_mass<Element, kHeadDim>(work.params, stream);
     break;
   case KeyKernel::usual:
-    if constexpr (kHeadDim > kDkdvHeadDimSm90)
+    if constexpr (kHeadDim > kMaxDkdvHeadDimSm90)
       return launch_dkdv_kernels<Element, kHeadDim, TileKind::usual>(work, stream);
     break;
   case KeyKernel::fused:
@@ -160,7 +160,7 @@ template <class Element, int kHeadDim> cudaError_t launch_dkdv(const BackwardLau
     return launch_fused<Element, kHeadDim>(work, stream);
   case KeyKernel::shared:
   case KeyKernel::chained:
-    if constexpr (kHeadDim <= kSmallBlock.most_head_dim) return launch_small<Element, kHeadDim>(work, stream);
+    if constexpr (kHeadDim <= kSmallBlock.max_head_dim) return launch_small<Element, kHeadDim>(work, stream);
     break;
 #else
   case KeyKernel::usual:

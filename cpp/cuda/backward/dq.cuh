@@ -97,7 +97,7 @@ struct DqBlock
   }
 
   __device__ void load_row_bias(int block) const {
-    copy_own_rows<16 * kRowTiles>(shared.sBias, params.p.bias, task, ring.slot(block).key);
+    copy_row_bias<16 * kRowTiles>(shared.sBias, params.p.bias, task, ring.slot(block).key);
   }
 
   __device__ void make_gradients(int block) {
@@ -120,7 +120,7 @@ struct DqBlock
     gemm_ss<Element, kHeadDim>(gradients, dout_fragment, v + row_offset_right);
     make_gradients(block);
     if constexpr (Config::kGeneral) {
-      if (shared.dead.clears)
+      if (shared.dead.is_second_pass)
         shared.dead.template clear<Tile, Config::kThreads>(
             k, scores, 0.0f, [&](int m, int half) { return this->exists(this->row(m, half)); });
       __syncwarp(); // the bias has been read
@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   const Sequence s = sequence(p, sequence_index);
   if (first_row >= s.q_count) return;
   if (threadIdx.x == 0) {
-    shared.dead.clears = false;
+    shared.dead.is_second_pass = false;
     shared.task = {s,
                    sequence_index,
                    head,
@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   DqBlock<Config> block(params, shared);
   const auto exists = [&](int m, int half) { return block.exists(block.row(m, half)); };
   do block.run();
-  while (Config::kGeneral && shared.task.bias.rows && shared.dead.may_have_spoilt(block.dq, exists));
+  while (Config::kGeneral && shared.task.bias.per_query && shared.dead.needs_recompute(block.dq, exists));
   block.write();
 }
 

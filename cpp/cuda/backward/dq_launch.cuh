@@ -37,7 +37,7 @@ template <class Element, int kHeadDim> cudaError_t launch_dq(const BackwardLaunc
     if (work.route.query_kernel == QueryKernel::general)
       return launch_dq_kernels<Element, kHeadDim, TileKind::general>(work, stream);
 #if FDM_TILE_ARCH == 90
-  if constexpr (kHeadDim <= kDqHeadDimSm90)
+  if constexpr (kHeadDim <= kMaxDqHeadDimSm90)
     return launch_dq_sm90<Element, kHeadDim>(work, stream);
   else
 #endif

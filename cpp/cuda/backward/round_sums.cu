@@ -99,8 +99,8 @@ struct KeyBands {
       if (row >= count) continue;
       const int32_t key = keys.segments.sum_keys[list * keys.segments.max_sums + sum];
       band.rows.offset[half] = s.batch * t.stride[0] + (s.k_begin + key) * t.stride[1] + kv_head * t.stride[2];
-      band.sums[half] = key_segment_sums(keys, head, sum) + (KeyBand::of_values() ? keys.sum_dim : 0);
-      if (!KeyBand::of_values() && params.wants_bias_sums && threadIdx.x % 4 == 0)
+      band.sums[half] = key_segment_sums(keys, head, sum) + (KeyBand::is_dv() ? keys.sum_dim : 0);
+      if (!KeyBand::is_dv() && params.wants_bias_sums && threadIdx.x % 4 == 0)
         store_bias_sum(params, s, kv_head, 0, key, *bias_segment_sum(keys, head, sum));
     }
   }

@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
   } while (kSplitRoom > kReadsAtOnce && __any_sync(kAllLanes, left != 0));
   if (!exists || d >= head_dim) return;
   const ScoreView bias = bias_view(p, row.s, row.batch, row.head, row.query / kTileRows);
-  const float inverse = row_factor(sink_score(p, row.head, bias), largest, total);
+  const float inverse = row_normalizer(sink_score(p, row.head, bias), largest, total);
   const fdm_tensor &out = params.a.out;
   const int64_t offset = row_offset(out, row.s, row.query, row.head) + d * out.stride[3];
   if (params.aligned) {
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
         return is_half ? pack_rests<__half>(low, high) : pack_rests<__nv_bfloat16>(low, high);
       });
       *reinterpret_cast<uint32_t *>(static_cast<uint8_t *>(params.a.out_rest.data) + offset) =
-          joined_rests(rests.x, rests.y);
+          join_rests(rests.x, rests.y);
     }
   } else {
 #pragma unroll

@@ -166,7 +166,7 @@ struct DecodeWarp
     gemm_ss<Element, kHeadDim>(scores, Tile::left(ptx::shared_address(shared.sQ), 0), Tile::right_rows(stage(step, 0)));
     this->finish_scores(ring.slot(step), first_column(step) + kColumns > columns->full,
                         LoadedRowBias<DecodeWarp>{*this, ring.slot(step).key});
-    if (task->bias.rows) clear_dead_values(step);
+    if (task->bias.per_query) clear_dead_values(step);
 #pragma unroll
     for (int half = 0; half < 2; ++half) this->rescale(0, half, this->softmax(0, half));
     gemm_rs<Element, kHeadDim>(out, scores, Tile::right_columns(stage(step, 1)));
@@ -180,7 +180,7 @@ struct DecodeWarp
     if (lane == 0) {
       listed = {};
       listed.count = listed.full = count;
-      listed.key_list = kept.keys;
+      listed.column_keys = kept.keys;
     }
     __syncwarp();
     columns = &listed;
@@ -336,7 +336,7 @@ struct DecodeWarp
   __device__ void write(int r, int d, const Part &x) const {
     const fdm_tensor &t = params.a.out;
     store_out(params.a, row_offset(t, task->s, this->query(r), this->head(r)) + d * t.stride[3],
-              x.sum == 0.0f ? 0.0f : x.value * row_factor(this->sink(r), x.maximum, x.sum));
+              x.sum == 0.0f ? 0.0f : x.value * row_normalizer(this->sink(r), x.maximum, x.sum));
     if (d == 0)
       static_cast<float *>(params.a.lse.data)[head_major_offset(params.a.lse, task->s, this->query(r), this->head(r))] =
           x.sum == 0.0f ? -INFINITY : (x.maximum + log2f(x.sum)) / kLog2E;

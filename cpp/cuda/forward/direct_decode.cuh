@@ -340,7 +340,7 @@ __device__ __forceinline__ void write_decoded(const DirectDecodeParams &params,
     return;
   }
   if (!place.exists) return;
-  const float factor = row_factor(shared.sink[r], x.maximum, x.sum);
+  const float factor = row_normalizer(shared.sink[r], x.maximum, x.sum);
   const bool blank = x.sum == 0.0f;
   const int64_t offset = params.out_strides.offset(place, place.first_query, place.head + r) + d;
   const auto packed = [&](const auto &pack) {
@@ -352,7 +352,7 @@ __device__ __forceinline__ void write_decoded(const DirectDecodeParams &params,
       packed([](float low, float high) { return ptx::pack<Element>(low, high); });
   if (params.out_rest) {
     const uint2 rests = packed([](float low, float high) { return pack_rests<Element>(low, high); });
-    *reinterpret_cast<uint32_t *>(params.out_rest + offset) = joined_rests(rests.x, rests.y);
+    *reinterpret_cast<uint32_t *>(params.out_rest + offset) = join_rests(rests.x, rests.y);
   }
   if (d == 0)
     params.lse[params.lse_strides.offset(place, place.first_query, place.head + r)] =

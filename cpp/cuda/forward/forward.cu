@@ -28,7 +28,7 @@ ForwardParams make_params(const fdm_problem &p, const fdm_forward_args &args, co
   params.a = args;
   params.plan = plan_of(p, plan);
   params.factors = ScoreFactors(p);
-  params.bias_factor = params.factors.may_begin_with_bias() ? 1.0f / params.factors.scale : 0.0f;
+  params.bias_factor = params.factors.can_fold_bias() ? 1.0f / params.factors.scale : 0.0f;
   params.heads_per_tile = route.heads_per_tile;
   params.heads_reciprocal = 65536u / uint32_t(route.heads_per_tile) + 1;
   params.tiles = route.tiles;

@@ -106,7 +106,7 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
   }
 
   __device__ void load_row_bias(int block) const {
-    copy_own_rows<16 * kRowTiles>(shared.sBias, params.p.bias, *task, ring.slot(block).key);
+    copy_row_bias<16 * kRowTiles>(shared.sBias, params.p.bias, *task, ring.slot(block).key);
   }
 
   // The index among the columns of a block of the walk.
@@ -138,7 +138,7 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
     }
     finish_scores(block);
     if constexpr (Config::kGeneral) {
-      if (shared.dead.clears) {
+      if (shared.dead.is_second_pass) {
         ptx::cp_async_wait<0>();
         __syncthreads();
         shared.dead.template clear<Tile, Config::kThreads>(
@@ -181,8 +181,8 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
     const TileColumns &columns = task->columns;
     const int c = column(block);
     int32_t &next = shared.next_key[threadIdx.x];
-    if (c < columns.count && columns.key_list)
-      ptx::cp_async_4(ptx::shared_address(&next), key_list_entry(columns, c));
+    if (c < columns.count && columns.column_keys)
+      ptx::cp_async_4(ptx::shared_address(&next), column_key_address(columns, c));
     else
       next = c < columns.count ? key_of_run(columns, c) : -1;
   }
@@ -207,10 +207,10 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
       ColumnEntry whole{};
       whole.key = entry.key;
       whole.bias_bits = entry.bias_bits;
-      if (c >= columns.full && entry.key >= 0) fetch_rows(whole, columns);
+      if (c >= columns.full && entry.key >= 0) fetch_kept_rows(whole, columns);
       const int32_t key = store_facts<kColumns>(slot, columns, task->bias, c, partial, whole);
       slot.set_initial(i, bias_in_products(slot.bias[i] - task->reference.value, params.bias_factor));
-      slot.row[Ring::place(i)] = key < 0 ? -1 : params.rows.row(params.p, task->sequence_index, key);
+      slot.row[Ring::copy_index(i)] = key < 0 ? -1 : params.rows.row(params.p, task->sequence_index, key);
     }
   }
 
@@ -276,7 +276,7 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float total = this->sum[m][half], maximum = this->maximum[m][half];
-        const float inverse = row_factor(this->sink(this->row(m, half)), maximum, total);
+        const float inverse = row_normalizer(this->sink(this->row(m, half)), maximum, total);
 #pragma unroll
         for (int d = 0; d < kHeadDim / 8; ++d)
 #pragma unroll
@@ -382,12 +382,12 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   if (threadIdx.x == 0) {
     find_columns(task.columns, p, params.plan, s, place.sequence_index, place.head, first_row / kTileRows);
   } else if (threadIdx.x == 96) {
-    find_column_rows(task.columns, p, s, place.head);
+    find_column_intervals(task.columns, p, s, place.head);
   } else if (threadIdx.x == 32) {
     task.bias = bias_view(p, s, place.sequence_index, place.head, first_row / kTileRows);
     task.sink = sink_score(p, place.head, task.bias);
   } else if (threadIdx.x == 64) {
-    shared.dead.clears = false;
+    shared.dead.is_second_pass = false;
     task.s = s;
     task.sequence_index = place.sequence_index;
     task.head = place.head;
@@ -416,7 +416,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   }
   const auto exists = [&](int m, int half) { return block.exists(block.row(m, half)); };
   do block.run(begin, end);
-  while (Config::kGeneral && shared.task.bias.rows && shared.dead.may_have_spoilt(block.out, exists));
+  while (Config::kGeneral && shared.task.bias.per_query && shared.dead.needs_recompute(block.out, exists));
   if (params.splits > 1)
     block.write_partial();
   else

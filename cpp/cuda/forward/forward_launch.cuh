@@ -83,11 +83,11 @@ cudaError_t launch_persistent(const ForwardLaunch &work, cudaStream_t stream) {
 #else
 template <class Element, int kHeadDim> cudaError_t launch_crowded(const ForwardLaunch &work, cudaStream_t stream) {
   constexpr ForwardTileChoice tile = forward_tile(FDM_TILE_ARCH, kHeadDim);
-  constexpr ForwardTileChoice crowded = crowded_forward_tile(FDM_TILE_ARCH, kHeadDim);
-  if constexpr (crowded.blocks > tile.blocks) {
-    static_assert(crowded.rows == tile.rows, "a route divides rows by it");
-    return launch_forward_config<ForwardConfig<Element, kHeadDim, crowded.rows, crowded.columns, crowded.warps,
-                                               crowded.blocks, TileKind::usual>>(work, stream);
+  constexpr ForwardTileChoice many_blocks = many_blocks_forward_tile(FDM_TILE_ARCH, kHeadDim);
+  if constexpr (many_blocks.blocks > tile.blocks) {
+    static_assert(many_blocks.rows == tile.rows, "a route divides rows by it");
+    return launch_forward_config<ForwardConfig<Element, kHeadDim, many_blocks.rows, many_blocks.columns,
+                                               many_blocks.warps, many_blocks.blocks, TileKind::usual>>(work, stream);
   } else {
     return cudaErrorInvalidConfiguration;
   }

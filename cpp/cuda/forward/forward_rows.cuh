@@ -24,7 +24,7 @@ template <RowPart kPart> __device__ __forceinline__ void store_part(StoredPart<k
   if constexpr (kPart == RowPart::rounded)
     ptx::store_global_16(to, words);
   else
-    *reinterpret_cast<uint2 *>(to) = {joined_rests(words[0], words[1]), joined_rests(words[2], words[3])};
+    *reinterpret_cast<uint2 *>(to) = {join_rests(words[0], words[1]), join_rests(words[2], words[3])};
 }
 
 // The base-2 reference of biases if products start from them. Such scores have errors of a few units in the last
@@ -87,7 +87,8 @@ struct ForwardTask {
     constexpr float kRise = 8.0f;
     constexpr int kListedColumns = 2048; // with fewer, the loads take longer than the reversed walk saves
     reference = {};
-    if (!bias.data || bias.rows || columns.full == 0 || (columns.key_list && columns.count < kListedColumns)) return;
+    if (!bias.data || bias.per_query || columns.full == 0 || (columns.column_keys && columns.count < kListedColumns))
+      return;
     // All three loads overlap.
     const int32_t places[3] = {0, columns.full - 1, columns.count - 1};
     int32_t keys[3];
@@ -161,7 +162,7 @@ struct ForwardRows : RunningRows<Element, kRowTileCount, kColumnTileCount, kDimT
     else
       add_column_bias<false>(slot);
     if constexpr (kGeneral)
-      if (task->bias.rows) add_row_bias(row_bias);
+      if (task->bias.per_query) add_row_bias(row_bias);
     if (partial) drop_columns(slot);
   }
   template <class Slot> __device__ void finish_scores(const Slot &slot, bool partial) {

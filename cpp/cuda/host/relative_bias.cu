@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int32_t c = threadIdx.x; c < columns.count; c += kThreads) {
     ColumnEntry entry{column_key(columns, c)};
     const double found = first[entry.key * bias.col];
-    if (c >= columns.full) fetch_rows(entry, columns); // while the bias load is in flight
+    if (c >= columns.full) fetch_kept_rows(entry, columns); // while the bias load is in flight
     if (found > thread_largest && found < INFINITY && keeps(columns, c, entry, int32_t(rows))) thread_largest = found;
   }
   const auto of_lanes = [](double value) {

@@ -85,7 +85,7 @@ template <class Config> struct ListForward : ListTile<Config> {
         const int r = this->row(m, half);
         const bool exists = r < task.heads;
         const float maximum = rows.maximum[m][half], sum = rows.sum[m][half];
-        const float factor = exists ? row_factor(sink_score(params.p, task.head + r), maximum, sum) : 0.0f;
+        const float factor = exists ? row_normalizer(sink_score(params.p, task.head + r), maximum, sum) : 0.0f;
         write_row(exists ? out_row(r) : nullptr, params.forward.out.stride[3], int(params.p.head_dim), rows.out[m],
                   half, factor, exists, sum == 0.0f);
         if (exists && threadIdx.x % 4 == 0) write_lse(r, maximum, sum);
@@ -124,7 +124,7 @@ template <class Config> struct ListForward : ListTile<Config> {
       }
       if (d < head_dim)
         store_element(params.forward.out, this->row_place(params.forward.out, r) + d * params.forward.out.stride[3],
-                      sum == 0.0f ? 0.0f : value * row_factor(sink_score(params.p, task.head + r), maximum, sum));
+                      sum == 0.0f ? 0.0f : value * row_normalizer(sink_score(params.p, task.head + r), maximum, sum));
       if (d == 0) write_lse(r, maximum, sum);
     }
   }

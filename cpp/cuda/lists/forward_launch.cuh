@@ -28,7 +28,7 @@ inline ListForwardParamsSm90 list_forward_params_sm90(const ListLaunch &work) {
   std::swap(forward.a.lse.stride[1], forward.a.lse.stride[2]);
   forward.a.out_rest = {}; // none is asked for
   forward.factors = work.params.factors;
-  forward.bias_factor = forward.factors.may_begin_with_bias() ? 1.0f / forward.factors.scale : 0.0f;
+  forward.bias_factor = forward.factors.can_fold_bias() ? 1.0f / forward.factors.scale : 0.0f;
   forward.heads_per_tile = forward.splits = 1;
   forward.rows = RowPlaces(forward.p);
   forward.aligned = true;

@@ -16,11 +16,11 @@ namespace fdm::cuda {
 
 // The columns of a step.
 template <class Ring> struct ListSlot {
-  // The row of each key among those of K and V of its sequence, or of all pages, at its Ring::place(); -1: no key.
+  // The row of each key among those of K and V of its sequence, or of all pages, at its Ring::copy_index(); -1: no key.
   alignas(16) int32_t row[Ring::kRowsAtOnce * Ring::kSteps];
   alignas(8) float bias[Ring::kColumns]; // to base 2; -inf: no key
 
-  __device__ int32_t key(int c) const { return row[Ring::place(c)]; }
+  __device__ int32_t key(int c) const { return row[Ring::copy_index(c)]; }
 };
 
 // A block's part of the problem. It lies in shared memory: it is read seldom, and registers are scarce.
@@ -201,7 +201,7 @@ template <class Config> struct ListTile {
       bias = to_base_2(bias);
     }
     slot.bias[threadIdx.x] = bias;
-    slot.row[Ring::place(threadIdx.x)] = bias == -INFINITY ? -1 : row_of_key(entry.index);
+    slot.row[Ring::copy_index(threadIdx.x)] = bias == -INFINITY ? -1 : row_of_key(entry.index);
   }
   __device__ int32_t row_of_key(int32_t index) const {
     const fdm_problem &p = params.p;

@@ -25,7 +25,7 @@ struct ListBands {
     exists = present(t) && number * kBandRows < count;
     if (!exists) return;
     ptx::wait_for_kernel_ahead();
-    const float *first = KeyBand::of_values() ? params.sums.value : params.sums.key;
+    const float *first = KeyBand::is_dv() ? params.sums.value : params.sums.key;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int64_t row = number * kBandRows + accumulator_row(half);

@@ -207,7 +207,7 @@ struct KeyChoice {
   // one small block suffices (measured on an H100 and an H200). The small kernel supports no lists except those of
   // segments, which have few steps at any length, no schedule and no softcap.
   void choose_small_blocks() {
-    if (!device.has_wgmma() || keys.sum_dim > kSmallBlock.most_head_dim || is_varlen(p) || p.softcap > 0) return;
+    if (!device.has_wgmma() || keys.sum_dim > kSmallBlock.max_head_dim || is_varlen(p) || p.softcap > 0) return;
     if (has_relative_bias(p)) return;          // all of its steps have the same biases
     if (mask_kind(p) == FDM_MASK_ROWS) return; // it tests only ranges of rows
     if (plans_runs(p)) return;                 // its blocks visit all rows
@@ -375,13 +375,13 @@ KeyKernel key_kernel(const fdm_problem &p, const DeviceFacts &device, const Back
     return mask_kind(p) == FDM_MASK_ROWS ? KeyKernel::per_query_mask : KeyKernel::fused;
   }
   if (route.general) return KeyKernel::general;
-  return device.has_wgmma() && route.head_dim <= kDkdvHeadDimSm90 ? KeyKernel::wgmma : KeyKernel::usual;
+  return device.has_wgmma() && route.head_dim <= kMaxDkdvHeadDimSm90 ? KeyKernel::wgmma : KeyKernel::usual;
 }
 
 QueryKernel query_kernel(const DeviceFacts &device, const BackwardRoute &route, bool wanted) {
   if (!wanted) return QueryKernel::none;
   if (route.general) return QueryKernel::general;
-  return device.has_wgmma() && route.head_dim <= kDqHeadDimSm90 ? QueryKernel::wgmma : QueryKernel::usual;
+  return device.has_wgmma() && route.head_dim <= kMaxDqHeadDimSm90 ? QueryKernel::wgmma : QueryKernel::usual;
 }
 
 const char *name_of(QueryKernel kernel) { return kernel == QueryKernel::wgmma ? "dq_kernel_sm90" : "dq_kernel"; }

@@ -178,7 +178,7 @@ struct ForwardChoice {
                                                                    : ForwardKernel::persistent;
     }
     const bool is_crowded = blocks * splits > int64_t(tile.blocks) * device.sms &&
-                            crowded_forward_tile(device.built->tile_arch, head_dim).blocks > tile.blocks;
+                            many_blocks_forward_tile(device.built->tile_arch, head_dim).blocks > tile.blocks;
     return is_crowded ? ForwardKernel::crowded : ForwardKernel::usual;
   }
 };
@@ -201,7 +201,7 @@ void size_tiles(ForwardRoute *route, const ForwardChoice &choice) {
   case ForwardKernel::usual:
     return of(forward_tile(arch, head_dim));
   case ForwardKernel::crowded:
-    return of(crowded_forward_tile(arch, head_dim));
+    return of(many_blocks_forward_tile(arch, head_dim));
   case ForwardKernel::persistent:
     return sized(kTileRows, forward_tile_sm90(head_dim, route->value_dim).columns,
                  std::min<int64_t>(p.batch * route->tiles * p.heads, choice.device.sms));

@@ -29,7 +29,7 @@ template <int kThreads, int kItemsPerThread> struct DigitRanks {
     const uint32_t below = (1u << lane_id()) - 1;
 #pragma unroll
     for (int i = 0; i < kItemsPerThread; ++i)
-      if ((peers[i] & below) == 0) counts[place(digit[i], i)] = __popc(peers[i]);
+      if ((peers[i] & below) == 0) counts[count_index(digit[i], i)] = __popc(peers[i]);
     __syncthreads();
     uint32_t thread_counts[kCountsPerThread], total = 0, all;
 #pragma unroll
@@ -45,7 +45,7 @@ template <int kThreads, int kItemsPerThread> struct DigitRanks {
     }
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < kItemsPerThread; ++i) rank[i] = counts[place(digit[i], i)] + __popc(peers[i] & below);
+    for (int i = 0; i < kItemsPerThread; ++i) rank[i] = counts[count_index(digit[i], i)] + __popc(peers[i] & below);
   }
 
   // Stable sort of the items by bits [first, past), rounded up to whole digits. `shared` holds all items.
@@ -65,7 +65,9 @@ template <int kThreads, int kItemsPerThread> struct DigitRanks {
   }
 
 private:
-  __device__ static int place(uint32_t digit, int item) { return digit * kGroups + item * (kThreads / 32) + warp_id(); }
+  __device__ static int count_index(uint32_t digit, int item) {
+    return digit * kGroups + item * (kThreads / 32) + warp_id();
+  }
 };
 
 } // namespace fdm::cuda

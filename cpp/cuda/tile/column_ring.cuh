@@ -22,7 +22,7 @@ __device__ __forceinline__ float bias_in_products(float bias, float factor) {
 template <class RingTile, int kColumnCount, int kThreadCount> struct ColumnRing {
   static constexpr int kColumns = kColumnCount, kThreads = kThreadCount;
   static constexpr int kBlocksAtOnce = kThreads / kColumns; // blocks that are fetched at a time
-  static constexpr int kBlocks = kBlocksAtOnce + 1; // the next batch is stored while the last block of one is in use
+  static constexpr int kSlots = kBlocksAtOnce + 1; // the next batch is stored while the last block of one is in use
   static_assert(kThreads % kColumns == 0, "each thread fetches one column");
   // Threads that copy one row, and rows that are copied at a time.
   static constexpr int kThreadsPerRow = RingTile::kRowBytes / 16, kRowsAtOnce = kThreads / kThreadsPerRow;
@@ -38,10 +38,10 @@ template <class RingTile, int kColumnCount, int kThreadCount> struct ColumnRing 
       pair[0] = pair[2] = bias;
     }
   };
-  Slot slots[kBlocks];
+  Slot slots[kSlots];
 
-  __device__ __forceinline__ Slot &slot(int block) { return slots[uint32_t(block) % kBlocks]; }
-  __device__ __forceinline__ static int place(int c) { return c % kRowsAtOnce * kSteps + c / kRowsAtOnce; }
+  __device__ __forceinline__ Slot &slot(int block) { return slots[uint32_t(block) % kSlots]; }
+  __device__ __forceinline__ static int copy_index(int c) { return c % kRowsAtOnce * kSteps + c / kRowsAtOnce; }
 
   // Starts the copies of the rows of a slot to a tile; absent rows become zeros. AnySlot has the member `row` of
   // Slot.

@@ -10,10 +10,11 @@ struct TileColumns {
   int32_t count, full;
   int32_t first_row; // the first row of the tile of kTileRows rows, in its sequence
   int32_t causal_off;
-  int32_t run, full_run;   // without key_list: the first key, and the first full key
-  const int32_t *key_list; // null: column_key() computes keys; if both runs start at 0, column c is key c
-  int32_t key_list_size; // entry key_list_size - 1 is the first partial column, then backwards; 0: entry c is column c
-  const RowWord *words;  // a word for every key of the sequence; null: there is no row plan
+  int32_t first_key, first_full_key; // without column_keys: the first key, and the first full key
+  const int32_t *column_keys;        // null: column_key() computes keys; if both runs start at 0, column c is key c
+  // Entry column_keys_size - 1 is the first partial column, then backwards; 0: entry c is column c.
+  int32_t column_keys_size;
+  const RowWord *words;       // a word for every key of the sequence; null: there is no row plan
   const int32_t *start, *end; // the rows of each key; null: there are no intervals
   int64_t start_stride, end_stride;
   bool causal;
@@ -41,7 +42,7 @@ __device__ __forceinline__ TileSpan consecutive_columns(const fdm_problem &p, co
   return {static_cast<int32_t>(max64(full, min64(keys, last + s.causal_off + 1))), static_cast<int32_t>(full)};
 }
 
-// Sets all of TileColumns except the fields of find_column_rows(). Two threads may run both in parallel.
+// Sets all of TileColumns except the fields of find_column_intervals(). Two threads may run both in parallel.
 __device__ __forceinline__ void find_columns(TileColumns &t, const fdm_problem &p, const Plan &plan, const Sequence &s,
                                              int64_t sequence_index, int64_t head, int64_t tile) {
   const int64_t first = tile * kTileRows;
@@ -49,9 +50,9 @@ __device__ __forceinline__ void find_columns(TileColumns &t, const fdm_problem &
   t.causal_off = static_cast<int32_t>(s.causal_off);
   t.causal = is_causal(p);
   t.walk_begin = -1;
-  t.run = t.full_run = 0;
-  t.key_list = nullptr;
-  t.key_list_size = 0;
+  t.first_key = t.first_full_key = 0;
+  t.column_keys = nullptr;
+  t.column_keys_size = 0;
   t.words = nullptr;
   const fdm_mask_kind kind = mask_kind(p);
   if (kind == FDM_MASK_NONE) {
@@ -66,24 +67,24 @@ __device__ __forceinline__ void find_columns(TileColumns &t, const fdm_problem &
     const TileRun run = plan.runs[list_tile];
     t.count = run.count;
     t.full = run.full;
-    t.run = run.first;
-    t.full_run = run.full_first;
+    t.first_key = run.first;
+    t.first_full_key = run.full_first;
     return;
   }
   const TileCounts counts = plan.counts[list_tile];
   t.count = counts.columns;
   t.full = max(0, counts.full);
   if (plan.columns && !counts.overflows()) {
-    t.key_list = plan.columns + list_tile * plan.tile_keys;
-    t.key_list_size = plan.tile_keys;
+    t.column_keys = plan.columns + list_tile * plan.tile_keys;
+    t.column_keys_size = plan.tile_keys;
   } else {
-    t.key_list = plan.kept_index + list * plan.list_keys + s.k_begin + (counts.overflows() ? ~counts.full : 0);
+    t.column_keys = plan.kept_index + list * plan.list_keys + s.k_begin + (counts.overflows() ? ~counts.full : 0);
   }
   if (kind == FDM_MASK_ROWS) t.words = plan.words + list_tile * plan.tile_keys;
 }
 
-__device__ __forceinline__ void find_column_rows(TileColumns &t, const fdm_problem &p, const Sequence &s,
-                                                 int64_t head) {
+__device__ __forceinline__ void find_column_intervals(TileColumns &t, const fdm_problem &p, const Sequence &s,
+                                                      int64_t head) {
   t.start = t.end = nullptr;
   t.start_stride = t.end_stride = 0;
   if (mask_kind(p) != FDM_MASK_INTERVALS) return;
@@ -101,25 +102,25 @@ __device__ __forceinline__ TileColumns tile_columns(const fdm_problem &p, const 
                                                     int64_t sequence_index, int64_t head, int64_t tile) {
   TileColumns t;
   find_columns(t, p, plan, s, sequence_index, head, tile);
-  find_column_rows(t, p, s, head);
+  find_column_intervals(t, p, s, head);
   return t;
 }
 
-// The address of the key of column c < count, if there is a list.
-__device__ __forceinline__ const int32_t *key_list_entry(const TileColumns &t, int32_t c) {
-  return t.key_list + (c < t.full || t.key_list_size == 0 ? c : t.key_list_size - 1 - (c - t.full));
+// The address of the key of column c < count, if there are column_keys.
+__device__ __forceinline__ const int32_t *column_key_address(const TileColumns &t, int32_t c) {
+  return t.column_keys + (c < t.full || t.column_keys_size == 0 ? c : t.column_keys_size - 1 - (c - t.full));
 }
 
-// The key of column c < count, if there is no list.
+// The key of column c < count, if there are no column_keys.
 __device__ __forceinline__ int32_t key_of_run(const TileColumns &t, int32_t c) {
-  if (c < t.full) return t.full_run + c;
-  const int32_t key = t.run + c - t.full;
-  return key < t.full_run ? key : key + t.full;
+  if (c < t.full) return t.first_full_key + c;
+  const int32_t key = t.first_key + c - t.full;
+  return key < t.first_full_key ? key : key + t.full;
 }
 
 // The key of column c < count.
 __device__ __forceinline__ int32_t column_key(const TileColumns &t, int32_t c) {
-  return t.key_list ? *key_list_entry(t, c) : key_of_run(t, c);
+  return t.column_keys ? *column_key_address(t, c) : key_of_run(t, c);
 }
 
 // The rows of a tile that keep a column, one word for each 32 rows: from the key's rows [start, end) if there are

@@ -75,12 +75,12 @@ struct RowCopy {
       : row(t.stride[1]), col(t.stride[3]), head_dim(int(dims)), aligned(chunks) {}
 };
 
-// Starts the copies of `count` rows from `first` on to a tile, from row `tile_row` on. Rows from `there` on become
+// Starts the copies of `count` rows from `first` on to a tile, from row `tile_row` on. Rows from `valid_rows` on become
 // zeros. Rows that cannot be copied 16 bytes at a time are stored by elements. That loop is neither unrolled nor a
 // call: a call in the mainloop costs registers.
 template <class Tile, int kThreads>
-__device__ __forceinline__ void copy_tile_rows(uint32_t base, int tile_row, const uint16_t *first, int count, int there,
-                                               const RowCopy &copy) {
+__device__ __forceinline__ void copy_tile_rows(uint32_t base, int tile_row, const uint16_t *first, int count,
+                                               int valid_rows, const RowCopy &copy) {
   constexpr int kThreadsPerRow = Tile::kRowBytes / 16,
                 kRowsAtOnce = kThreads / kThreadsPerRow; // threads of a row, and rows at a time
   constexpr bool kAlike = kRowsAtOnce % 8 == 0;          // all chunks of a thread have the same swizzle
@@ -88,7 +88,7 @@ __device__ __forceinline__ void copy_tile_rows(uint32_t base, int tile_row, cons
     const int chunk = threadIdx.x % kThreadsPerRow, row = threadIdx.x / kThreadsPerRow;
     const uint16_t *source = first + row * copy.row + chunk * 8;
     const uint32_t address = Tile::chunk_address(base, tile_row + row, chunk);
-    const int rows_left = chunk * 8 < copy.head_dim ? there - row : 0;
+    const int rows_left = chunk * 8 < copy.head_dim ? valid_rows - row : 0;
     // Surplus threads have no row.
     if ((Tile::kChunks == kThreadsPerRow || chunk < Tile::kChunks) &&
         (kThreads % kThreadsPerRow == 0 || row < kRowsAtOnce))
@@ -105,7 +105,7 @@ __device__ __forceinline__ void copy_tile_rows(uint32_t base, int tile_row, cons
 #pragma unroll 1
   for (int i = threadIdx.x; i < count * Tile::kChunks * 8; i += kThreads) {
     const int r = i / (Tile::kChunks * 8), d = i % (Tile::kChunks * 8);
-    const uint16_t element = r < there && d < copy.head_dim ? first[r * copy.row + d * copy.col] : 0;
+    const uint16_t element = r < valid_rows && d < copy.head_dim ? first[r * copy.row + d * copy.col] : 0;
     ptx::store_shared_16(Tile::chunk_address(base, tile_row + r, d / 8) + d % 8 * 2, element);
   }
 }

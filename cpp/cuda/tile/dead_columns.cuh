@@ -12,7 +12,7 @@ namespace fdm::cuda {
 
 // Not inlined, so it takes no registers in the caller.
 template <class Tile, int kColumns, int kThreads>
-__device__ __noinline__ void clear_unmarked_rows(const uint8_t *live, uint32_t tile) {
+__device__ __noinline__ void clear_dead_rows(const uint8_t *live, uint32_t tile) {
 #pragma unroll 1
   for (int i = threadIdx.x; i < kColumns * Tile::kChunks; i += kThreads)
     if (!live[i / Tile::kChunks])
@@ -21,15 +21,15 @@ __device__ __noinline__ void clear_unmarked_rows(const uint8_t *live, uint32_t t
 
 // Lies in shared memory. kPossible: the kernel accepts a bias per query.
 template <int kColumns, bool kPossible> struct DeadColumns {
-  bool clears; // the tile is computed for the second time
+  bool is_second_pass; // the tile is computed for the second time
   uint8_t live[kPossible ? kColumns : 1];
 
   // Whether any thread has a NaN sum in a row for which exists(row tile, half) holds. The tile must then be computed
   // again. All threads of the block call this.
   template <int kRowTiles, int kColumnTiles, class Exists>
-  __device__ __forceinline__ bool may_have_spoilt(const float (&sums)[kRowTiles][kColumnTiles][4],
+  __device__ __forceinline__ bool needs_recompute(const float (&sums)[kRowTiles][kColumnTiles][4],
                                                   const Exists &exists) {
-    if (clears) return false;
+    if (is_second_pass) return false;
     bool found = false;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)
@@ -38,7 +38,7 @@ template <int kColumns, bool kPossible> struct DeadColumns {
 #pragma unroll
         for (int i = 0; i < 4; ++i) found |= isnan(sums[m][n][i]) && exists(m, i / 2);
     if (!__syncthreads_or(found)) return false;
-    clears = true;
+    is_second_pass = true;
     __syncthreads();
     return true;
   }
@@ -63,7 +63,7 @@ template <int kColumns, bool kPossible> struct DeadColumns {
         if (any) live[8 * n + accumulator_column() + i] = 1;
       }
     __syncthreads();
-    clear_unmarked_rows<Tile, kColumns, kThreads>(live, tile);
+    clear_dead_rows<Tile, kColumns, kThreads>(live, tile);
     __syncthreads();
   }
 };

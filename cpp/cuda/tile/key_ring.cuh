@@ -35,10 +35,10 @@ struct ScoreView {
   const void *data; // null: absent; float64: a RelativeBias
   int64_t row, col; // strides in elements
   int32_t dtype;
-  bool rows; // one row for each query
+  bool per_query; // one row for each query
 
   __device__ __forceinline__ uint32_t load_bits(int64_t j, int64_t i = 0) const {
-    const int64_t index = (rows ? i * row : 0) + j * col;
+    const int64_t index = (per_query ? i * row : 0) + j * col;
     if (dtype == FDM_FLOAT16 || dtype == FDM_BFLOAT16) return static_cast<const uint16_t *>(data)[index];
     if (dtype == FDM_FLOAT32) return static_cast<const uint32_t *>(data)[index];
     return __float_as_uint(static_cast<const RelativeBias *>(data)->load(index));
@@ -83,16 +83,16 @@ template <int kColumns> struct ColumnFacts {
 
 template <int kColumns, int kThreads> struct KeyRing {
   static constexpr int kBlocksAtOnce = kThreads / kColumns; // blocks that are fetched at a time
-  static constexpr int kBlocks = 2 * kBlocksAtOnce;
+  static constexpr int kSlots = 2 * kBlocksAtOnce;
   static_assert(kThreads % kColumns == 0, "each thread fetches one column");
 
   struct Slot : ColumnFacts<kColumns> {
     const uint16_t *k_row[kColumns], *v_row[kColumns]; // kZeroRow: no key
     int32_t key[kColumns];
   };
-  Slot slots[kBlocks];
+  Slot slots[kSlots];
 
-  __device__ __forceinline__ Slot &slot(int block) { return slots[block % kBlocks]; }
+  __device__ __forceinline__ Slot &slot(int block) { return slots[block % kSlots]; }
 };
 
 // The facts that one thread fetches for one column. They are stored raw and converted after the latency of the loads.
@@ -109,7 +109,7 @@ __device__ __forceinline__ int32_t fetch_key(const TileColumns &t, int32_t c) {
 }
 
 // Fetches the rows that keep the key of a partial column.
-__device__ __forceinline__ void fetch_rows(ColumnEntry &entry, const TileColumns &t) {
+__device__ __forceinline__ void fetch_kept_rows(ColumnEntry &entry, const TileColumns &t) {
   if (t.words) entry.word = t.words[entry.key];
   if (t.start) {
     entry.start = t.start[entry.key * t.start_stride];
@@ -122,8 +122,8 @@ __device__ __forceinline__ ColumnEntry fetch_column(const TileColumns &t, const 
   ColumnEntry entry{};
   entry.key = key;
   if (key < 0) return entry;
-  if (bias.data && !bias.rows) entry.bias_bits = bias.load_bits(key);
-  if (c >= t.full) fetch_rows(entry, t);
+  if (bias.data && !bias.per_query) entry.bias_bits = bias.load_bits(key);
+  if (c >= t.full) fetch_kept_rows(entry, t);
   return entry;
 }
 
@@ -153,7 +153,7 @@ __device__ __forceinline__ int32_t store_facts(ColumnFacts<kColumns> &facts, con
                                                const ColumnEntry &entry) {
   const int i = c % kColumns;
   float column_bias = entry.key < 0 ? -INFINITY : 0.0f;
-  if (entry.key >= 0 && bias.data && !bias.rows) column_bias = to_base_2(bias.convert(entry.bias_bits));
+  if (entry.key >= 0 && bias.data && !bias.per_query) column_bias = to_base_2(bias.convert(entry.bias_bits));
   if (partial) {
     const RowWord word = column_word(t, c, entry.key, entry.start, entry.end, entry.word);
     uint32_t any = 0;

@@ -40,14 +40,14 @@ __device__ __forceinline__ void gemm_ss(float (&sums)[kLeftTiles][kRightTiles][4
   for_fragments<kHeadDim, kLeftTiles, kRightTiles>(left, right, multiply);
 }
 
-// A left operand in shared memory. With kHeld, registers hold its fragments, loaded once.
-template <class Element, int kHeadDim, int kLeftTiles, bool kHeld> struct LeftOperand {
+// A left operand in shared memory. With kInRegisters, registers hold its fragments, loaded once.
+template <class Element, int kHeadDim, int kLeftTiles, bool kInRegisters> struct LeftOperand {
   using Tile = SmemTile<kHeadDim>;
   uint32_t left; // SmemTile::left of its first row
-  uint32_t fragments[kHeld ? kLeftTiles : 1][kHeld ? kHeadDim / 16 : 1][4];
+  uint32_t fragments[kInRegisters ? kLeftTiles : 1][kInRegisters ? kHeadDim / 16 : 1][4];
 
   __device__ __forceinline__ void load() {
-    if constexpr (kHeld) {
+    if constexpr (kInRegisters) {
 #pragma unroll
       for (int m = 0; m < kLeftTiles; ++m)
 #pragma unroll
@@ -58,7 +58,7 @@ template <class Element, int kHeadDim, int kLeftTiles, bool kHeld> struct LeftOp
   // sums += this times the transposed right operand; `right` is SmemTile::right_rows.
   template <int kRightTiles>
   __device__ __forceinline__ void multiply(float (&sums)[kLeftTiles][kRightTiles][4], uint32_t right) const {
-    if constexpr (kHeld) {
+    if constexpr (kInRegisters) {
 #pragma unroll
       for (int d = 0; d < kHeadDim / 16; ++d)
 #pragma unroll
@@ -159,7 +159,7 @@ __device__ __forceinline__ int accumulator_row(int half) { return threadIdx.x % 
 __device__ __forceinline__ int accumulator_column() { return 2 * (threadIdx.x % 4); }
 
 // The rounding errors of pack(low, high), packed.
-template <class Element> __device__ __forceinline__ uint32_t pack_left(float low, float high) {
+template <class Element> __device__ __forceinline__ uint32_t pack_residual(float low, float high) {
   float packed_low, packed_high;
   ptx::unpack<Element>(ptx::pack<Element>(low, high), packed_low, packed_high);
   return ptx::pack<Element>(low - packed_low, high - packed_high);
@@ -178,13 +178,13 @@ template <class Element> __device__ __forceinline__ float with_rest(float rounde
   return __int_as_float(__float_as_int(rounded) + rest * (1 << kRestShift<Element>));
 }
 
-// The rests of a pair, one in the low byte of each half of the word. joined_rests() makes one word of two pairs.
+// The rests of a pair, one in the low byte of each half of the word. join_rests() makes one word of two pairs.
 template <class Element> __device__ __forceinline__ uint32_t pack_rests(float low, float high) {
   float packed_low, packed_high;
   ptx::unpack<Element>(ptx::pack<Element>(low, high), packed_low, packed_high);
   return (rest_of<Element>(low, packed_low) & 0xffff) | rest_of<Element>(high, packed_high) << 16;
 }
-__device__ __forceinline__ uint32_t joined_rests(uint32_t first, uint32_t second) {
+__device__ __forceinline__ uint32_t join_rests(uint32_t first, uint32_t second) {
   return __byte_perm(first, second, 0x6420);
 }
 

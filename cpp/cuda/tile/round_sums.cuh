@@ -43,8 +43,8 @@ struct KeyBand {
   const float *sums[2]; // of this thread's two rows, where they exist
   BandRows rows{{-1, -1}};
 
-  __device__ static bool of_values() { return blockIdx.y == 1; }
-  __device__ static const fdm_tensor &gradient(const fdm_backward_args &a) { return of_values() ? a.dv : a.dk; }
+  __device__ static bool is_dv() { return blockIdx.y == 1; }
+  __device__ static const fdm_tensor &gradient(const fdm_backward_args &a) { return is_dv() ? a.dv : a.dk; }
 
   // A thread loads four consecutive floats of two column tiles, as the kernels that add to the sums write them.
   template <int kTiles> __device__ void load(int first, float (&x)[kTiles][4]) const {
@@ -62,7 +62,7 @@ struct KeyBand {
   }
   template <int kTiles>
   __device__ void store(const fdm_backward_args &a, float scale, int first, const float (&x)[kTiles][4]) const {
-    rows.store(gradient(a), of_values() ? 1.0f : scale, first, x);
+    rows.store(gradient(a), is_dv() ? 1.0f : scale, first, x);
   }
 };
 

@@ -99,9 +99,9 @@ private:
 
 // A warp copies the bias per query of its kWarpRows rows of a task's tile, if there is one.
 template <int kWarpRows, int kColumns, int kPitch, class Task>
-__device__ __forceinline__ void copy_own_rows(uint32_t (*sBias)[kPitch], const fdm_tensor &bias, const Task &task,
+__device__ __forceinline__ void copy_row_bias(uint32_t (*sBias)[kPitch], const fdm_tensor &bias, const Task &task,
                                               const int32_t (&keys)[kColumns]) {
-  if (!task.bias.rows) return;
+  if (!task.bias.per_query) return;
   const int first = threadIdx.x / 32 * kWarpRows;
   const int64_t row = task.first_row + first;
   RowBiasTile(bias, task.bias)

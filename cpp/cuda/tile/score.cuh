@@ -29,7 +29,7 @@ struct ScoreFactors {
 
   // Whether products may start from the bias, in their units. Outside of these bounds, the bias exceeds the range of
   // its type, or the scaled products exceed that of float.
-  __host__ __device__ bool may_begin_with_bias() const { return cap == 0 && scale > 0x1p-30f && scale < 0x1p20f; }
+  __host__ __device__ bool can_fold_bias() const { return cap == 0 && scale > 0x1p-30f && scale < 0x1p20f; }
 
   // Returns the base-2 score. `slope` becomes the derivative of the capped score with respect to the uncapped score.
   template <bool kHasSoftcap> __device__ __forceinline__ float score(float product, float bias, float *slope) const {

@@ -22,7 +22,7 @@ __device__ __forceinline__ float sink_score(const fdm_problem &p, int64_t head, 
 }
 
 // The factor that normalizes a row. `total` is the sum of its exponentials relative to the base-2 `maximum`.
-__device__ __forceinline__ float row_factor(float sink, float maximum, float total) {
+__device__ __forceinline__ float row_normalizer(float sink, float maximum, float total) {
   return total == 0.0f ? 0.0f : 1.0f / (total + ptx::exp2_approximate(sink - maximum));
 }
 

@@ -40,7 +40,7 @@ constexpr ForwardTileChoice forward_tile(int arch, int head_dim) {
 // The tile for grids of more than two thread blocks per SM. Three smaller blocks then share an SM and have enough
 // registers. Measured on an H200: twelve warps hide each other's latencies better than eight, although each barrier
 // comes twice as often.
-constexpr ForwardTileChoice crowded_forward_tile(int arch, int head_dim) {
+constexpr ForwardTileChoice many_blocks_forward_tile(int arch, int head_dim) {
   if (head_dim == 64) return {128, 32, 4, 3};
   return forward_tile(arch, head_dim);
 }
@@ -105,13 +105,13 @@ constexpr DkdvTileChoice dkdv_tile(int arch, int head_dim) {
 }
 
 // The contents of shared memory beside K and Q: V and two stages of dO; or one stage of dO, with V in registers.
-enum class SharedHolds { values_and_two_douts, one_dout };
+enum class SmemContents { values_and_two_douts, one_dout };
 
 // The fused backward pass: keys of a block and rows of a step. For mma.sync also: warps, thread blocks on an SM that
 // registers must allow, warps that share the same keys, and the contents of shared memory.
 struct FusedTileChoice {
-  int keys, rows, warps = 0, blocks = 0, shares = 1;
-  SharedHolds shared_holds = SharedHolds::values_and_two_douts;
+  int keys, rows, warps = 0, blocks = 0, warps_per_keys = 1;
+  SmemContents smem_contents = SmemContents::values_and_two_douts;
 };
 
 constexpr FusedTileChoice fused_tile(int arch, int head_dim, int value_dim) {
@@ -129,7 +129,7 @@ constexpr FusedTileChoice fused_tile(int arch, int head_dim, int value_dim) {
   const bool small_shared = shared_limit(arch) < 100 * 1024;
   if (head_dim <= 128) return small_shared ? FusedTileChoice{64, 32, 4, 2} : FusedTileChoice{128, 64, 8, 1};
   // Two warps share the same 16 keys; each has half of the columns of their dk and dv.
-  return {64, 32, 8, 1, 2, small_shared ? SharedHolds::one_dout : SharedHolds::values_and_two_douts};
+  return {64, 32, 8, 1, 2, small_shared ? SmemContents::one_dout : SmemContents::values_and_two_douts};
 }
 
 // Whether the fused kernel supports a bias per query. For smaller head dimensions, the pair bias kernels serve most
@@ -141,7 +141,7 @@ constexpr bool fuses_row_mask(int arch, int head_dim) { return arch == 90 && hea
 // The fused backward pass of key blocks that one warpgroup of sm_90 computes alone. Accumulators take head_dim + 64
 // registers per thread, so three thread blocks share an SM. Larger head dimensions would allow two, which is slower.
 struct SmallBlockChoice {
-  int keys, rows, most_head_dim;
+  int keys, rows, max_head_dim;
 };
 constexpr SmallBlockChoice kSmallBlock{64, 64, 64};
 

@@ -66,7 +66,7 @@ template <class ConfigType> struct SmallTile : ConfigType::Rows {
     if (threadIdx.x == 0) {
       find_columns(made.columns, p, params.plan, tile.s, tile.sequence_index, tile.head, tile.tile);
     } else if (threadIdx.x == 32) {
-      find_column_rows(made.columns, p, tile.s, tile.head);
+      find_column_intervals(made.columns, p, tile.s, tile.head);
     } else if (threadIdx.x == 64) {
       made.bias = bias_view(p, tile.s, tile.sequence_index, tile.head, tile.tile);
       made.sink = sink_score(p, tile.head, made.bias);

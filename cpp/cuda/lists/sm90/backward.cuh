@@ -33,7 +33,7 @@ template <class Config> struct ListBackwardSharedSm90 {
   // The rows that each consumer warpgroup adds to the sums of a step's keys.
   alignas(16) float additions[Roles::kConsumerGroups][Config::kColumns][Config::kHeadDim];
   alignas(16) float bias[Config::kStages][Config::kColumns];   // to base 2; -inf: no key
-  alignas(16) int32_t keys[Config::kStages][Config::kColumns]; // each at its RowGather::place(); -1: none
+  alignas(16) int32_t keys[Config::kStages][Config::kColumns]; // each at its RowGather::list_index(); -1: none
   ListTask task;
   uint64_t loaded; // Q and dO
   uint64_t full[Config::kStages], empty[Config::kStages];
@@ -84,7 +84,7 @@ __device__ void produce_list_gradients(const ListBackwardParams &params, ListBac
     Roles::producer_acquire(shared.empty[stage], state.phase);
     if (thread < kColumns) {
       shared.bias[stage][thread] = bias;
-      shared.keys[stage][Gather::place(thread)] = key;
+      shared.keys[stage][Gather::list_index(thread)] = key;
     }
     Roles::sync_producers();
     load_keys(p.k, task.k, shared.sK[stage], stage);
@@ -192,7 +192,7 @@ template <class Config> struct ListConsumerSm90 {
     warpgroup_gemm_ss_columns<Element, ScoreTile, ptx::Major::mn, RowTile, Config::kRows>(sums, left, right, false);
     ptx::warpgroup_commit_batch();
     const int c = group_thread();
-    const int32_t key = c < kColumns ? shared.keys[stage][Gather::place(c)] : -1;
+    const int32_t key = c < kColumns ? shared.keys[stage][Gather::list_index(c)] : -1;
     ptx::warpgroup_wait<0>();
     ptx::warpgroup_fence_operand(dq);
     ptx::warpgroup_fence_operand(own_ds);
@@ -271,7 +271,7 @@ template <class Config> struct ListConsumerSm90 {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int c = 2 * (threadIdx.x % 32) + i;
-      const int32_t key = shared.keys[stage][RowGather<KeyTile, kColumns>::place(c)];
+      const int32_t key = shared.keys[stage][RowGather<KeyTile, kColumns>::list_index(c)];
       if (key >= 0) add_bias_gradients(params, task, step * kColumns + c, key, sums[0][i]);
     }
   }

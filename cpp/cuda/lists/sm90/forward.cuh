@@ -36,7 +36,7 @@ struct ListForwardTask : ForwardTask {
     reference = {};
     columns = {};
     columns.count = list.length;
-    columns.key_list = list.indices;
+    columns.column_keys = list.indices;
     set_results(params);
   }
 };
@@ -137,7 +137,7 @@ private:
       facts.bias[i] = column_bias;
       this->on_column(task, stage, i, column_bias);
       if (column_bias == -INFINITY) rows[n] = -1;
-      stream.rows[row_state.index][Stream::Gather::place(i)] =
+      stream.rows[row_state.index][Stream::Gather::list_index(i)] =
           rows[n] < 0 ? -1 : this->places.row(p, task.sequence_index, rows[n]);
       drops |= rows[n] < 0;
     }

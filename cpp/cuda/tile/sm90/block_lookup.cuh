@@ -61,7 +61,7 @@ private:
     if (partial) {
 #pragma unroll
       for (int n = 0; n < kLaneColumns; ++n)
-        if (keys[n] >= 0) fetch_rows(entries[n], columns);
+        if (keys[n] >= 0) fetch_kept_rows(entries[n], columns);
     }
     block += kWarps;
     fetch_keys(columns, keys);

@@ -83,7 +83,7 @@ private:
     // Few blocks are partial, so the rows that keep their columns are not requested further ahead.
     ColumnEntry entry{key, bias_bits};
     const bool partial = (column_block(task.columns, block) + 1) * kColumns > task.columns.full;
-    if (partial && key >= 0) fetch_rows(entry, task.columns);
+    if (partial && key >= 0) fetch_kept_rows(entry, task.columns);
     Roles::producer_acquire(stream.k_empty[stage], k_state.phase);
     if (threadIdx.x % 32 < kOwnColumns)
       this->store_column(task, bias_view(), column(task.columns, block), partial, entry);
@@ -103,7 +103,7 @@ private:
 
   // Requests columns of this task from here on.
   template <class Task> __device__ void fetch_from(const Task &task) {
-    biases = task.bias.rows ? nullptr : task.bias.data;
+    biases = task.bias.per_query ? nullptr : task.bias.data;
   }
   __device__ ScoreView bias_view() const {
     return {biases, 0, p.bias.shape[3] == 1 ? 0 : p.bias.stride[3], p.bias.dtype, false};

@@ -79,7 +79,7 @@ template <class Pipeline> struct KeyProducer {
   __device__ KeyProducer(const fdm_problem &problem, Pipeline &shared) : p(problem), pipeline(shared) {
     bias.col = p.bias.shape[3] == 1 ? 0 : p.bias.stride[3];
     bias.dtype = p.bias.dtype;
-    bias.rows = false;
+    bias.per_query = false;
   }
 
   __device__ static int warp() { return Roles::producer_thread() / 32; }
@@ -194,14 +194,14 @@ private:
   template <class Task> __device__ void fetch_from(const Task &task) {
     entry_columns = &task.columns;
     entry_full = task.columns.full;
-    bias.data = task.bias.rows ? nullptr : task.bias.data;
+    bias.data = task.bias.per_query ? nullptr : task.bias.data;
   }
   __device__ void fetch(int32_t c, int32_t key) {
     entry = {};
     entry.key = key;
     if (key < 0) return;
     if (bias.data) entry.bias_bits = bias.load_bits(key);
-    if (c >= entry_full) fetch_rows(entry, *entry_columns);
+    if (c >= entry_full) fetch_kept_rows(entry, *entry_columns);
   }
 
   __device__ void load_values() {

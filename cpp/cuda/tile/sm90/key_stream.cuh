@@ -31,7 +31,7 @@ struct KeyStream {
   using ValueTile = SmemTile<kValueDim, kColumns>;
   using Gather = RowGather<Tile, kColumns>;
   using ValueGather = RowGather<ValueTile, kColumns>;
-  static_assert(Gather::kStepRows == ValueGather::kStepRows, "rows are listed once, at their place() of either");
+  static_assert(Gather::kStepRows == ValueGather::kStepRows, "rows are listed once, at their list_index() of either");
   using KPipelineState = PipelineState<kKStages>;
   using VPipelineState = PipelineState<kVStages>;
   // The facts of a block are stored with its K, when that stage is empty. Its rows are read again for V, before K of
@@ -50,7 +50,7 @@ struct KeyStream {
   alignas(1024) char sK[kKStages][Tile::kBytes];
   char sV[kVStages][ValueTile::kBytes];
   ColumnFacts<kColumns> facts[kKStages];
-  alignas(16) int32_t rows[kRowSlots][kColumns]; // their rows of K and V, each at its Gather::place(); -1: none
+  alignas(16) int32_t rows[kRowSlots][kColumns]; // their rows of K and V, each at its Gather::list_index(); -1: none
   Parked parked[32];                             // of one warp
   uint64_t found[kKStages], k_full[kKStages], v_full[kVStages], k_empty[kKStages], v_empty[kVStages];
 

@@ -37,12 +37,12 @@ template <class Tile, int kRows> struct RowGather {
   }
 
   // The index of tile row r in a list of row numbers. The rows of a thread are contiguous.
-  __device__ static __forceinline__ int place(int r) {
+  __device__ static __forceinline__ int list_index(int r) {
     const int warp_row = r % kOwnRows;
     return r - warp_row + warp_row % kStepRows * kSteps + warp_row / kStepRows;
   }
 
-  // Rows whose numbers are listed in shared memory, each at its place(); -1: zeros.
+  // Rows whose numbers are listed in shared memory, each at its list_index(); -1: zeros.
   __device__ static __forceinline__ RowAddresses listed(const char *first, int32_t stride, const int32_t *list) {
     struct alignas(4 * kRowsInFlight) Numbers {
       int32_t of_step[kRowsInFlight];
@@ -50,7 +50,7 @@ template <class Tile, int kRows> struct RowGather {
     const uint32_t thread = ptx::thread_index();
     const uint32_t warp = thread / 32 % Roles::kProducerWarps, lane = thread % 32;
     const int32_t *thread_list =
-        list + warp * kOwnRows + lane / kRowLanes * kSteps; // the place() of this thread's first row
+        list + warp * kOwnRows + lane / kRowLanes * kSteps; // the list_index() of this thread's first row
     RowAddresses addresses;
     addresses.valid = 0;
 #pragma unroll

@@ -41,7 +41,8 @@ template <class Stream, class OnColumn> struct StreamLookup {
     auto &facts = stream.facts[stage];
     const int32_t key = store_facts<kColumns>(facts, task.columns, bias, c, partial, entry);
     on_column(task, stage, i, facts.bias[i]);
-    stream.rows[row_state.index][Stream::Gather::place(i)] = key < 0 ? -1 : places.row(p, task.sequence_index, key);
+    stream.rows[row_state.index][Stream::Gather::list_index(i)] =
+        key < 0 ? -1 : places.row(p, task.sequence_index, key);
   }
 };
 

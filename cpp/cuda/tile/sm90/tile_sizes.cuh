@@ -78,7 +78,7 @@ struct DqTileSm90 {
 
 // K of a block is needed until the next block's scores are started, which takes at least two stages. The mma.sync
 // kernels serve larger head dimensions, for which these do not fit beside Q and dO.
-constexpr int kDqHeadDimSm90 = 192;
+constexpr int kMaxDqHeadDimSm90 = 192;
 
 // Accumulators take head_dim / 2 + columns registers, dS columns / 4.
 constexpr DqTileSm90 dq_tile_sm90(int head_dim) { return head_dim <= 128 ? DqTileSm90{64, 4} : DqTileSm90{64, 2}; }
@@ -90,7 +90,7 @@ struct DkdvTileSm90 {
   int rows, stages;
 };
 
-constexpr int kDkdvHeadDimSm90 = 128;
+constexpr int kMaxDkdvHeadDimSm90 = 128;
 
 constexpr DkdvTileSm90 dkdv_tile_sm90(int) { return {64, 3}; }
 // The sums of probabilities only: a step takes the producers as long as the consumers need for 128 rows of Q.
