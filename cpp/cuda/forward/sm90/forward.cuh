@@ -72,7 +72,7 @@ __device__ void look_up_together(const ForwardParams &params, ForwardSharedSm90<
 template <class Config>
 __device__ void look_up_in_turns(const ForwardParams &params, ForwardSharedSm90<Config> &shared) {
   const int warp = Roles::lookup_warp();
-  if (warp == Roles::kTurnWarpRoom) {
+  if (warp == Roles::kMaxTurnWarps) {
     make_tasks(forward_task_maker(params, shared),
                [&](const ForwardTask &task) { prefetch_queries<Config, 32>(params, task); });
   } else if (warp < Config::Pipeline::kTurnWarps) {

@@ -30,7 +30,7 @@ __device__ void copy_queries(const BoxForwardParams &params, const typename Conf
   tasks.producer_acquire();
   if (threadIdx.x % 32 > 0) return;
   const ForwardTask &task = tasks.current();
-  const BoxPlace rows{int32_t(task.s.q_begin + task.first_row), int32_t(task.head), int32_t(task.s.batch)};
+  const BoxCoordinates rows{int32_t(task.s.q_begin + task.first_row), int32_t(task.head), int32_t(task.s.batch)};
   if (copies) copy_tile<typename Config::QTile>(sQ, params.q, rows, tasks.full());
   ptx::arrive(tasks.full());
 }
@@ -42,18 +42,18 @@ template <class Config> __device__ void copy_boxes(const BoxForwardParams &param
     const ForwardTask &task = tasks.current();
     const int boxes = (task.columns.count + Config::kColumns - 1) / Config::kColumns;
     const bool reversed = task.columns.walk_begin >= 0;
-    BoxPlace place{int32_t(task.s.k_begin), int32_t(task.kv_head), int32_t(task.s.batch)};
-    if (reversed) place.row += (boxes - 1) * Config::kColumns;
+    BoxCoordinates coordinates{int32_t(task.s.k_begin), int32_t(task.kv_head), int32_t(task.s.batch)};
+    if (reversed) coordinates.row += (boxes - 1) * Config::kColumns;
 #pragma unroll 1
     for (int box = 0; box == 0 || box < boxes; ++box) {
-      if (box < boxes) keys.copy(place);
-      place.row += reversed ? -Config::kColumns : Config::kColumns;
+      if (box < boxes) keys.copy(coordinates);
+      coordinates.row += reversed ? -Config::kColumns : Config::kColumns;
       // The first keys do not wait for an empty stage of Q.
       if (box == 0) copy_queries<Config>(params, tasks, shared.sQ[tasks.stage()], boxes > 0);
-      keys.copy_behind();
+      keys.copy_previous_values();
     }
   }
-  keys.copy_behind();
+  keys.copy_previous_values();
   copy_queries<Config>(params, tasks, nullptr, false);
 }
 

@@ -46,7 +46,7 @@ template <class Config> struct ForwardSharedSm90 {
   __device__ void init() {
     if (threadIdx.x == 0) {
       pipeline.init();
-      tasks.init(Config::Pipeline::kQueryArrivals, Config::Pipeline::kTaskReaders);
+      tasks.init(Config::Pipeline::kQueryArrivals, Config::Pipeline::kTaskReleaseThreads);
       ptx::fence_async_proxy(); // TMA uses the barriers
     }
     bias.init();
@@ -165,12 +165,12 @@ template <class Config> struct ForwardConsumer {
 
   // Whether a row of the tile may drop a key of this block.
   template <After kAfter> __device__ bool is_partial(const Tasks &tasks, const BlocksLeft &left) const {
-    if constexpr (Pipeline::kFlagsBlocks) return shared.pipeline.flags.of(k_state).is_partial();
+    if constexpr (Pipeline::kHasBlockFlags) return shared.pipeline.flags.of(k_state).is_partial();
     return left_of<kAfter>(tasks, left).may_be_partial();
   }
   // Whether the block is the last of its task.
   template <After kAfter> __device__ bool is_last(const Tasks &tasks, const BlocksLeft &left) const {
-    if constexpr (Pipeline::kFlagsBlocks) return uniform(shared.pipeline.flags.of(k_state).last);
+    if constexpr (Pipeline::kHasBlockFlags) return uniform(shared.pipeline.flags.of(k_state).last);
     return left_of<kAfter>(tasks, left).count == 1;
   }
 
@@ -190,9 +190,9 @@ template <class Config> struct ForwardConsumer {
     Roles::consumer_release(pipeline.k_empty[k_state.index]);
     ++k_state;
     pack_left<Element>(probabilities, rows.scores[0]);
-    if constexpr (kAfter == After::tile) write_before(tasks.before());
+    if constexpr (kAfter == After::tile) write_before(tasks.previous());
     if constexpr (kAfter != After::block) clear(rows.out);
-    if constexpr (Pipeline::kFlagsBlocks) return uniform(shared.pipeline.flags.before(k_state).last);
+    if constexpr (Pipeline::kHasBlockFlags) return uniform(shared.pipeline.flags.previous(k_state).last);
     return is_last<kAfter>(tasks, left);
   }
 
@@ -317,7 +317,7 @@ template <class Config> struct ForwardConsumer {
     }
     start_output();
     finish_output<0>();
-    write(tasks.before());
+    write(tasks.previous());
   }
 
   __device__ static BlocksLeft blocks_of(const ForwardTask &task) {

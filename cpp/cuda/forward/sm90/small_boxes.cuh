@@ -86,12 +86,12 @@ template <class ConfigType> struct SmallBoxes : ConfigType::Rows {
   }
 
   // Starts the copies of a block, if there is one.
-  __device__ void copy_keys(int block, BoxPlace place) const {
+  __device__ void copy_keys(int block, BoxCoordinates coordinates) const {
     if (block >= blocks) return;
     const int stage = block % kStages;
-    place.row += block * kColumns;
-    copy_whole<KeyTile>(shared.sK[stage], boxes.k, place, shared.k_full[stage]);
-    copy_whole<KeyTile>(shared.sV[stage], boxes.v, place, shared.v_full[stage]);
+    coordinates.row += block * kColumns;
+    copy_tile_and_arrive<KeyTile>(shared.sK[stage], boxes.k, coordinates, shared.k_full[stage]);
+    copy_tile_and_arrive<KeyTile>(shared.sV[stage], boxes.v, coordinates, shared.v_full[stage]);
   }
   // The same after the task is made.
   __device__ void copy_keys(int block) const {
@@ -101,11 +101,11 @@ template <class ConfigType> struct SmallBoxes : ConfigType::Rows {
   __device__ void start_copies(const HeadTile &tile, int64_t first_row) {
     shared.init();
     const auto batch = int32_t(tile.s.batch);
-    const BoxPlace keys{int32_t(tile.s.k_begin), int32_t(kv_head_of(params.p, tile.head)), batch};
+    const BoxCoordinates keys{int32_t(tile.s.k_begin), int32_t(kv_head_of(params.p, tile.head)), batch};
     blocks = blocks_of(consecutive_columns(params.p, tile.s, first_row, Config::kRows));
     if (blocks > 0)
-      copy_whole<QTile>(shared.sQ, boxes.q, {int32_t(tile.s.q_begin + first_row), int32_t(tile.head), batch},
-                        shared.q_full);
+      copy_tile_and_arrive<QTile>(shared.sQ, boxes.q, {int32_t(tile.s.q_begin + first_row), int32_t(tile.head), batch},
+                                  shared.q_full);
 #pragma unroll 1
     for (int block = 0; block < kStages; ++block) copy_keys(block, keys);
   }

@@ -44,8 +44,8 @@ struct ListForwardTask : ForwardTask {
 // The pipeline of K and V, with the flags that lookup warps set for each block.
 template <int kHeadDim, int kColumnCount, int kKStageCount, int kVStageCount>
 struct ListStream : KeyStream<kHeadDim, kHeadDim, kColumnCount, kKStageCount, kVStageCount, Lookup::warps> {
-  static constexpr bool kFlagsBlocks = true;
-  FlagsOfBlocks<kKStageCount> flags;
+  static constexpr bool kHasBlockFlags = true;
+  BlockFlagSlots<kKStageCount> flags;
 };
 
 // Makes the tasks of a thread block. All tiles have equally many columns, so the order of tiles is static.
@@ -148,7 +148,7 @@ private:
 #pragma unroll
         for (int part = 0; part < kTileRows / 32; ++part) facts.word[part][32 * n + lane()] = rows[n] < 0 ? 0u : ~0u;
     }
-    stream.flags.of(k_state).set_whole(drops, is_last);
+    stream.flags.of(k_state).set_by_one_warp(drops, is_last);
     ptx::arrive(stream.found[stage]);
   }
 };
@@ -161,7 +161,7 @@ template <class ConfigType> struct ListedColumns {
   __device__ static const ForwardParams &forward(const Params &params) { return params.forward; }
   __device__ static void look_up(const Params &params, ForwardSharedSm90<Config> &shared) {
     const int warp = Roles::lookup_warp();
-    if (warp == Roles::kTurnWarpRoom) {
+    if (warp == Roles::kMaxTurnWarps) {
       make_tasks(ListTaskMaker<Config>{params, shared.tasks},
                  [&](const ListForwardTask &task) { prefetch_queries<Config, 32>(params.forward, task); });
     } else if (warp < Config::Pipeline::kTurnWarps) {

@@ -13,9 +13,9 @@ template <int kHeadDim, int kValueDimension, int kColumnCount, int kKStageCount,
   static constexpr int kValueDim = kValueDimension;
   static constexpr int kColumns = kColumnCount, kKStages = kKStageCount, kVStages = kVStageCount;
   static_assert(kKStages >= 2, "K of a block may be in use until the scores of the next are started");
-  static constexpr bool kFlagsBlocks = true, kFenced = true;
-  static constexpr int kTaskReaders = 0;   // lookup threads do not release tasks
-  static constexpr int kQueryArrivals = 1; // of the copying warp, per task
+  static constexpr bool kHasBlockFlags = true, kFenced = true;
+  static constexpr int kTaskReleaseThreads = 0; // lookup threads do not release tasks
+  static constexpr int kQueryArrivals = 1;      // of the copying warp, per task
   using Tile = SmemTile<kHeadDim, kColumns>;
   using ValueTile = SmemTile<kValueDim, kColumns>;
   using KPipelineState = PipelineState<kKStages>;
@@ -25,8 +25,8 @@ template <int kHeadDim, int kValueDimension, int kColumnCount, int kKStageCount,
   char sV[kVStages][ValueTile::kBytes];
   // The facts of a block are stored with its K, when that stage is empty.
   ColumnFacts<kColumns> facts[kKStages];
-  FlagsOfBlocks<kKStages> flags;
-  uint64_t k_full[kKStages], v_landed[kVStages], v_full[kVStages], k_empty[kKStages], v_empty[kVStages];
+  BlockFlagSlots<kKStages> flags;
+  uint64_t k_full[kKStages], v_copied[kVStages], v_full[kVStages], k_empty[kKStages], v_empty[kVStages];
 
   // One thread of the block calls this, before the others use the barriers.
   __device__ void init() {
@@ -35,7 +35,7 @@ template <int kHeadDim, int kValueDimension, int kColumnCount, int kKStageCount,
       ptx::init_barrier(k_empty[stage], Roles::kConsumerThreads);
     }
     for (int stage = 0; stage < kVStages; ++stage) {
-      ptx::init_barrier(v_landed[stage], 1);
+      ptx::init_barrier(v_copied[stage], 1);
       ptx::init_barrier(v_full[stage], Roles::kLookupThreads);
       ptx::init_barrier(v_empty[stage], Roles::kConsumerThreads);
     }
@@ -49,35 +49,37 @@ template <class Boxes> struct BoxCopier {
   const CUtensorMap &k, &v;
   typename Boxes::KPipelineState k_state;
   typename Boxes::VPipelineState v_state;
-  BoxPlace now = {-1, 0, 0}, before = now; // the block whose K was copied last, and the one before; row -1: none
+  // The block whose K was copied last, and the previous one; row -1: none.
+  BoxCoordinates current = {-1, 0, 0}, previous = current;
 
   __device__ BoxCopier(Boxes &shared, const CUtensorMap &k_map, const CUtensorMap &v_map)
       : boxes(shared), k(k_map), v(v_map) {}
 
   template <class Tile>
-  __device__ static void copy(const char *tile, const CUtensorMap &map, const BoxPlace &place, uint64_t &full) {
+  __device__ static void copy(const char *tile, const CUtensorMap &map, const BoxCoordinates &coordinates,
+                              uint64_t &full) {
     if (threadIdx.x % 32 > 0) return;
-    copy_whole<Tile>(tile, map, place, full);
+    copy_tile_and_arrive<Tile>(tile, map, coordinates, full);
   }
 
   // Copies K of a block.
-  __device__ void copy(const BoxPlace &place) {
+  __device__ void copy(const BoxCoordinates &coordinates) {
     const int stage = k_state.index;
     Roles::producer_acquire(boxes.k_empty[stage], k_state.phase);
-    copy<typename Boxes::Tile>(boxes.sK[stage], k, place, boxes.k_full[stage]);
+    copy<typename Boxes::Tile>(boxes.sK[stage], k, coordinates, boxes.k_full[stage]);
     ++k_state;
-    now = place;
+    current = coordinates;
   }
-  // Copies V of the block before, if it is not copied yet.
-  __device__ void copy_behind() {
-    if (before.row >= 0) {
+  // Copies V of the previous block, if it is not copied yet.
+  __device__ void copy_previous_values() {
+    if (previous.row >= 0) {
       const int stage = v_state.index;
       Roles::producer_acquire(boxes.v_empty[stage], v_state.phase);
-      copy<typename Boxes::ValueTile>(boxes.sV[stage], v, before, boxes.v_landed[stage]);
+      copy<typename Boxes::ValueTile>(boxes.sV[stage], v, previous, boxes.v_copied[stage]);
       ++v_state;
     }
-    before = now;
-    now.row = -1;
+    previous = current;
+    current.row = -1;
   }
 };
 
@@ -93,9 +95,9 @@ template <class Boxes, class OnColumn> struct BoxLookup {
   Reader reader;
   typename Boxes::KPipelineState k_state;
   typename Boxes::VPipelineState v_state;
-  bool asked = false; // the facts of the task's first block are requested
-  bool lags = false;  // V of the block whose facts were stored last is pending
-  bool dead = false;  // no query of the tile keeps this thread's column of that block
+  bool is_requested = false;  // the facts of the task's first block are requested
+  bool value_pending = false; // V of the block whose facts were stored last is pending
+  bool dead = false;          // no query of the tile keeps this thread's column of that block
 
   __device__ BoxLookup(const fdm_problem &problem, Boxes &shared, const OnColumn &call)
       : boxes(shared), on_column(call), reader(problem) {}
@@ -103,19 +105,19 @@ template <class Boxes, class OnColumn> struct BoxLookup {
   // Stores the facts of the blocks of the current task. meanwhile() is called once, where it delays least.
   template <class Tasks, class Meanwhile> __device__ void run(const Tasks &tasks, const Meanwhile &meanwhile) {
     const int blocks = Reader::blocks_of(tasks.current());
-    if (!asked && blocks > 0) reader.ask(tasks.current(), 0);
-    asked = false;
+    if (!is_requested && blocks > 0) reader.request(tasks.current(), 0);
+    is_requested = false;
 #pragma unroll 1
     for (int block = 0; block < blocks; ++block) {
       const bool last = block + 1 == blocks, now_dead = store_block(tasks.current(), block, last);
       if (!last) {
-        reader.ask(tasks.current(), block + 1);
+        reader.request(tasks.current(), block + 1);
       } else if (Reader::blocks_of(tasks.next()) > 0) {
-        reader.ask(tasks.next(), 0);
-        asked = true;
+        reader.request(tasks.next(), 0);
+        is_requested = true;
       }
       clear_values();
-      lags = true;
+      value_pending = true;
       dead = now_dead;
       if (block == 0) meanwhile();
     }
@@ -138,18 +140,18 @@ private:
       key.store(boxes.facts[stage], c % Boxes::kColumns);
       on_column(task, stage, c % Boxes::kColumns, key.bias);
     }
-    boxes.flags.of(k_state).set(has_column && !key.full(), last);
+    boxes.flags.of(k_state).set(has_column && !key.is_full(), last);
     ptx::fence_async_proxy();
     ptx::arrive(boxes.k_full[stage]);
     ++k_state;
-    return has_column && key.dead();
+    return has_column && key.is_dead();
   }
 
   // Zeroes V of the previous block's dead column, and then hands that V to the consumers.
   __device__ void clear_values() {
-    if (!lags) return;
+    if (!value_pending) return;
     const int stage = v_state.index;
-    ptx::wait(boxes.v_landed[stage], v_state.phase);
+    ptx::wait(boxes.v_copied[stage], v_state.phase);
     if (dead) {
       using ValueTile = typename Boxes::ValueTile;
       const uint32_t tile = ptx::shared_address(boxes.sV[stage]);
@@ -161,7 +163,7 @@ private:
     ptx::fence_async_proxy();
     ptx::arrive(boxes.v_full[stage]);
     ++v_state;
-    lags = false;
+    value_pending = false;
   }
 };
 

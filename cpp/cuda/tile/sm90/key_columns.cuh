@@ -25,7 +25,7 @@ struct alignas(8) BlockFlags {
     if (threadIdx.x % Roles::kLookupThreads == 0) last = is_last;
   }
   // One lookup warp calls this, if it knows all keys of the block.
-  __device__ __forceinline__ void set_whole(bool drops, bool is_last) {
+  __device__ __forceinline__ void set_by_one_warp(bool drops, bool is_last) {
     if (threadIdx.x % 32 != 0) return;
     *reinterpret_cast<uint32_t *>(partial) = drops;
     last = is_last;
@@ -34,39 +34,39 @@ struct alignas(8) BlockFlags {
 
 // The flags of the block in each stage and of the stage's previous block. Consumers can then read the flags of a
 // block after its release.
-template <int kStages> struct FlagsOfBlocks {
+template <int kStages> struct BlockFlagSlots {
   BlockFlags slots[2][kStages];
 
   __device__ __forceinline__ BlockFlags &of(const PipelineState<kStages> &state) {
     return slots[state.phase][state.index];
   }
   // The flags of the block before that of the state.
-  __device__ __forceinline__ const BlockFlags &before(const PipelineState<kStages> &state) const {
+  __device__ __forceinline__ const BlockFlags &previous(const PipelineState<kStages> &state) const {
     return state.index > 0 ? slots[state.phase][state.index - 1] : slots[state.phase ^ 1][kStages - 1];
   }
 };
 
 // The coordinates of a box of a head of a sequence.
-struct BoxPlace {
+struct BoxCoordinates {
   int32_t row, head, batch;
 };
 
 // Copies a row tile. The barrier expects its bytes; this is not an arrival.
 template <class Tile>
-__device__ __forceinline__ void copy_tile(const char *tile, const CUtensorMap &map, const BoxPlace &place,
+__device__ __forceinline__ void copy_tile(const char *tile, const CUtensorMap &map, const BoxCoordinates &coordinates,
                                           uint64_t &full) {
   ptx::expect_bytes(full, Tile::kBytes);
 #pragma unroll
   for (int panel = 0; panel < Tile::kPanels; ++panel)
-    ptx::copy_box(ptx::shared_address(tile) + panel * Tile::kPanelBytes, map, 64 * panel, place.row, place.head,
-                  place.batch, full);
+    ptx::copy_box(ptx::shared_address(tile) + panel * Tile::kPanelBytes, map, 64 * panel, coordinates.row,
+                  coordinates.head, coordinates.batch, full);
 }
 
 // The same for a barrier with one arrival, which happens when the copy has been started.
 template <class Tile>
-__device__ __forceinline__ void copy_whole(const char *tile, const CUtensorMap &map, const BoxPlace &place,
-                                           uint64_t &full) {
-  copy_tile<Tile>(tile, map, place, full);
+__device__ __forceinline__ void copy_tile_and_arrive(const char *tile, const CUtensorMap &map,
+                                                     const BoxCoordinates &coordinates, uint64_t &full) {
+  copy_tile<Tile>(tile, map, coordinates, full);
   ptx::arrive(full);
 }
 
@@ -75,8 +75,8 @@ struct KeyColumn {
   RowWord word;
   float bias; // base-2 bias; -inf: no query of the tile keeps it
 
-  __device__ bool dead() const { return bias == -INFINITY; }
-  __device__ bool full() const {
+  __device__ bool is_dead() const { return bias == -INFINITY; }
+  __device__ bool is_full() const {
     uint32_t all = ~0u;
 #pragma unroll
     for (int part = 0; part < kTileRows / 32; ++part) all &= word.part[part];
@@ -110,12 +110,12 @@ template <int kColumns> struct KeyColumnReader {
     return {data, 0, p.bias.shape[3] == 1 ? 0 : p.bias.stride[3], p.bias.dtype, false};
   }
 
-  template <class Task> __device__ void ask(const Task &task, int block) {
+  template <class Task> __device__ void request(const Task &task, int block) {
     const int c = column(task, block);
     if (task.bias.data && c < task.columns.count) bias_bits = bias_view(task.bias.data).load_bits(c);
   }
 
-  // The key of the block that ask() requested.
+  // The key of the block that request() requested.
   template <class Task> __device__ KeyColumn read(const Task &task, int block) const {
     const int c = column(task, block);
     if (c >= task.columns.count) return KeyColumn::none();

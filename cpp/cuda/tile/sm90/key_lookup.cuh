@@ -89,12 +89,12 @@ private:
       this->store_column(task, bias_view(), column(task.columns, block), partial, entry);
     ptx::arrive(stream.found[stage]);
     this->pass_block();
-    ask_ahead(tasks, block, blocks - block);
+    request_ahead(tasks, block, blocks - block);
   }
 
   // Requests the column of the next block, and the key of the block after it. `left` blocks are left, including this
   // one.
-  template <class Tasks> __device__ void ask_ahead(const Tasks &tasks, int block, int left) {
+  template <class Tasks> __device__ void request_ahead(const Tasks &tasks, int block, int left) {
     if (left <= 2) keys = &tasks.next().columns;
     if (left == 1) fetch_from(tasks.next());
     fetch(next_key);

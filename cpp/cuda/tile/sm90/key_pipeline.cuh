@@ -173,7 +173,7 @@ private:
       return first + key * t.stride[1];
     };
     const uint16_t *k_row = row_of(p.k, first_k), *row = row_of(p.v, first_v);
-    ask_ahead(next, block, blocks);
+    request_ahead(next, block, blocks);
     Tile::template gather<Roles::kProducerWarps>(ptx::shared_address(pipeline.sK[stage]), warp(), k_row,
                                                  int(p.head_dim));
     Roles::producer_commit(pipeline.k_full[stage]);
@@ -182,7 +182,7 @@ private:
   }
 
   // Requests the column of the next block, and the key of the block after it.
-  template <class Task> __device__ void ask_ahead(const Task &next, int block, int blocks) {
+  template <class Task> __device__ void request_ahead(const Task &next, int block, int blocks) {
     const int left = blocks - block; // including this block
     if (left == 2 || (left == 1 && block == 0)) keys = next.columns;
     if (left == 1) fetch_from(next);

@@ -18,12 +18,12 @@ struct KeyStream {
   // A warp may wait for an empty stage only if it knows that the stage was empty one round earlier: a parity does not
   // tell two rounds apart. With at most as many warps as stages, the warp has seen this when it stored its previous
   // block.
-  static constexpr int kTurnWarps = kKStages < Roles::kTurnWarpRoom ? kKStages : Roles::kTurnWarpRoom;
+  static constexpr int kTurnWarps = kKStages < Roles::kMaxTurnWarps ? kKStages : Roles::kMaxTurnWarps;
   // The lookup threads that release tasks.
-  static constexpr int kTaskReaders = kLookup == Lookup::warps ? 32 * kTurnWarps : 0;
+  static constexpr int kTaskReleaseThreads = kLookup == Lookup::warps ? 32 * kTurnWarps : 0;
 
-  static constexpr bool kFenced = false;      // cp.async copies need a fence
-  static constexpr bool kFlagsBlocks = false; // column counts tell the number of blocks, and which are partial
+  static constexpr bool kFenced = false;        // cp.async copies need a fence
+  static constexpr bool kHasBlockFlags = false; // column counts tell the number of blocks, and which are partial
   // The arrivals of the producer threads per task: each arrives for its copies, and to pass the task on.
   static constexpr int kQueryArrivals = 2 * Roles::kProducerThreads;
   static_assert(kKStages >= 2, "K of a block may be in use until the scores of the next are started");
@@ -75,7 +75,7 @@ template <class Stream> struct KeyGatherer {
   using ValueGather = typename Stream::ValueGather;
   // If K has one stage more than V, K of a block is loaded before V of the previous block. That V stage is released
   // so late that K behind it would be late too.
-  static constexpr bool kValuesLag = Stream::kKStages > Stream::kVStages;
+  static constexpr bool kKeysFirst = Stream::kKStages > Stream::kVStages;
 
   Stream &stream;
   const int head_dim, value_dim;
@@ -92,9 +92,9 @@ template <class Stream> struct KeyGatherer {
 
   // Loads K of the next block if `exists`, with row 0 at first_k; and V of the block whose K was loaded last.
   __device__ void load(const char *first_k, bool exists) {
-    if constexpr (!kValuesLag) load_values();
+    if constexpr (!kKeysFirst) load_values();
     const int slot = exists ? load_keys(first_k) : -1;
-    if constexpr (kValuesLag) load_values();
+    if constexpr (kKeysFirst) load_values();
     v_slot = slot;
   }
 

@@ -23,7 +23,7 @@ template <int kGroups> struct WarpRoles {
   static constexpr int kThreadsWithLookup = kThreads + kLookupThreads;
   __device__ static __forceinline__ bool is_lookup() { return threadIdx.x / 32 >= kConsumerWarps + kProducerWarps; }
   // If lookup warps take turns at blocks, the last warp of the warpgroup makes tasks.
-  static constexpr int kTurnWarpRoom = kLookupWarps - 1;
+  static constexpr int kMaxTurnWarps = kLookupWarps - 1;
   __device__ static __forceinline__ int lookup_warp() {
     return uniform(threadIdx.x / 32) - (kConsumerWarps + kProducerWarps);
   }

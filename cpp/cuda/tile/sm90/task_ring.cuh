@@ -8,8 +8,8 @@
 
 namespace fdm::cuda {
 
-// kLoads is the number of tasks that may be loaded at a time: the stages of Q.
-template <class Task, int kLoads = 1> struct TaskRing {
+// kQueryStages is the number of tasks that may be loaded at a time: the stages of Q.
+template <class Task, int kQueryStages = 1> struct TaskRing {
   // Consumers may still write out a task after they have released the next. Further slots hold tasks that wait for
   // their keys, the task that is looked up, the next, and the one that is being made.
   static constexpr int kSlots = 8;
@@ -18,7 +18,7 @@ template <class Task, int kLoads = 1> struct TaskRing {
   bool end[kSlots]; // there are no more tasks from this slot on
   // The task number of each warp, in shared memory because registers are scarce.
   uint32_t number[Roles::kThreadsWithLookup / 32];
-  uint64_t made[kSlots], released[kSlots], full[kLoads];
+  uint64_t made[kSlots], released[kSlots], full[kQueryStages];
 
   __device__ uint32_t own_number() const { return number[ptx::thread_index() / 32]; }
   __device__ void set_own_number(uint32_t task_number) {
@@ -31,25 +31,25 @@ template <class Task, int kLoads = 1> struct TaskRing {
   __device__ static uint32_t phase(uint32_t n) { return n / kSlots % 2; }
 
   // The stage of the loads of task n, and the parity of its barrier.
-  __device__ static uint32_t stage(uint32_t n) { return n % kLoads; }
-  __device__ static uint32_t stage_phase(uint32_t n) { return n / kLoads % 2; }
+  __device__ static uint32_t stage(uint32_t n) { return n % kQueryStages; }
+  __device__ static uint32_t stage_phase(uint32_t n) { return n / kQueryStages % 2; }
 
   __device__ void wait_until_released(uint32_t n) { ptx::wait(released[n % kSlots], phase(n)); }
 
   // One thread of the block calls this, before the others use the barriers. `arrivals` counts the producer arrivals
-  // per task, `readers` the threads beside the consumers that release each task.
-  __device__ void init(int arrivals, int readers) {
+  // per task, `release_threads` the threads beside the consumers that release each task.
+  __device__ void init(int arrivals, int release_threads) {
     for (int slot = 0; slot < kSlots; ++slot) {
       ptx::init_barrier(made[slot], 1);
-      ptx::init_barrier(released[slot], Roles::kConsumerThreads + readers);
+      ptx::init_barrier(released[slot], Roles::kConsumerThreads + release_threads);
     }
     for (uint64_t &barrier : full) ptx::init_barrier(barrier, arrivals);
   }
 };
 
 // Makes tasks. make(HeadTile, Task &) fills in a task in place. A tile without rows becomes an empty task.
-template <class Task, class Make, int kLoads = 1> struct TaskMaker {
-  using Ring = TaskRing<Task, kLoads>;
+template <class Task, class Make, int kQueryStages = 1> struct TaskMaker {
+  using Ring = TaskRing<Task, kQueryStages>;
   static constexpr int kSlots = Ring::kSlots;
 
   const fdm_problem &p;
@@ -60,7 +60,7 @@ template <class Task, class Make, int kLoads = 1> struct TaskMaker {
 
   // A warp makes a task and returns it; null: there are no more.
   __device__ const Task *prepare(uint32_t index) const {
-    const uint32_t tile_index = place(index);
+    const uint32_t tile_index = take_tile(index);
     const bool end = tile_index >= sequence_tiles(p) * p.heads;
     HeadTile tile{};
     if (!end) tile = find_tile(p, order, tile_index);
@@ -77,7 +77,7 @@ template <class Task, class Make, int kLoads = 1> struct TaskMaker {
   }
 
 private:
-  __device__ uint32_t place(uint32_t index) const {
+  __device__ uint32_t take_tile(uint32_t index) const {
     if (!tickets) return static_cast<uint32_t>(tile_of_round(index));
     if (index == 0) return blockIdx.x;
     uint32_t ticket = 0;
@@ -157,8 +157,8 @@ template <class Ring, class LookUp> __device__ void look_up_tasks(Ring &ring, co
 }
 
 // The producer side: a thread goes through the tasks.
-template <class Task, int kLoads = 1> struct TaskLoader {
-  using Ring = TaskRing<Task, kLoads>;
+template <class Task, int kQueryStages = 1> struct TaskLoader {
+  using Ring = TaskRing<Task, kQueryStages>;
   static constexpr int kSlots = Ring::kSlots;
 
   Ring &ring;
@@ -174,10 +174,10 @@ template <class Task, int kLoads = 1> struct TaskLoader {
   __device__ const Task &current() const { return ring.tasks[ring.own_number() % kSlots]; }
   __device__ void advance() { ring.set_own_number(ring.own_number() + 1); }
 
-  // Waits until the consumers have released the task kLoads before, whose stage is reused.
+  // Waits until the consumers have released the task kQueryStages before, whose stage is reused.
   __device__ void producer_acquire() const {
     const uint32_t n = ring.own_number();
-    if (n >= kLoads) ring.wait_until_released(n - kLoads);
+    if (n >= kQueryStages) ring.wait_until_released(n - kQueryStages);
   }
   // The stage of the task, and the barrier that hands it to the consumers.
   __device__ uint32_t stage() const { return Ring::stage(ring.own_number()); }
@@ -191,9 +191,9 @@ template <class Task, int kLoads = 1> struct TaskLoader {
 };
 
 // The consumer side. A consumer releases each task once, after its last read of loaded data.
-// kBoxes: TMA loads boxes, which products may read without a fence.
-template <class Task, int kLoads = 1, bool kBoxes = false> struct RingConsumer {
-  using Ring = TaskRing<Task, kLoads>;
+// kFenced: TMA loads boxes, which products may read without a fence.
+template <class Task, int kQueryStages = 1, bool kFenced = false> struct RingConsumer {
+  using Ring = TaskRing<Task, kQueryStages>;
   static constexpr int kSlots = Ring::kSlots;
 
   Ring &ring;
@@ -203,12 +203,12 @@ template <class Task, int kLoads = 1, bool kBoxes = false> struct RingConsumer {
   // Waits until a task is loaded. Returns false if there are no more.
   __device__ bool wait() const {
     const uint32_t n = ring.own_number();
-    Roles::consumer_wait<kBoxes>(ring.full[Ring::stage(n)], Ring::stage_phase(n));
+    Roles::consumer_wait<kFenced>(ring.full[Ring::stage(n)], Ring::stage_phase(n));
     return !uniform(ring.end[ring.own_number() % kSlots]);
   }
   __device__ uint32_t stage() const { return Ring::stage(ring.own_number()); }
   __device__ const Task &current() const { return ring.tasks[ring.own_number() % kSlots]; }
-  __device__ const Task &before() const { return ring.tasks[(ring.own_number() - 1) % kSlots]; }
+  __device__ const Task &previous() const { return ring.tasks[(ring.own_number() - 1) % kSlots]; }
   __device__ void release() const { Roles::consumer_release(ring.released[ring.own_number() % kSlots]); }
   __device__ void advance() { ring.set_own_number(ring.own_number() + 1); }
 };

@@ -168,7 +168,7 @@ template <class Task> struct TaskConsumer {
     return !uniform(pipeline.end[number() % TaskPipeline<Task>::kSlots]);
   }
   __device__ const Task &current() const { return pipeline.tasks[number() % TaskPipeline<Task>::kSlots]; }
-  __device__ const Task &before() const { return pipeline.tasks[(number() - 1) % TaskPipeline<Task>::kSlots]; }
+  __device__ const Task &previous() const { return pipeline.tasks[(number() - 1) % TaskPipeline<Task>::kSlots]; }
   __device__ void advance() { pipeline.set_own_number(number() + 1); }
 
 private:
