@@ -253,8 +253,8 @@ Work heads_of_a_query() {
   const int64_t kv_heads = draw(1, 5);
   params.group = int32_t(draw(1, 40));
   params.heads = int32_t(kv_heads) * params.group;
-  params.rows = draw(0, 1) ? 1 : int32_t(ceil_div(params.group, ceil_div(params.group, kDirectRows)));
-  params.blocks_of_kv_head = int32_t(ceil_div(params.group, params.rows));
+  params.heads_per_block = draw(0, 1) ? 1 : int32_t(ceil_div(params.group, ceil_div(params.group, kDirectRows)));
+  params.blocks_of_kv_head = int32_t(ceil_div(params.group, params.heads_per_block));
   params.blocks = int32_t(kv_heads) * params.blocks_of_kv_head;
   params.parts = int32_t(draw(1, 4));
   const int64_t batch = draw(1, 5);

@@ -50,10 +50,10 @@ __device__ __forceinline__ float4 load_columns(const float *row, int left, bool 
 }
 
 // kLanes threads share a row, four columns each. Each lane of a warp holds the facts of kOwn splits of its row.
-template <int kLanes, int kSplitRoom>
+template <int kLanes, int kMaxSplits>
 __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant__ CombineParams params) {
-  constexpr int kWidth = kLanes < 32 ? kLanes : 32, kReadsAtOnce = kSplitRoom < 16 ? kSplitRoom : 16;
-  constexpr int kOwn = (kSplitRoom + kWidth - 1) / kWidth;
+  constexpr int kWidth = kLanes < 32 ? kLanes : 32, kReadsAtOnce = kMaxSplits < 16 ? kMaxSplits : 16;
+  constexpr int kOwn = (kMaxSplits + kWidth - 1) / kWidth;
   ptx::wait_for_kernel_ahead();
   const fdm_problem &p = params.p;
   const int64_t rows = partial_rows(p);
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
       merged[2] += value[n].z * factor;
       merged[3] += value[n].w * factor;
     }
-  } while (kSplitRoom > kReadsAtOnce && __any_sync(kAllLanes, left != 0));
+  } while (kMaxSplits > kReadsAtOnce && __any_sync(kAllLanes, left != 0));
   if (!exists || d >= head_dim) return;
   const ScoreView bias = bias_view(p, row.s, row.batch, row.head, row.query / kTileRows);
   const float inverse = row_normalizer(sink_score(p, row.head, bias), largest, total);

@@ -60,8 +60,8 @@ template <class Warp> struct LoadedRowBias {
 
 template <class Config>
 struct DecodeWarp
-    : ForwardRows<typename Config::Element, 1, Config::kColumns / 8, Config::kHeadDim / 8, RowsOf::decode> {
-  using Rows = ForwardRows<typename Config::Element, 1, Config::kColumns / 8, Config::kHeadDim / 8, RowsOf::decode>;
+    : ForwardRows<typename Config::Element, 1, Config::kColumns / 8, Config::kHeadDim / 8, RowLayout::decode> {
+  using Rows = ForwardRows<typename Config::Element, 1, Config::kColumns / 8, Config::kHeadDim / 8, RowLayout::decode>;
   using Element = typename Config::Element;
   using Tile = typename Config::Tile;
   using Ring = KeyRing<Config::kColumns, 32>;
@@ -294,10 +294,10 @@ struct DecodeWarp
       Part parts[Config::kWarps];
 #pragma unroll
       for (int w = 0; w < Config::kWarps; ++w)
-        parts[w] = {shared.results(w)[place(r, d)], shared.maximum[w][r], shared.sum[w][r]};
+        parts[w] = {shared.results(w)[result_index(r, d)], shared.maximum[w][r], shared.sum[w][r]};
       const Part merged = merge(parts);
       if (params.merges_in_cluster)
-        put_for_cluster(r, d, merged);
+        store_for_cluster(r, d, merged);
       else if (params.splits > 1)
         write_partial(r, d, merged);
       else
@@ -305,18 +305,18 @@ struct DecodeWarp
     });
   }
 
-  __device__ static int place(int r, int d) { return r * Config::kMergePitch + d; }
+  __device__ static int result_index(int r, int d) { return r * Config::kMergePitch + d; }
 
   // The merged element overwrites that of warp 0, which only this thread reads.
-  __device__ void put_for_cluster(int r, int d, const Part &merged) const {
-    shared.results(0)[place(r, d)] = merged.value;
+  __device__ void store_for_cluster(int r, int d, const Part &merged) const {
+    shared.results(0)[result_index(r, d)] = merged.value;
     if (d > 0) return;
     shared.block_maximum[r] = merged.maximum;
     shared.block_sum[r] = merged.sum;
   }
 
   // Sums over the thread blocks of a cluster, in the order of the splits. All threads of the cluster call this.
-  __device__ void write_of_cluster() const {
+  __device__ void write_cluster_merged() const {
     ptx::sync_cluster();
     for_elements(task->split, params.splits, [&](int r, int d) {
       Part parts[kClusterSplits];
@@ -324,7 +324,7 @@ struct DecodeWarp
       for (int split = 0; split < kClusterSplits; ++split) {
         parts[split] = {0.0f, -INFINITY, 0.0f};
         if (split < params.splits)
-          parts[split] = {ptx::load_remote(&shared.results(0)[place(r, d)], split),
+          parts[split] = {ptx::load_remote(&shared.results(0)[result_index(r, d)], split),
                           ptx::load_remote(&shared.block_maximum[r], split),
                           ptx::load_remote(&shared.block_sum[r], split)};
       }
@@ -355,7 +355,7 @@ struct DecodeWarp
   }
 
   // A split without columns writes sums of 0, so combine.cu reads no results of it.
-  __device__ void write_nothing() const {
+  __device__ void write_empty_partial() const {
     if (int(threadIdx.x) < row_count()) write_partial(threadIdx.x, 0, {0.0f, -INFINITY, 0.0f});
   }
 };
@@ -406,7 +406,7 @@ __global__ void __launch_bounds__(Config::kThreads, decode_blocks(Config::kHeadD
   DecodeWarp<Config> warp(params, shared);
   const bool goes_alone = params.splits > 1 && !params.finds_keys && !params.merges_in_cluster;
   if (goes_alone && shared.task.split * Config::kWarps * Config::kColumns >= shared.task.columns.count) {
-    warp.write_nothing();
+    warp.write_empty_partial();
     return;
   }
   warp.run(part, words);
@@ -414,7 +414,7 @@ __global__ void __launch_bounds__(Config::kThreads, decode_blocks(Config::kHeadD
   __syncthreads();
   warp.write_merged();
   if constexpr (kHasClusters)
-    if (params.merges_in_cluster) warp.write_of_cluster();
+    if (params.merges_in_cluster) warp.write_cluster_merged();
 }
 
 } // namespace fdm::cuda

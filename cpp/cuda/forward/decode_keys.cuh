@@ -22,8 +22,8 @@ struct ListedKeys {
   static constexpr int kTurn = 16, kLoadsInFlight = 4;                 // keys of a turn; loads in flight per thread
   static constexpr int kThreadsPerTurn = kTurn / kMaskBytes;           // threads of a turn
   static constexpr int kTurns = kLoadsInFlight * 32 / kThreadsPerTurn; // turns that are scanned at a time
-  static constexpr int kKeyRoom = kTurns * kTurn;                      // and their keys
-  int32_t keys[kKeyRoom];
+  static constexpr int kMaxKeys = kTurns * kTurn;                      // and their keys
+  int32_t keys[kMaxKeys];
 
   // The booleans of four keys for each load.
   struct Words {

@@ -10,10 +10,12 @@ namespace fdm::cuda {
 // As many warps, with two stages of K and V each, as shared memory allows. The time of a warp's step does not depend
 // on the other warps, so more warps finish few blocks of columns sooner.
 template <int kHeadDim> constexpr int decode_warps(int arch) {
-  constexpr int kOthersOfWarp = 5 * 1024, kOthers = 3 * 1024; // facts of columns and keys; the task, and sums of rows
-  constexpr int row_bytes = SmemTile<kHeadDim>::kRowBytes;    // of whole panels: 256 for head dimension 96 too
+  constexpr int kWarpFactBytes = 5 * 1024;                 // facts of columns and keys
+  constexpr int kBlockFactBytes = 3 * 1024;                // the task, and sums of rows
+  constexpr int row_bytes = SmemTile<kHeadDim>::kRowBytes; // of whole panels: 256 for head dimension 96 too
   int warps = 8;
-  while (warps * (2 * 2 * 16 * row_bytes + kOthersOfWarp) + kDecodeRows * row_bytes + kOthers > shared_limit(arch))
+  while (warps * (2 * 2 * 16 * row_bytes + kWarpFactBytes) + kDecodeRows * row_bytes + kBlockFactBytes >
+         shared_limit(arch))
     --warps;
   return warps;
 }

@@ -53,7 +53,7 @@ cudaError_t run_direct_decode(const fdm_problem &p, const fdm_forward_args &args
   params.keys = int32_t(p.keys);
   params.head_dim = int32_t(p.head_dim);
   params.factors = ScoreFactors(p);
-  params.capped = p.softcap > 0;
+  params.has_softcap = p.softcap > 0;
   params.packed = is_varlen(p);
   params.cu_seqlens_q = p.cu_seqlens_q;
   params.cu_seqlens_k = p.cu_seqlens_k;

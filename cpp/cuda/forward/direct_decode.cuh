@@ -30,11 +30,11 @@ template <class ElementType, int kHeadDimension> struct DirectDecodeConfig {
 template <class Config> struct DirectDecodeShared {
   alignas(16) float out[kDirectWarps][kDirectRows][Config::kPitch];
   // The first block of a cluster receives the results of all blocks, and {maximum, sum} of their rows.
-  alignas(16) float of_block[kDirectSplits][kDirectRows][Config::kHeadDim];
-  float4 top_of_block[kDirectSplits][kDirectRows];
+  alignas(16) float block_out[kDirectSplits][kDirectRows][Config::kHeadDim];
+  float4 block_statistics[kDirectSplits][kDirectRows];
   float maximum[kDirectWarps][kDirectRows], sum[kDirectWarps][kDirectRows];
   float sink[kDirectRows];
-  uint64_t all_there; // the barrier of the first block, complete when all results have arrived
+  uint64_t results_arrived; // the barrier of the first block, complete when all results have arrived
 };
 
 template <class Config> struct DirectDecodeWarp {
@@ -47,7 +47,7 @@ template <class Config> struct DirectDecodeWarp {
   int lane, row, quad; // row of this thread in a tile of 8 rows, and pair of its elements
   int rows;            // that exist
   int32_t keys;        // of the sequence
-  int32_t first_own, step_of_keys;
+  int32_t first_warp_key, key_step;
   bool has_query;
   const uint16_t *q_row, *k_rows, *v_rows;
   const uint8_t *mask;
@@ -61,8 +61,8 @@ template <class Config> struct DirectDecodeWarp {
   __device__ DirectDecodeWarp(const DirectDecodeParams &parameters, const DirectDecodePlace &place)
       : params(parameters), lane(threadIdx.x % 32), row(lane / 4), quad(lane % 4) {
     const int warps = int(blockDim.x) / 32;
-    first_own = ((place.part * params.splits + int(blockIdx.y)) * warps + int(threadIdx.x) / 32) * kKeys;
-    step_of_keys = params.parts * params.splits * warps * kKeys;
+    first_warp_key = ((place.part * params.splits + int(blockIdx.y)) * warps + int(threadIdx.x) / 32) * kKeys;
+    key_step = params.parts * params.splits * warps * kKeys;
     find_tensors(place);
   }
   __device__ void find_tensors(const DirectDecodePlace &place) {
@@ -240,12 +240,12 @@ template <class Config> struct DirectDecodeWarp {
   }
 
   __device__ void run() {
-    KeyBits bits = load_key_bits(first_own), next_bits = load_key_bits(first_own + step_of_keys);
+    KeyBits bits = load_key_bits(first_warp_key), next_bits = load_key_bits(first_warp_key + key_step);
     load_queries();
-    const int32_t there = keys - first_own;
-    uint32_t wanted = there >= kKeys ? kAllKeys : there > 0 ? (1u << there) - 1 : 0u;
-    load_keys(first_own, wanted);
-    load_values(first_own, wanted);
+    const int32_t available = keys - first_warp_key;
+    uint32_t wanted = available >= kKeys ? kAllKeys : available > 0 ? (1u << available) - 1 : 0u;
+    load_keys(first_warp_key, wanted);
+    load_values(first_warp_key, wanted);
     maximum[0] = maximum[1] = -INFINITY;
     sum[0] = sum[1] = 0.0f;
 #pragma unroll
@@ -256,21 +256,21 @@ template <class Config> struct DirectDecodeWarp {
     uint32_t kept = __ballot_sync(kAllKeys, shift != -INFINITY);
     if (wanted != kept) clear_dropped_values(kept);
 #pragma unroll 1
-    for (int32_t first = first_own; first < keys; first += step_of_keys) {
+    for (int32_t first = first_warp_key; first < keys; first += key_step) {
       Scores scores;
       multiply_keys(scores);
-      if (params.capped)
+      if (params.has_softcap)
         finish_scores<true>(scores, shift);
       else
         finish_scores<false>(scores, shift);
-      const int32_t next = first + step_of_keys;
+      const int32_t next = first + key_step;
       if (next < keys) {
         shift = key_shift(next_bits);
         kept = __ballot_sync(kAllKeys, shift != -INFINITY);
         load_keys(next, kept);
-        next_bits = load_key_bits(next + step_of_keys);
+        next_bits = load_key_bits(next + key_step);
       }
-      softmax(scores, first == first_own);
+      softmax(scores, first == first_warp_key);
       multiply_values(scores);
       if (next < keys) load_values(next, kept);
     }
@@ -304,16 +304,16 @@ struct DecodedPart {
   float maximum, sum;
 };
 
-// Merges part(i) for i < count in order; count is at most kRoom.
-template <int kRoom, class Part> __device__ __forceinline__ DecodedPart merge_parts(int count, const Part &part) {
+// Merges part(i) for i < count in order; count is at most kMaxCount.
+template <int kMaxCount, class Part> __device__ __forceinline__ DecodedPart merge_parts(int count, const Part &part) {
   float top = -INFINITY;
 #pragma unroll
-  for (int i = 0; i < kRoom; ++i)
+  for (int i = 0; i < kMaxCount; ++i)
     if (i < count) top = fmaxf(top, part(i).maximum);
   const float shift = top == -INFINITY ? 0.0f : top;
   DecodedPart merged{{0.0f, 0.0f, 0.0f, 0.0f}, top, 0.0f};
 #pragma unroll
-  for (int i = 0; i < kRoom; ++i)
+  for (int i = 0; i < kMaxCount; ++i)
     if (i < count) {
       const DecodedPart x = part(i);
       const float factor = ptx::exp2_approximate(x.maximum - shift);
@@ -370,9 +370,10 @@ __global__ void __launch_bounds__(32 * kDirectWarps, 1)
   if constexpr (kHasClusters) {
     if (splits > 1) {
       if (split == 0 && threadIdx.x == 0) {
-        ptx::init_barrier(shared.all_there, 1);
-        ptx::expect_from_cluster(shared.all_there, uint32_t((splits - 1) * place.rows * (params.head_dim / 4 + 1)) *
-                                                       uint32_t(sizeof(float4)));
+        ptx::init_barrier(shared.results_arrived, 1);
+        ptx::expect_from_cluster(shared.results_arrived,
+                                 uint32_t((splits - 1) * place.rows * (params.head_dim / 4 + 1)) *
+                                     uint32_t(sizeof(float4)));
       }
       ptx::arrive_cluster_barrier();
     }
@@ -407,22 +408,22 @@ __global__ void __launch_bounds__(32 * kDirectWarps, 1)
     if constexpr (kHasClusters) {
       const float4 top{merged.maximum, merged.sum, 0.0f, 0.0f};
       if (split == 0) {
-        *reinterpret_cast<float4 *>(&shared.of_block[0][r][d]) = merged.value;
-        if (d == 0) shared.top_of_block[0][r] = top;
+        *reinterpret_cast<float4 *>(&shared.block_out[0][r][d]) = merged.value;
+        if (d == 0) shared.block_statistics[0][r] = top;
       } else {
-        ptx::RemoteBuffer(&shared.of_block[split][r][d], shared.all_there, 0).store(0, merged.value);
-        if (d == 0) ptx::RemoteBuffer(&shared.top_of_block[split][r].x, shared.all_there, 0).store(0, top);
+        ptx::RemoteBuffer(&shared.block_out[split][r][d], shared.results_arrived, 0).store(0, merged.value);
+        if (d == 0) ptx::RemoteBuffer(&shared.block_statistics[split][r].x, shared.results_arrived, 0).store(0, top);
       }
     }
   });
   if constexpr (kHasClusters) {
     if (splits == 1 || split != 0) return;
     __syncthreads();
-    ptx::wait_for_cluster(shared.all_there, 0);
+    ptx::wait_for_cluster(shared.results_arrived, 0);
     for_elements([&](int r, int d) {
       write_decoded(params, shared, place, r, d, merge_parts<kDirectSplits>(splits, [&](int n) {
-                      const float4 top = shared.top_of_block[n][r];
-                      return DecodedPart{*reinterpret_cast<const float4 *>(&shared.of_block[n][r][d]), top.x, top.y};
+                      const float4 top = shared.block_statistics[n][r];
+                      return DecodedPart{*reinterpret_cast<const float4 *>(&shared.block_out[n][r][d]), top.x, top.y};
                     }));
     });
   }

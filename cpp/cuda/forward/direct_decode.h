@@ -41,13 +41,13 @@ struct DirectDecodeParams {
   int32_t bias_dtype;
   int64_t sequences;
   int32_t heads, group;              // query heads, and those of a KV head
-  int32_t rows;                      // heads of a thread block; the last one of a group may have fewer
+  int32_t heads_per_block;           // the last thread block of a group may have fewer
   int32_t blocks, blocks_of_kv_head; // of a sequence, and of one of its KV heads, without splits
   int32_t keys, head_dim, splits, warps;
   int32_t parts;     // clusters that share the work of a block; combine.cu merges their results
   Partials partials; // parts > 1
   ScoreFactors factors;
-  bool capped;
+  bool has_softcap;
   bool packed; // varlen, by cu_seqlens
   fdm_tensor cu_seqlens_q, cu_seqlens_k;
   PackedCapacity room;
@@ -66,9 +66,9 @@ struct DirectDecodePlace {
     batch = int32_t(index / uint32_t(params.blocks));
     block = int32_t(index) - batch * params.blocks;
     kv_head = int32_t(uint32_t(block) / uint32_t(params.blocks_of_kv_head));
-    const int32_t first = (block - kv_head * params.blocks_of_kv_head) * params.rows;
+    const int32_t first = (block - kv_head * params.blocks_of_kv_head) * params.heads_per_block;
     head = kv_head * params.group + first;
-    rows = min(params.rows, params.group - first);
+    rows = min(params.heads_per_block, params.group - first);
     first_query = first_key = 0;
     keys = params.keys;
     exists = true;

@@ -25,7 +25,7 @@ template <class Element, int kHeadDim>
 cudaError_t launch_direct_decode(const DirectDecodeLaunch &work, cudaStream_t stream) {
   using Config = DirectDecodeConfig<Element, kHeadDim>;
   DirectDecodeParams params = work.params;
-  if (cudaError_t error = running_splits<Config>(work, &params.splits)) return error;
+  if (cudaError_t error = find_resident_splits<Config>(work, &params.splits)) return error;
   params.warps =
       work.route.direct.warps(*work.device.table, params.keys, work.route.blocks, params.splits, work.device.sms);
   const Grid grid(work.route.blocks, params.splits, params.splits);

@@ -22,7 +22,7 @@ bool make_boxes(const fdm_problem &p, const ForwardRoute &route, BoxMaps *maps) 
 }
 
 ForwardParams make_params(const fdm_problem &p, const fdm_forward_args &args, const ForwardRoute &route,
-                          const Alignment &lies, const void *plan, void *workspace) {
+                          const Alignment &alignment, const void *plan, void *workspace) {
   ForwardParams params{};
   params.p = p;
   params.a = args;
@@ -39,14 +39,14 @@ ForwardParams make_params(const fdm_problem &p, const fdm_forward_args &args, co
   if (route.partials.exists()) params.partials = partials_at(at<void>(workspace, route.partials), p, route.splits);
   params.tickets = at<uint32_t>(workspace, route.tickets);
   params.rows = RowPlaces(p);
-  params.aligned = lies.inputs && lies.out;
+  params.aligned = alignment.inputs && alignment.out;
   return params;
 }
 
 cudaError_t run_columns(const fdm_problem &p, const fdm_forward_args &args, const ForwardRoute &route,
-                        const Alignment &lies, const BoxMaps &maps, const void *plan, void *workspace) {
+                        const Alignment &alignment, const BoxMaps &maps, const void *plan, void *workspace) {
   const auto stream = static_cast<cudaStream_t>(p.context.stream);
-  const ForwardParams params = make_params(p, args, route, lies, plan, workspace);
+  const ForwardParams params = make_params(p, args, route, alignment, plan, workspace);
   if (params.tickets)
     if (cudaError_t error = cudaMemsetAsync(params.tickets, 0, sizeof(uint32_t), stream)) return error;
   const cudaError_t error = with_kernel_types(p, route.head_dim, [&](auto element, auto dim) {
@@ -64,26 +64,26 @@ cudaError_t run_columns(const fdm_problem &p, const fdm_forward_args &args, cons
 cudaError_t run_forward(const fdm_problem &p, const fdm_forward_args &args, const DeviceFacts &device, const void *plan,
                         void *workspace) {
   const auto stream = static_cast<cudaStream_t>(p.context.stream);
-  Alignment lies = forward_alignment(p, args);
-  ForwardRoute route = forward_route(p, device, lies, args.splits);
+  Alignment alignment = forward_alignment(p, args);
+  ForwardRoute route = forward_route(p, device, alignment, args.splits);
   BoxMaps maps;
   if (route.copies_boxes() && !make_boxes(p, route, &maps)) {
-    lies.row_maps = false;
-    route = forward_route(p, device, lies, args.splits);
+    alignment.row_maps = false;
+    route = forward_route(p, device, alignment, args.splits);
   }
   if (has_narrow_values(p) && !route.takes_narrow_values()) return cudaErrorNotSupported;
   route_counts.add_forward(forward_route_kind(route, p));
   if (is_varlen(p))
     if (cudaError_t error = launch_unused_rows(p, args, route.unused_rows, stream)) return error;
   if (route.kernel == ForwardKernel::none) return cudaSuccess;
-  if (route.is_pair_bias()) return run_pair_bias_forward(p, args, route, lies, workspace);
+  if (route.is_pair_bias()) return run_pair_bias_forward(p, args, route, alignment, workspace);
   if (route.kernel == ForwardKernel::direct) return run_direct_decode(p, args, route, device, workspace);
-  if (!route.relative.biases.exists()) return run_columns(p, args, route, lies, maps, plan, workspace);
+  if (!route.relative.biases.exists()) return run_columns(p, args, route, alignment, maps, plan, workspace);
   const RelativeProblem relative(p, route.relative, workspace);
   fdm_forward_args relative_args = args;
   relative_args.lse = relative.lse();
   if (cudaError_t error = relative.launch_references(plan_of(p, plan), stream)) return error;
-  if (cudaError_t error = run_columns(relative.problem(), relative_args, route, lies, maps, plan, workspace))
+  if (cudaError_t error = run_columns(relative.problem(), relative_args, route, alignment, maps, plan, workspace))
     return error;
   return relative.launch_absolute_lse(args.lse, stream);
 }

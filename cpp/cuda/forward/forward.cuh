@@ -26,7 +26,7 @@ namespace fdm::cuda {
 
 template <class Element, int kHeadDim, int kRows, int kColumns, int kWarps, int kBlocks, TileKind kKind>
 struct ForwardConfig : RowTileConfig<Element, kHeadDim, kRows, kColumns, kWarps, kBlocks, kKind> {
-  static constexpr RowsOf kRowsOf = kKind == TileKind::general ? RowsOf::general : RowsOf::usual;
+  static constexpr RowLayout kRowLayout = kKind == TileKind::general ? RowLayout::general : RowLayout::usual;
   using Ring = std::conditional_t<kKind == TileKind::general, KeyRing<kColumns, ForwardConfig::kThreads>,
                                   ColumnRing<typename ForwardConfig::Tile, kColumns, ForwardConfig::kThreads>>;
   static_assert(kColumns <= ForwardConfig::kThreads);
@@ -46,9 +46,9 @@ template <class Config> struct ForwardShared {
 
 template <class Config>
 struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, Config::kColumns / 8,
-                                  Config::kHeadDim / 8, Config::kRowsOf> {
+                                  Config::kHeadDim / 8, Config::kRowLayout> {
   using Rows = ForwardRows<typename Config::Element, Config::kRowTiles, Config::kColumns / 8, Config::kHeadDim / 8,
-                           Config::kRowsOf>;
+                           Config::kRowLayout>;
   using Element = typename Config::Element;
   using Tile = typename Config::Tile;
   using Ring = typename Config::Ring;
@@ -83,13 +83,13 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
   __device__ void load_queries(const Sequence &s, int64_t head, int64_t first_row) const {
     const fdm_tensor &q = params.p.q;
     const auto *first = static_cast<const uint16_t *>(q.data) + row_offset(q, s, first_row, head);
-    const int there = int(min64(s.q_count - first_row, Config::kRows));
+    const int valid_rows = int(min64(s.q_count - first_row, Config::kRows));
     if (params.heads_per_tile == 1)
-      return copy_tile_rows<Tile, Config::kThreads>(q_base, 0, first, Config::kRows, there,
+      return copy_tile_rows<Tile, Config::kThreads>(q_base, 0, first, Config::kRows, valid_rows,
                                                     RowCopy(q, params.p.head_dim, aligned()));
     copy_rows<Tile, Config::kRows, Config::kThreads>(
         q_base, aligned(), int(params.p.head_dim), q.stride[3],
-        [&](int r) { return this->query_of_block(r) < there ? first + this->offset_in_block(q, r) : kZeroRow; });
+        [&](int r) { return this->query_of_block(r) < valid_rows ? first + this->offset_in_block(q, r) : kZeroRow; });
   }
 
   template <bool kLoadsV> __device__ void load_keys(int block) const {
@@ -110,11 +110,11 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
   }
 
   // The index among the columns of a block of the walk.
-  __device__ int place(int block) const {
+  __device__ int column_block_of(int block) const {
     if constexpr (Config::kGeneral) return block;
     return column_block(task->columns, block);
   }
-  __device__ bool is_partial(int block) const { return (place(block) + 1) * kColumns > task->columns.full; }
+  __device__ bool is_partial(int block) const { return (column_block_of(block) + 1) * kColumns > task->columns.full; }
   __device__ void finish_scores(int block) {
     const typename Ring::Slot &slot = ring.slot(block);
     if constexpr (Config::kGeneral) {
@@ -129,7 +129,7 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
   // Computes the scores of a block and turns them into probabilities.
   __device__ void make_probabilities(int block, bool is_first) {
     if constexpr (!Config::kGeneral)
-      if (params.bias_factor != 0.0f && make_quickly(block, is_first)) return;
+      if (params.bias_factor != 0.0f && try_quick_probabilities(block, is_first)) return;
     clear(scores);
     gemm_ss<Element, kHeadDim>(scores, q_fragment, k_fragment);
     if constexpr (Config::kGeneral) {
@@ -149,7 +149,7 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
   }
 
   // The same if scores are linear in the bias. Returns whether the maxima of this warp's rows stay valid.
-  __device__ bool make_quickly(int block, bool is_first) {
+  __device__ bool try_quick_probabilities(int block, bool is_first) {
     const typename Ring::Slot &slot = ring.slot(block);
     const float scale = params.factors.scale;
     gemm_ss_from<Element, kHeadDim>(scores, q_fragment, k_fragment,
@@ -174,7 +174,7 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
   // This thread's column in the batch of blocks that begins with `block`.
   __device__ int column(int block) const {
     const int thread = int(threadIdx.x);
-    return place(block + thread / kColumns) * kColumns + thread % kColumns;
+    return column_block_of(block + thread / kColumns) * kColumns + thread % kColumns;
   }
   // Copies the column's key to shared memory a batch ahead, so it takes no register. Only this thread reads it.
   __device__ void fetch_key(int block) const {
@@ -265,7 +265,7 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
   // no other warp reads, and writes them 16 bytes at a time if they are aligned.
   __device__ void write() {
     const int lane = threadIdx.x % 32, first = this->row(0, 0) - lane / 4;
-    const int there = int(min64(task->s.q_count - task->first_row, Config::kRows));
+    const int valid_rows = int(min64(task->s.q_count - task->first_row, Config::kRows));
     float own_lse = 0.0f;
     bool blank = false;
 #pragma unroll
@@ -285,18 +285,18 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
         if (lane % 4 == 2 * m + half) own_lse = lse;
       }
     const int lse_row = first + lane % 4 * 8 + lane / 4;
-    if (lane % 4 < 2 * kRowTiles && this->query_of_block(lse_row) < there)
+    if (lane % 4 < 2 * kRowTiles && this->query_of_block(lse_row) < valid_rows)
       static_cast<float *>(
           params.a.lse.data)[head_major_offset(params.a.lse, task->s, this->query(lse_row), this->head(lse_row))] =
           own_lse;
     store_accumulators<Element, Tile>(out, q_base, first, 0);
     __syncwarp();
-    write_rows<RowPart::rounded>(params.a.out, first, there);
+    write_rows<RowPart::rounded>(params.a.out, first, valid_rows);
     if (!present(params.a.out_rest)) return;
     __syncwarp(); // all lanes have read the rows of out
     store_packed<Tile>(out, q_base, first, 0, [](float low, float high) { return pack_rests<Element>(low, high); });
     __syncwarp();
-    write_rows<RowPart::rest>(params.a.out_rest, first, there);
+    write_rows<RowPart::rest>(params.a.out_rest, first, valid_rows);
   }
   // Without a kept key the output is 0, even if a value that other rows keep is non-finite.
   __device__ void clear_blank_rows() {
@@ -306,7 +306,7 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
       for (int half = 0; half < 2; ++half)
         if (this->sum[m][half] == 0.0f) this->clear_row(m, half);
   }
-  template <RowPart kPart> __device__ void write_rows(const fdm_tensor &t, int first, int there) const {
+  template <RowPart kPart> __device__ void write_rows(const fdm_tensor &t, int first, int valid_rows) const {
     using Stored = StoredPart<kPart>;
     constexpr int kThreadsPerRow = Tile::kChunks <= 4 ? 4 : Tile::kChunks <= 8 ? 8 : Tile::kChunks <= 16 ? 16 : 32;
     const int lane = threadIdx.x % 32, head_dim = int(params.p.head_dim);
@@ -314,7 +314,7 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
     if (aligned()) {
       const int chunk = lane % kThreadsPerRow, lane_row = first + lane / kThreadsPerRow;
       const bool alone = params.heads_per_tile == 1;
-      const int rows_left = chunk * 8 < head_dim ? there : 0;
+      const int rows_left = chunk * 8 < head_dim ? valid_rows : 0;
       Stored *target = block_rows + (alone ? uint32_t(lane_row) * t.stride[1] : 0) + chunk * 8;
 #pragma unroll
       for (int i = 0; i < 16 * kRowTiles; i += 32 / kThreadsPerRow) {
@@ -330,7 +330,7 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
 #pragma unroll 1
     for (int i = lane; i < 16 * kRowTiles * kHeadDim; i += 32) {
       const int r = first + i / kHeadDim, d = i % kHeadDim;
-      if (d < head_dim && this->query_of_block(r) < there)
+      if (d < head_dim && this->query_of_block(r) < valid_rows)
         block_rows[this->offset_in_block(t, r) + d * t.stride[3]] =
             ptx::load_shared_2_bytes(Tile::chunk_address(q_base, r, d / 8) + d % 8 * 2);
     }
@@ -403,7 +403,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   __syncthreads();
   if constexpr (!Config::kGeneral) {
     if (present(p.bias)) {
-      if (threadIdx.x == 0) task.template order_by_bias<Config::kColumns>();
+      if (threadIdx.x == 0) task.template set_walk_and_reference<Config::kColumns>();
       __syncthreads();
     }
   }

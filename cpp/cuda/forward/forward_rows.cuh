@@ -29,20 +29,20 @@ template <RowPart kPart> __device__ __forceinline__ void store_part(StoredPart<k
 
 // The base-2 reference of biases if products start from them. Such scores have errors of a few units in the last
 // place of their value relative to the reference: 2^-13 each at 2^10. P in float16 is rounded to 2^-11 of itself. So
-// quick_softmax() accepts only running maxima from -kFarthest to `highest` relative to the reference.
+// quick_softmax() accepts only running maxima from -kMaxDistance to `max_above` relative to the reference.
 struct BiasReference {
-  static constexpr float kFarthest = 1024.0f, kNear = 512.0f, kLargest = 0x1p20f;
-  float value = 0.0f, highest = kFarthest;
+  static constexpr float kMaxDistance = 1024.0f, kMinMagnitude = 512.0f, kMaxMagnitude = 0x1p20f;
+  float value = 0.0f, max_above = kMaxDistance;
 
   BiasReference() = default;
   // The reference for a bias far from 0, if rows keep no much lower bias. Rows may keep a larger one, nearer to 0:
-  // `highest` limits such a maximum, so that its errors do not exceed those without a reference. Near 0, beyond
-  // kLargest and for NaN, there is none.
+  // `max_above` limits such a maximum, so that its errors do not exceed those without a reference. Near 0, beyond
+  // kMaxMagnitude and for NaN, there is none.
   __device__ static BiasReference of(float bias) {
     BiasReference own;
-    if (!(fabsf(bias) > kNear && fabsf(bias) < kLargest)) return own;
+    if (!(fabsf(bias) > kMinMagnitude && fabsf(bias) < kMaxMagnitude)) return own;
     own.value = bias;
-    if (bias < 0.0f) own.highest = fminf(kFarthest, 32.0f - 0.5f * bias);
+    if (bias < 0.0f) own.max_above = fminf(kMaxDistance, 32.0f - 0.5f * bias);
     return own;
   }
 };
@@ -59,7 +59,7 @@ struct ForwardTask {
   ScoreView bias;
   float sink; // sink_score() of `head`, loaded early for the epilogue
   BiasReference reference;
-  // For ForwardRows::write_16_bytes: the first row of the block in out and lse, and the number of its rows.
+  // For ForwardRows::write_aligned: the first row of the block in out and lse, and the number of its rows.
   void *out;
   float *lse;
   int32_t rows;
@@ -83,7 +83,7 @@ struct ForwardTask {
   // accept few maxima far from the reference. So if biases rise with the column by more than kRise, the distance that
   // a maximum may fall behind, blocks are walked from last to first. The reference is the value nearest to 0 of the
   // largest biases that rows keep, judged by the first and last columns. `columns` and `bias` must be set.
-  template <int kColumns> __device__ void order_by_bias() {
+  template <int kColumns> __device__ void set_walk_and_reference() {
     constexpr float kRise = 8.0f;
     constexpr int kListedColumns = 2048; // with fewer, the loads take longer than the reversed walk saves
     reference = {};
@@ -101,8 +101,8 @@ struct ForwardTask {
 #pragma unroll
     for (int i = 0; i < 3; ++i) biases[i] = to_base_2(bias.convert(bits[i]));
     if (biases[1] > biases[0] + kRise) columns.walk_begin = (columns.count - 1) / kColumns;
-    const float least = fmaxf(biases[0], biases[1]), most = fmaxf(least, biases[2]);
-    if (least > 0.0f || most < 0.0f) reference = BiasReference::of(least > 0.0f ? least : most);
+    const float full_max = fmaxf(biases[0], biases[1]), any_max = fmaxf(full_max, biases[2]);
+    if (full_max > 0.0f || any_max < 0.0f) reference = BiasReference::of(full_max > 0.0f ? full_max : any_max);
   }
   __device__ void set_results(const ForwardParams &params) {
     const fdm_tensor &t = params.a.out;
@@ -116,13 +116,13 @@ struct ForwardTask {
 // rows, and each its own columns. one_head: heads_per_tile is 1, and the block's tile is that of the plan. one_query:
 // rows are heads, and queries take the place of heads, with exchanged strides of Q and of the results
 // (lists/sm90/forward.cuh).
-enum class RowsOf { usual, general, decode, one_head, one_query };
+enum class RowLayout { usual, general, decode, one_head, one_query };
 
-template <class Element, int kRowTileCount, int kColumnTileCount, int kDimTileCount, RowsOf kRowsOf>
+template <class Element, int kRowTileCount, int kColumnTileCount, int kDimTileCount, RowLayout kRowLayout>
 struct ForwardRows : RunningRows<Element, kRowTileCount, kColumnTileCount, kDimTileCount> {
-  static constexpr bool kGeneral = kRowsOf == RowsOf::general || kRowsOf == RowsOf::decode;
-  static constexpr bool kSharedRows = kRowsOf == RowsOf::decode, kOneQuery = kRowsOf == RowsOf::one_query,
-                        kOneHead = kRowsOf == RowsOf::one_head || kOneQuery;
+  static constexpr bool kGeneral = kRowLayout == RowLayout::general || kRowLayout == RowLayout::decode;
+  static constexpr bool kSharedRows = kRowLayout == RowLayout::decode, kOneQuery = kRowLayout == RowLayout::one_query,
+                        kOneHead = kRowLayout == RowLayout::one_head || kOneQuery;
   static constexpr int kRowTiles = kRowTileCount, kColumnTiles = kColumnTileCount, kDimTiles = kDimTileCount;
   using Running = RunningRows<Element, kRowTileCount, kColumnTileCount, kDimTileCount>;
   using Running::kSlack, Running::scores, Running::out, Running::maximum, Running::sum;
@@ -260,9 +260,9 @@ struct ForwardRows : RunningRows<Element, kRowTileCount, kColumnTileCount, kDimT
       for (int half = 0; half < 2; ++half) {
         const float top = maximum[m][half] - reference.value;
         // If a row has no maximum yet, any score makes infinity.
-        const float shift = top >= -BiasReference::kFarthest && top <= reference.highest ? top
-                            : top == -INFINITY                                           ? -3.4e38f
-                                                                                         : NAN;
+        const float shift = top >= -BiasReference::kMaxDistance && top <= reference.max_above ? top
+                            : top == -INFINITY                                                ? -3.4e38f
+                                                                                              : NAN;
         float sums[2] = {0.0f, 0.0f};
 #pragma unroll
         for (int n = 0; n < kColumnTiles; ++n)
@@ -284,7 +284,7 @@ struct ForwardRows : RunningRows<Element, kRowTileCount, kColumnTileCount, kDimT
       for (int half = 0; half < 2; ++half) {
         // A row without a kept key has a NaN sum if its query has a NaN: its keys are zeros here, or masked by adding
         // -inf.
-        if (isnan(sum[m][half]) && !keeps_any(row(m, half))) clear_row(m, half);
+        if (isnan(sum[m][half]) && !has_kept_key(row(m, half))) clear_row(m, half);
       }
   }
 
@@ -296,7 +296,7 @@ struct ForwardRows : RunningRows<Element, kRowTileCount, kColumnTileCount, kDimT
   }
 
   // Whether row r keeps a key. If it does, the first column mostly shows it.
-  __device__ bool keeps_any(int r) const {
+  __device__ bool has_kept_key(int r) const {
     if constexpr (kOneQuery) return true; // the words drop listed columns without a key
     const TileColumns &columns = task->columns;
     const int tile_row = row_of_tile(r), part = tile_row / 32;
@@ -321,7 +321,7 @@ struct ForwardRows : RunningRows<Element, kRowTileCount, kColumnTileCount, kDimT
   }
 
   // The epilogue of kernels of one head whose rows can be written 16 bytes at a time: normalized rows and their LSE.
-  __device__ void write_16_bytes() const {
+  __device__ void write_aligned() const {
     store_rows<RowPart::rounded>(task->out);
     if (!present(params.a.out_rest)) return;
     const auto place = static_cast<Element *>(task->out) - static_cast<Element *>(params.a.out.data);

@@ -14,7 +14,7 @@ namespace fdm::cuda {
 
 // The pipeline is a KeyStream or KeyBoxes; the task is a ForwardTask or derived from it.
 template <class ElementType, int kHeadDimension, class KeyPipelineType, int kQueryStageCount,
-          RowsOf kRowsOf = RowsOf::one_head, class TaskType = ForwardTask>
+          RowLayout kRowLayout = RowLayout::one_head, class TaskType = ForwardTask>
 struct ForwardConfigSm90 {
   using Element = ElementType;
   using Pipeline = KeyPipelineType;
@@ -27,7 +27,7 @@ struct ForwardConfigSm90 {
   // take the slow path of the softmax.
   using Bias = std::conditional_t<(kValueDim < kHeadDim), SmallBiasOperand<Element, kColumns, Pipeline::kKStages>,
                                   BiasOperand<Element, kColumns, Pipeline::kKStages>>;
-  using Rows = ForwardRows<Element, 1, kColumns / 8, kValueDim / 8, kRowsOf>;
+  using Rows = ForwardRows<Element, 1, kColumns / 8, kValueDim / 8, kRowLayout>;
   using Ring = TaskRing<Task, kQueryStages>;
   using Loader = TaskLoader<Task, kQueryStages>;
   using Tasks = RingConsumer<Task, kQueryStages, Pipeline::kFenced>;
@@ -77,7 +77,7 @@ template <class Config> struct MakeTask {
   __device__ __forceinline__ void operator()(const HeadTile &t, ForwardTask &task) const {
     task.set(params, t.s, t.sequence_index, t.head, t.tile * Config::kRows);
     task.columns = tile_columns(params.p, params.plan, t.s, t.sequence_index, t.head, t.tile);
-    task.template order_by_bias<Config::kColumns>();
+    task.template set_walk_and_reference<Config::kColumns>();
   }
 };
 
@@ -148,7 +148,7 @@ template <class Config> struct ForwardConsumer {
   }
 
   // The predecessor of a block: nothing, the last block of the previous tile, or a block of the same tile.
-  enum class After { nothing, tile, block };
+  enum class Predecessor { none, previous_tile, same_tile };
 
   // `count` blocks of a task are left, including this one. With limit >= 0, the last `limit` may be partial. With
   // limit < 0 (the walk begins with the last columns), a block may be partial while count >= ~limit.
@@ -159,41 +159,41 @@ template <class Config> struct ForwardConsumer {
   };
 
   // In the first block of a task, these are read on use: with the sums of the previous task, registers are scarce.
-  template <After kAfter> __device__ static BlocksLeft left_of(const Tasks &tasks, const BlocksLeft &left) {
-    return kAfter == After::block ? left : blocks_of(tasks.current());
+  template <Predecessor kPredecessor> __device__ static BlocksLeft left_of(const Tasks &tasks, const BlocksLeft &left) {
+    return kPredecessor == Predecessor::same_tile ? left : blocks_of(tasks.current());
   }
 
   // Whether a row of the tile may drop a key of this block.
-  template <After kAfter> __device__ bool is_partial(const Tasks &tasks, const BlocksLeft &left) const {
+  template <Predecessor kPredecessor> __device__ bool is_partial(const Tasks &tasks, const BlocksLeft &left) const {
     if constexpr (Pipeline::kHasBlockFlags) return shared.pipeline.flags.of(k_state).is_partial();
-    return left_of<kAfter>(tasks, left).may_be_partial();
+    return left_of<kPredecessor>(tasks, left).may_be_partial();
   }
   // Whether the block is the last of its task.
-  template <After kAfter> __device__ bool is_last(const Tasks &tasks, const BlocksLeft &left) const {
+  template <Predecessor kPredecessor> __device__ bool is_last(const Tasks &tasks, const BlocksLeft &left) const {
     if constexpr (Pipeline::kHasBlockFlags) return uniform(shared.pipeline.flags.of(k_state).last);
-    return left_of<kAfter>(tasks, left).count == 1;
+    return left_of<kPredecessor>(tasks, left).count == 1;
   }
 
   // Returns whether the block is the last of its task.
-  template <After kAfter> __device__ bool step(const Tasks &tasks, const BlocksLeft &left) {
+  template <Predecessor kPredecessor> __device__ bool step(const Tasks &tasks, const BlocksLeft &left) {
     Pipeline &pipeline = shared.pipeline;
     Roles::consumer_wait<Pipeline::kFenced>(pipeline.k_full[k_state.index], k_state.phase);
     Roles::take_turn(group);
     start_scores(tasks);
-    if constexpr (kAfter != After::nothing) start_output();
+    if constexpr (kPredecessor != Predecessor::none) start_output();
     Roles::pass_turn(group);
-    ptx::warpgroup_wait<kAfter == After::nothing ? 0 : 1>();
+    ptx::warpgroup_wait<kPredecessor == Predecessor::none ? 0 : 1>();
     ptx::warpgroup_fence_operand(rows.scores[0]);
-    if (is_last<kAfter>(tasks, left)) tasks.release(); // Q of the next tile may be loaded
-    if constexpr (kAfter == After::tile) put_sums_aside();
-    softmax<kAfter>(tasks, is_partial<kAfter>(tasks, left));
+    if (is_last<kPredecessor>(tasks, left)) tasks.release(); // Q of the next tile may be loaded
+    if constexpr (kPredecessor == Predecessor::previous_tile) save_sums();
+    softmax<kPredecessor>(tasks, is_partial<kPredecessor>(tasks, left));
     Roles::consumer_release(pipeline.k_empty[k_state.index]);
     ++k_state;
     pack_left<Element>(probabilities, rows.scores[0]);
-    if constexpr (kAfter == After::tile) write_before(tasks.previous());
-    if constexpr (kAfter != After::block) clear(rows.out);
+    if constexpr (kPredecessor == Predecessor::previous_tile) write_previous(tasks.previous());
+    if constexpr (kPredecessor != Predecessor::same_tile) clear(rows.out);
     if constexpr (Pipeline::kHasBlockFlags) return uniform(shared.pipeline.flags.previous(k_state).last);
-    return is_last<kAfter>(tasks, left);
+    return is_last<kPredecessor>(tasks, left);
   }
 
   // Turns products into probabilities, and finishes the current product with V.
@@ -201,32 +201,32 @@ template <class Config> struct ForwardConsumer {
   // The first block of a tile gives the maximum of its rows. It mostly stays; other blocks search it only if their
   // sums show that it does not. That branch also keeps the wait for the product with V behind the probabilities.
   // Without it, ptxas computes them after the wait.
-  template <After kAfter> __device__ void softmax(const Tasks &tasks, bool partial) {
+  template <Predecessor kPredecessor> __device__ void softmax(const Tasks &tasks, bool partial) {
     const auto &facts = shared.pipeline.facts[k_state.index];
     const bool linear = params.bias_factor != 0.0f;
     if (linear) {
       const float scale = params.factors.scale;
       if (partial) rows.drop_columns(facts);
-      if constexpr (kAfter != After::block) {
+      if constexpr (kPredecessor != Predecessor::same_tile) {
         reference = tasks.current().reference;
         rows.find_maximum(scale, reference);
       }
       float added[2];
       rows.quick_softmax(scale, reference, added);
       if (__all_sync(0xffffffffu, added[0] <= Rows::kSumLimit && added[1] <= Rows::kSumLimit)) {
-        if constexpr (kAfter != After::nothing) finish_output<0>();
+        if constexpr (kPredecessor != Predecessor::none) finish_output<0>();
 #pragma unroll
         for (int half = 0; half < 2; ++half)
-          rows.sum[0][half] = kAfter == After::block ? rows.sum[0][half] + added[half] : added[half];
+          rows.sum[0][half] = kPredecessor == Predecessor::same_tile ? rows.sum[0][half] + added[half] : added[half];
         return;
       }
     }
-    if constexpr (kAfter != After::nothing) finish_output<1>();
-    if (linear) scores_again(tasks.current());
+    if constexpr (kPredecessor != Predecessor::none) finish_output<1>();
+    if (linear) recompute_scores(tasks.current());
     rows.finish_scores(facts, partial);
-    if constexpr (kAfter != After::block) rows.start_sums();
+    if constexpr (kPredecessor != Predecessor::same_tile) rows.start_sums();
     const float factors[2] = {rows.softmax(0, 0), rows.softmax(0, 1)};
-    if constexpr (kAfter == After::block) {
+    if constexpr (kPredecessor == Predecessor::same_tile) {
       rows.rescale(0, 0, factors[0]);
       rows.rescale(0, 1, factors[1]);
     }
@@ -234,7 +234,7 @@ template <class Config> struct ForwardConsumer {
 
   // Recomputes the products of this warp's rows and the keys, without the bias. Q comes from global memory, since its
   // tile may have been released.
-  __device__ void scores_again(const ForwardTask &task) {
+  __device__ void recompute_scores(const ForwardTask &task) {
     const fdm_tensor &q = params.p.q;
     const uint32_t sK = ptx::shared_address(shared.pipeline.sK[k_state.index]);
     const int head_dim = int(params.p.head_dim);
@@ -260,14 +260,12 @@ template <class Config> struct ForwardConsumer {
   }
 
   __device__ float4 &own_sums() { return shared.sums[ptx::thread_index()]; }
-  __device__ void put_sums_aside() {
-    own_sums() = {rows.maximum[0][0], rows.maximum[0][1], rows.sum[0][0], rows.sum[0][1]};
-  }
+  __device__ void save_sums() { own_sums() = {rows.maximum[0][0], rows.maximum[0][1], rows.sum[0][0], rows.sum[0][1]}; }
 
   // The epilogue of the previous task, whose sums were put aside.
-  __device__ void write_before(const ForwardTask &task) {
+  __device__ void write_previous(const ForwardTask &task) {
     const float4 sums = own_sums();
-    put_sums_aside();
+    save_sums();
     rows.maximum[0][0] = sums.x;
     rows.maximum[0][1] = sums.y;
     rows.sum[0][0] = sums.z;
@@ -282,7 +280,7 @@ template <class Config> struct ForwardConsumer {
   __device__ void write(const ForwardTask &task) {
     rows.task = &task;
     rows.finish();
-    rows.write_16_bytes();
+    rows.write_aligned();
   }
 
   // Goes through all tasks.
@@ -296,24 +294,24 @@ template <class Config> struct ForwardConsumer {
       tasks.release();
       rows.task = &tasks.current();
       rows.start();
-      rows.write_16_bytes();
+      rows.write_aligned();
       tasks.advance();
     }
   }
 
   // Goes through tasks up to one without columns.
   __device__ void run_stream(Tasks &tasks) {
-    bool last = step<After::nothing>(tasks, {});
+    bool last = step<Predecessor::none>(tasks, {});
     for (;;) {
       BlocksLeft left = blocks_of(tasks.current());
       while (!last) {
         --left.count;
-        last = step<After::block>(tasks, left);
+        last = step<Predecessor::same_tile>(tasks, left);
       }
       tasks.advance();
       if (!tasks.wait()) break;
       if (blocks_of(tasks.current()).count == 0) break;
-      last = step<After::tile>(tasks, {});
+      last = step<Predecessor::previous_tile>(tasks, {});
     }
     start_output();
     finish_output<0>();

@@ -18,7 +18,7 @@ template <class ElementType, int kHeadDimension, int kStageCount, int kBlockCoun
   static constexpr int kParts = kTileRows / kRows;                                   // of a tile of the scheduler
   using QTile = SmemTile<kHeadDim, kRows>;
   using KeyTile = SmemTile<kHeadDim, kColumns>;
-  using Rows = ForwardRows<Element, 1, kColumns / 8, kHeadDim / 8, RowsOf::one_head>;
+  using Rows = ForwardRows<Element, 1, kColumns / 8, kHeadDim / 8, RowLayout::one_head>;
 };
 
 template <class Config> struct SmallBoxesShared {
@@ -138,12 +138,12 @@ template <class ConfigType> struct SmallBoxes : ConfigType::Rows {
   }
 
   // The last threads find the facts of a block, one column each. The first thread has copies to start.
-  static constexpr int kFirstFinder = Config::kThreads - kColumns;
-  __device__ static bool finds() { return threadIdx.x >= kFirstFinder; }
-  __device__ static int own_column() { return int(threadIdx.x) - kFirstFinder; }
+  static constexpr int kFirstLookupThread = Config::kThreads - kColumns;
+  __device__ static bool is_lookup_thread() { return threadIdx.x >= kFirstLookupThread; }
+  __device__ static int own_column() { return int(threadIdx.x) - kFirstLookupThread; }
 
   // Loads the bias of this thread's column of a block from global memory.
-  __device__ uint32_t ask(int block) const {
+  __device__ uint32_t load_bias_bits(int block) const {
     const int c = block * kColumns + own_column();
     return task->bias.data && c < task->columns.count ? task->bias.load_bits(c) : 0u;
   }
@@ -174,17 +174,17 @@ template <class ConfigType> struct SmallBoxes : ConfigType::Rows {
   }
 
   // Whether any of the block's columns has the flag.
-  __device__ bool has(int flag, int block) const {
+  __device__ bool has_flag(int flag, int block) const {
     const auto &flags = shared.facts[block % 2].flags;
     return has_facts(block) && ((flags[0] | flags[1]) & flag);
   }
-  __device__ bool is_partial(int block) const { return has(Shared::kPartial, block); }
+  __device__ bool is_partial(int block) const { return has_flag(Shared::kPartial, block); }
   __device__ void drop_columns(int block) {
     if (is_partial(block)) Rows::drop_columns(shared.facts[block % 2]);
   }
 
   // Recomputes the products of this warp's rows and the keys, without the bias.
-  __device__ void scores_again(int block) {
+  __device__ void recompute_scores(int block) {
     const uint32_t sQ = ptx::shared_address(shared.sQ), sK = ptx::shared_address(shared.sK[block % kStages]);
     const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16;
     clear(scores);
@@ -211,7 +211,7 @@ template <class ConfigType> struct SmallBoxes : ConfigType::Rows {
         Rows::sum[0][1] += added[1];
         return;
       }
-      scores_again(block);
+      recompute_scores(block);
       if (block == 0) Rows::start_sums();
     }
     const bool products = scores_are_products();
@@ -225,7 +225,7 @@ template <class ConfigType> struct SmallBoxes : ConfigType::Rows {
   // Zeroes V of columns that no row keeps: 0 * NaN is NaN. All threads call this.
   __device__ void clear_values(int block) const {
     const auto &facts = shared.facts[block % 2];
-    if (!has(Shared::kDead, block)) return;
+    if (!has_flag(Shared::kDead, block)) return;
     if (threadIdx.x < kColumns && facts.bias[threadIdx.x] == -INFINITY) {
       const uint32_t tile = ptx::shared_address(shared.sV[block % kStages]);
 #pragma unroll 1
@@ -263,9 +263,9 @@ template <class ConfigType> struct SmallBoxes : ConfigType::Rows {
     blocks = shared.blocks;
     if (blocks < 0) return false;
     bias_bits = 0;
-    if (finds()) {
-      const uint32_t first = ask(0);
-      bias_bits = ask(1);
+    if (is_lookup_thread()) {
+      const uint32_t first = load_bias_bits(0);
+      bias_bits = load_bias_bits(1);
       if (has_facts(0)) store(0, first);
     }
     if (has_facts(0)) __syncthreads();
@@ -277,9 +277,9 @@ template <class ConfigType> struct SmallBoxes : ConfigType::Rows {
   __device__ static uint32_t phase(int block) { return block / kStages % 2; }
   __device__ void wait_for_keys(int block) const { ptx::wait(shared.k_full[block % kStages], phase(block)); }
   __device__ void look_ahead(int block) {
-    if (!finds() || !has_facts(block + 1)) return;
+    if (!is_lookup_thread() || !has_facts(block + 1)) return;
     store(block + 1, bias_bits);
-    bias_bits = ask(block + 2);
+    bias_bits = load_bias_bits(block + 2);
   }
   __device__ void wait_for_values(int block) const {
     ptx::wait(shared.v_full[block % kStages], phase(block));

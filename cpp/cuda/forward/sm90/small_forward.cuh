@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(Columns::Config::kThreads, Columns::Config::kB
     tile.release(block);
   }
   tile.finish();
-  tile.write_16_bytes();
+  tile.write_aligned();
 }
 
 } // namespace fdm::cuda

@@ -15,7 +15,7 @@ template <class ElementType, int kHeadDimension, int kColumnCount, int kStageCou
   using QTile = SmemTile<kHeadDim, kRows>;
   using KeyTile = SmemTile<kHeadDim, kColumns>;
   using Ring = KeyRing<kColumns, kThreads>;
-  using Rows = ForwardRows<Element, 1, kColumns / 8, kHeadDim / 8, RowsOf::one_head>;
+  using Rows = ForwardRows<Element, 1, kColumns / 8, kHeadDim / 8, RowLayout::one_head>;
   static_assert(kStages <= Ring::kBlocksAtOnce,
                 "what is known of a block is stored a step before its copies are started");
 };

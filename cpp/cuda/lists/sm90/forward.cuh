@@ -178,7 +178,7 @@ template <class ConfigType> struct ListedColumns {
 template <class Element, int kHeadDim> struct ListForwardSm90 {
   static constexpr ForwardTileSm90 kTile = forward_tile_sm90(kHeadDim, kHeadDim);
   using Stream = ListStream<kHeadDim, kTile.columns, kTile.k_stages, kTile.v_stages>;
-  using Config = ForwardConfigSm90<Element, kHeadDim, Stream, 1, RowsOf::one_query, ListForwardTask>;
+  using Config = ForwardConfigSm90<Element, kHeadDim, Stream, 1, RowLayout::one_query, ListForwardTask>;
 };
 
 } // namespace fdm::cuda

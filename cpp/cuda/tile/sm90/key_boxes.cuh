@@ -95,9 +95,9 @@ template <class Boxes, class OnColumn> struct BoxLookup {
   Reader reader;
   typename Boxes::KPipelineState k_state;
   typename Boxes::VPipelineState v_state;
-  bool is_requested = false;  // the facts of the task's first block are requested
-  bool value_pending = false; // V of the block whose facts were stored last is pending
-  bool dead = false;          // no query of the tile keeps this thread's column of that block
+  bool first_block_requested = false; // the facts of the task's first block are requested
+  bool value_pending = false;         // V of the block whose facts were stored last is pending
+  bool dead = false;                  // no query of the tile keeps this thread's column of that block
 
   __device__ BoxLookup(const fdm_problem &problem, Boxes &shared, const OnColumn &call)
       : boxes(shared), on_column(call), reader(problem) {}
@@ -105,8 +105,8 @@ template <class Boxes, class OnColumn> struct BoxLookup {
   // Stores the facts of the blocks of the current task. meanwhile() is called once, where it delays least.
   template <class Tasks, class Meanwhile> __device__ void run(const Tasks &tasks, const Meanwhile &meanwhile) {
     const int blocks = Reader::blocks_of(tasks.current());
-    if (!is_requested && blocks > 0) reader.request(tasks.current(), 0);
-    is_requested = false;
+    if (!first_block_requested && blocks > 0) reader.request(tasks.current(), 0);
+    first_block_requested = false;
 #pragma unroll 1
     for (int block = 0; block < blocks; ++block) {
       const bool last = block + 1 == blocks, now_dead = store_block(tasks.current(), block, last);
@@ -114,7 +114,7 @@ template <class Boxes, class OnColumn> struct BoxLookup {
         reader.request(tasks.current(), block + 1);
       } else if (Reader::blocks_of(tasks.next()) > 0) {
         reader.request(tasks.next(), 0);
-        is_requested = true;
+        first_block_requested = true;
       }
       clear_values();
       value_pending = true;
