@@ -495,7 +495,7 @@ Work forward_routes() {
     DirectDecodeParams direct{};
     direct.heads = int32_t(p.heads);
     direct.group = int32_t(group_size(p));
-    direct.rows = route.direct.heads_per_block;
+    direct.heads_per_block = route.direct.heads_per_block;
     direct.blocks_of_kv_head = route.direct.blocks_per_kv_head;
     direct.blocks = int32_t(p.kv_heads) * direct.blocks_of_kv_head;
     direct.parts = route.direct.clusters_per_block;

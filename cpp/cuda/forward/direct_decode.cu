@@ -28,7 +28,7 @@ cudaError_t run_direct_decode(const fdm_problem &p, const fdm_forward_args &args
   DirectDecodeParams params{};
   params.heads = int32_t(p.heads);
   params.group = int32_t(group_size(p));
-  params.rows = route.direct.heads_per_block;
+  params.heads_per_block = route.direct.heads_per_block;
   params.q = static_cast<const uint16_t *>(p.q.data);
   params.k = static_cast<const uint16_t *>(p.k.data);
   params.v = static_cast<const uint16_t *>(p.v.data);

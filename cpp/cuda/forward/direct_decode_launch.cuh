@@ -10,7 +10,7 @@ namespace fdm::cuda {
 
 // Finds the most splits for which all clusters run at the same time. The splits of a block are a cluster. Only the
 // driver knows how many clusters of a kernel fit.
-template <class Config> cudaError_t running_splits(const DirectDecodeLaunch &work, int32_t *splits) {
+template <class Config> cudaError_t find_resident_splits(const DirectDecodeLaunch &work, int32_t *splits) {
   for (*splits = work.route.direct.max_splits; *splits > 1; --*splits) {
     int64_t most = 0;
     if (cudaError_t error =
