@@ -106,14 +106,14 @@ template <class Config> struct AllGradientsBlock : StepRows<Config> {
   }
 
   // Replaces the scores by P', and computes dP' and then dS' in the gradients.
-  __device__ void make_gradients(int stage, bool careful, Scores &scores, Scores &gradients) {
+  __device__ void compute_p_and_ds(int stage, bool careful, Scores &scores, Scores &gradients) {
     clear(gradients);
     values.multiply(gradients, own_rows(this->dout(stage)));
     const typename Base::Stage &row_stage = shared.stages[stage];
     if (params.p.softcap > 0)
-      Base::template make<true>(row_stage, careful, scores, gradients);
+      Base::template compute_p_and_ds<true>(row_stage, careful, scores, gradients);
     else
-      Base::template make<false>(row_stage, careful, scores, gradients);
+      Base::template compute_p_and_ds<false>(row_stage, careful, scores, gradients);
   }
 
   // Adds this warp's part of dQ of a step: the sum over kConcernedKeys keys from key `first` on. The step concerns none
@@ -147,7 +147,7 @@ template <class Config> struct AllGradientsBlock : StepRows<Config> {
   // keys, adds to dV and dK; otherwise stores P', too.
   __device__ void add_own(int stage, bool careful, Scores &scores) {
     Scores gradients;
-    make_gradients(stage, careful, scores, gradients);
+    compute_p_and_ds(stage, careful, scores, gradients);
     store_accumulators<Element, ScoreTile>(gradients, ds_base, first_key(), this->first_row());
     if constexpr (kShares > 1) {
       store_accumulators<Element, ScoreTile>(scores, p_base, first_key(), this->first_row());
@@ -180,7 +180,7 @@ template <class Config> struct AllGradientsBlock : StepRows<Config> {
   }
 
   // Stores dS' = 0 for this warp's keys if the step concerns others of the same 64 keys, but not these.
-  __device__ void clear_score_gradients() const {
+  __device__ void store_zero_ds() const {
     const Scores zeros{};
     store_accumulators<Element, ScoreTile>(zeros, ds_base, first_key(), this->first_row());
   }
@@ -202,7 +202,7 @@ template <class Config> struct AllGradientsBlock : StepRows<Config> {
     if (concerns_warp)
       add_own(stage, careful, scores);
     else if (warp < kHalf ? low : high)
-      clear_score_gradients();
+      store_zero_ds();
     __syncthreads(); // dS' of all keys is stored
     if constexpr (kShares > 1)
       if (concerns_warp) add_shared(stage);

@@ -65,7 +65,7 @@ template <class Config> struct DkdvBlock : StepRows<Config> {
                                                                         min(kRows, int(keys.task().s.q_count) - first));
   }
 
-  // The row_bias of KeyGradients::make_both.
+  // The row_bias of KeyGradients::compute_p_and_ds.
   struct RowBias {
     RowBiasElements<Element> reader;
     const DkdvShared<Config> &shared;
@@ -82,13 +82,13 @@ template <class Config> struct DkdvBlock : StepRows<Config> {
   };
 
   template <bool kHasSoftcap, class Accumulators>
-  __device__ void make(int stage, bool careful, Accumulators &scores, Accumulators &gradients) {
+  __device__ void compute_p_and_ds(int stage, bool careful, Accumulators &scores, Accumulators &gradients) {
     const typename Base::Stage &row_stage = shared.stages[stage];
     if constexpr (Config::kGeneral) {
       const RowBias row_bias(bias_tile(row_stage.step), shared, int64_t(row_stage.step.tile) * kRows);
-      Base::template make<kHasSoftcap>(row_stage, careful, scores, gradients, row_bias);
+      Base::template compute_p_and_ds<kHasSoftcap>(row_stage, careful, scores, gradients, row_bias);
     } else {
-      Base::template make<kHasSoftcap>(row_stage, careful, scores, gradients);
+      Base::template compute_p_and_ds<kHasSoftcap>(row_stage, careful, scores, gradients);
     }
   }
 
@@ -101,9 +101,9 @@ template <class Config> struct DkdvBlock : StepRows<Config> {
     if (this->wants_score_gradients() && !params.only_mass)
       gemm_ss<Element, kHeadDim>(gradients, v_fragment, dout + row_offset_right);
     if (params.p.softcap > 0)
-      make<true>(stage, careful, scores, gradients);
+      compute_p_and_ds<true>(stage, careful, scores, gradients);
     else
-      make<false>(stage, careful, scores, gradients);
+      compute_p_and_ds<false>(stage, careful, scores, gradients);
     if constexpr (Config::kGeneral) {
       __syncwarp(); // the bias has been read
       load_row_bias(next);

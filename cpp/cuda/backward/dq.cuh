@@ -100,15 +100,15 @@ struct DqBlock
     copy_row_bias<16 * kRowTiles>(shared.sBias, params.p.bias, task, ring.slot(block).key);
   }
 
-  __device__ void make_gradients(int block) {
+  __device__ void compute_ds(int block) {
     const typename Ring::Slot &slot = ring.slot(block);
     const bool partial = (block + 1) * kColumns > task.columns.full;
     if constexpr (Config::kGeneral) {
       const RowBiasReader<Element, Config::kBiasPitch> row_bias({params.p.bias, task.bias}, shared.sBias, slot.key,
                                                                 task.first_row, this->row(0, 0));
-      Rows::make_gradients(slot, partial, row_bias);
+      Rows::compute_ds(slot, partial, row_bias);
     } else {
-      Rows::make_gradients(slot, partial);
+      Rows::compute_ds(slot, partial);
     }
   }
 
@@ -118,7 +118,7 @@ struct DqBlock
     gemm_ss<Element, kHeadDim>(scores, q_fragment, k + row_offset_right);
     clear(gradients);
     gemm_ss<Element, kHeadDim>(gradients, dout_fragment, v + row_offset_right);
-    make_gradients(block);
+    compute_ds(block);
     if constexpr (Config::kGeneral) {
       if (shared.dead.is_second_pass)
         shared.dead.template clear<Tile, Config::kThreads>(

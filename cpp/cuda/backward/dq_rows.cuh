@@ -48,7 +48,7 @@ template <class Element, int kRowTileCount, int kColumnTileCount, int kHeadDim, 
   // Replaces the scores by dS. The gradients hold dP. If `partial`, some pairs may not be kept. See RowBiasReader for
   // row_bias.
   template <bool kHasSoftcap, PairTests kPairTests, class Slot, class RowBias>
-  __device__ void make_gradients(const Slot &slot, bool partial, const RowBias &row_bias) {
+  __device__ void compute_ds(const Slot &slot, bool partial, const RowBias &row_bias) {
     const ScoreFactors factors(params.p);
 #pragma unroll
     for (int n = 0; n < kColumnTiles; ++n) {
@@ -93,20 +93,20 @@ template <class Element, int kRowTileCount, int kColumnTileCount, int kHeadDim, 
 
   // If `partial`, some pairs may not be kept.
   template <class Slot, class RowBias>
-  __device__ void make_gradients(const Slot &slot, bool partial, const RowBias &row_bias) {
+  __device__ void compute_ds(const Slot &slot, bool partial, const RowBias &row_bias) {
     const bool cap = params.p.softcap > 0;
     if (kGeneral || careful || partial) {
-      if (cap) return make_gradients<true, PairTests::kept_and_cut>(slot, partial, row_bias);
-      return make_gradients<false, PairTests::kept_and_cut>(slot, partial, row_bias);
+      if (cap) return compute_ds<true, PairTests::kept_and_cut>(slot, partial, row_bias);
+      return compute_ds<false, PairTests::kept_and_cut>(slot, partial, row_bias);
     }
     if constexpr (!kGeneral) {
-      if (cap) return make_gradients<true, PairTests::none>(slot, partial, row_bias);
-      make_gradients<false, PairTests::none>(slot, partial, row_bias);
+      if (cap) return compute_ds<true, PairTests::none>(slot, partial, row_bias);
+      compute_ds<false, PairTests::none>(slot, partial, row_bias);
     }
   }
-  template <class Slot> __device__ void make_gradients(const Slot &slot, bool partial) {
+  template <class Slot> __device__ void compute_ds(const Slot &slot, bool partial) {
     static_assert(!kGeneral);
-    make_gradients(slot, partial, nullptr);
+    compute_ds(slot, partial, nullptr);
   }
 
   // The epilogue writes the rows of dQ.

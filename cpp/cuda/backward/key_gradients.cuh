@@ -104,8 +104,8 @@ struct KeyGradients {
   // row_bias.elements(key, row, key_shift) returns the elements of a bias per query for a key and two rows of the
   // tile.
   template <bool kHasSoftcap, PairTests kPairTests, class RowBias>
-  __device__ void make_both(const Stage &stage, float (&scores)[kKeyTiles][kRowTiles][4],
-                            float (&gradients)[kKeyTiles][kRowTiles][4], const RowBias &row_bias) {
+  __device__ void compute_p_and_ds(const Stage &stage, float (&scores)[kKeyTiles][kRowTiles][4],
+                                   float (&gradients)[kKeyTiles][kRowTiles][4], const RowBias &row_bias) {
     const ScoreFactors factors(params.p);
     const KeyStep &step = stage.step;
     const bool has_row_bias = kGeneral && has_query_rows(params.p.bias);
@@ -152,13 +152,12 @@ struct KeyGradients {
       }
   }
 
-  // The same in two parts. This one computes P' as soon as the scores are complete. make_score_gradients computes dS'
-  // (without a softcap) when dP' is complete. `first` is the first row of the tile, `buffer` the step's buffer.
+  // The same in two parts. This one computes P' as soon as the scores are complete. compute_ds computes dS' (without a
+  // softcap) when dP' is complete. `first` is the first row of the tile, `buffer` the step's buffer.
   // row_bias.element(half, n, i) is the element of this thread's pair.
   template <PairTests kPairTests, class RowBias = NoRowBias, Softcap kSoftcap = Softcap::none>
-  __device__ void make_probabilities(const Stage &stage, int first, int buffer,
-                                     float (&scores)[kKeyTiles][kRowTiles][4], const ScoreFactors &factors,
-                                     const RowBias &row_bias = {}) {
+  __device__ void compute_p(const Stage &stage, int first, int buffer, float (&scores)[kKeyTiles][kRowTiles][4],
+                            const ScoreFactors &factors, const RowBias &row_bias = {}) {
     constexpr bool kHasRowBias = !std::is_same_v<RowBias, NoRowBias>;
     static_assert(!kHasRowBias || (kPairTests == PairTests::kept_and_cut && kKeyTiles == 1));
 #pragma unroll
@@ -200,8 +199,8 @@ struct KeyGradients {
   }
   // The second part, for kTiles row tiles from tile `first` on.
   template <PairTests kPairTests, int kTiles>
-  __device__ void make_score_gradients(const Stage &stage, const float (&probabilities)[kKeyTiles][kTiles][4],
-                                       float (&gradients)[kKeyTiles][kTiles][4], int first = 0) {
+  __device__ void compute_ds(const Stage &stage, const float (&probabilities)[kKeyTiles][kTiles][4],
+                             float (&gradients)[kKeyTiles][kTiles][4], int first = 0) {
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
       const float2 delta = *reinterpret_cast<const float2 *>(&stage.delta[8 * (first + n) + accumulator_column()]);
@@ -232,17 +231,17 @@ struct KeyGradients {
     return __any_sync(0xffffffffu, careful | tests | drops | !keep);
   }
   template <bool kHasSoftcap, class RowBias>
-  __device__ void make(const Stage &stage, bool careful, float (&scores)[kKeyTiles][kRowTiles][4],
-                       float (&gradients)[kKeyTiles][kRowTiles][4], const RowBias &row_bias) {
+  __device__ void compute_p_and_ds(const Stage &stage, bool careful, float (&scores)[kKeyTiles][kRowTiles][4],
+                                   float (&gradients)[kKeyTiles][kRowTiles][4], const RowBias &row_bias) {
     if (needs_test(stage.step, careful))
-      return make_both<kHasSoftcap, PairTests::kept_and_cut>(stage, scores, gradients, row_bias);
-    if constexpr (!kGeneral) make_both<kHasSoftcap, PairTests::none>(stage, scores, gradients, row_bias);
+      return compute_p_and_ds<kHasSoftcap, PairTests::kept_and_cut>(stage, scores, gradients, row_bias);
+    if constexpr (!kGeneral) compute_p_and_ds<kHasSoftcap, PairTests::none>(stage, scores, gradients, row_bias);
   }
   template <bool kHasSoftcap>
-  __device__ void make(const Stage &stage, bool careful, float (&scores)[kKeyTiles][kRowTiles][4],
-                       float (&gradients)[kKeyTiles][kRowTiles][4]) {
+  __device__ void compute_p_and_ds(const Stage &stage, bool careful, float (&scores)[kKeyTiles][kRowTiles][4],
+                                   float (&gradients)[kKeyTiles][kRowTiles][4]) {
     static_assert(!kGeneral);
-    make<kHasSoftcap>(stage, careful, scores, gradients, nullptr);
+    compute_p_and_ds<kHasSoftcap>(stage, careful, scores, gradients, nullptr);
   }
 
   // Writes the bias gradient, summed over the rows of a head or of all heads that share the bias.

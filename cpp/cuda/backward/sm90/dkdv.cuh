@@ -29,7 +29,7 @@ template <class Config> struct DkdvConsumer : KeyConsumer<Config> {
   __device__ void run_step(const StepFacts &facts, int number) {
     Scores scores, gradients;
     this->start_scores(scores, gradients, number);
-    this->make(facts, scores, gradients, number);
+    this->compute_p_and_ds(facts, scores, gradients, number);
     start_sum_of(sums.dv[0], scores, shared.sdO[number]);
     start_sum_of(sums.dk[0], gradients, shared.sQ[number]);
     ptx::warpgroup_wait<0>();

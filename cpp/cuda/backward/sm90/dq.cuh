@@ -53,7 +53,7 @@ __device__ void load_rows(const BackwardParams &params, const DqTask &task, cons
 
 template <class Config> __device__ void produce_dq(const BackwardParams &params, DqSharedSm90<Config> &shared) {
   const fdm_problem &p = params.p;
-  const auto make = [&](const HeadTile &t) -> DqTask {
+  const auto make_task = [&](const HeadTile &t) -> DqTask {
     return {t.s,
             t.sequence_index,
             t.head,
@@ -62,7 +62,7 @@ template <class Config> __device__ void produce_dq(const BackwardParams &params,
             tile_columns(p, params.plan, t.s, t.sequence_index, t.head, t.tile),
             bias_view(p, t.s, t.sequence_index, t.head, t.tile)};
   };
-  TaskProducer<DqTask, decltype(make)> scheduler(p, params.order, shared.tasks, make);
+  TaskProducer<DqTask, decltype(make_task)> scheduler(p, params.order, shared.tasks, make_task);
   KeyProducer<typename Config::Pipeline> keys(p, shared.pipeline);
   keys.start(scheduler.current());
   for (; !scheduler.at_end(); scheduler.advance()) {
@@ -138,11 +138,11 @@ template <class Config> struct DqConsumer {
   }
 
   // Computes dS of this block from the finished S and dP.
-  __device__ void make_gradients(Rows &rows, int block) const {
+  __device__ void compute_ds(Rows &rows, int block) const {
     ptx::warpgroup_fence_operand(rows.scores[0]);
     ptx::warpgroup_fence_operand(rows.gradients[0]);
     Roles::consumer_release(shared.pipeline.v_empty[state.index]);
-    rows.make_gradients(shared.pipeline.facts[state.facts], (block + 1) * kColumns > rows.task.columns.full);
+    rows.compute_ds(shared.pipeline.facts[state.facts], (block + 1) * kColumns > rows.task.columns.full);
   }
 
   __device__ void mainloop(Rows &rows, int blocks) {
@@ -150,7 +150,7 @@ template <class Config> struct DqConsumer {
     uint32_t gradients[kColumns / 16][4];
     start_scores(rows);
     ptx::warpgroup_wait<0>();
-    make_gradients(rows, 0);
+    compute_ds(rows, 0);
     pack_left<Element>(gradients, rows.scores[0]);
     for (int block = 1; block < blocks; ++block) {
       const int before = state.index;
@@ -158,7 +158,7 @@ template <class Config> struct DqConsumer {
       start_scores(rows);
       start_dq(rows, gradients, before);
       ptx::warpgroup_wait<1>();
-      make_gradients(rows, block);
+      compute_ds(rows, block);
       ptx::warpgroup_wait<0>();
       ptx::warpgroup_fence_operand(rows.dq[0]);
       ptx::warpgroup_fence_operand(gradients);

@@ -123,7 +123,7 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
     Scores scores, gradients;
     uint32_t p[kRows / 16][4], ds[kRows / 16][4];
     this->start_scores(scores, gradients, number);
-    this->make(facts, scores, gradients, number);
+    this->compute_p_and_ds(facts, scores, gradients, number);
     pack_left<Element>(p, scores[0]);
     pack_left<Element>(ds, gradients[0]);
     const uint32_t stage = ds_stage(ds_steps);
@@ -148,7 +148,7 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
 
   // Stores P' of a step in the memory of its dS'. bfloat16 has the range of P'. float16 does not: with a large sink,
   // all P' of a row could round to 0, but dS' needs them for dlse. So float16 stores both halves of the float32.
-  __device__ void keep_probabilities(const Scores &scores, const uint32_t (&p)[kRows / 16][4], uint32_t tile) const {
+  __device__ void store_p(const Scores &scores, const uint32_t (&p)[kRows / 16][4], uint32_t tile) const {
     const int first_key = threadIdx.x / 32 * 16;
     if constexpr (Shared::kHasLowHalves) {
 #pragma unroll
@@ -164,7 +164,7 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
     __syncwarp();
   }
   // Loads P' of 16 rows, those of tile k.
-  __device__ void load_probabilities(float (&probabilities)[2][4], uint32_t tile, int k) const {
+  __device__ void load_p(float (&probabilities)[2][4], uint32_t tile, int k) const {
     const int first_key = threadIdx.x / 32 * 16;
     uint32_t high[1][4], low[1][4];
     load_left<typename Shared::Tile>(high, tile, first_key, 2 * k);
@@ -194,12 +194,12 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
     ptx::warpgroup_wait<0>();
     ptx::warpgroup_fence_operand(scores[0]);
     if (test)
-      sums.template make_probabilities<PairTests::kept_and_cut>(rows, facts.first, facts.buffer, scores, factors);
+      sums.template compute_p<PairTests::kept_and_cut>(rows, facts.first, facts.buffer, scores, factors);
     else
-      sums.template make_probabilities<PairTests::none>(rows, facts.first, facts.buffer, scores, factors);
+      sums.template compute_p<PairTests::none>(rows, facts.first, facts.buffer, scores, factors);
     pack_left<Element>(p, scores[0]);
     Roles::producer_acquire(shared.ds_empty[stage], ds_phase(ds_steps));
-    keep_probabilities(scores, p, tile);
+    store_p(scores, p, tile);
     Base::template start_sum<DoutTile>(sums.dv[0], p, shared.sdO[number]);
     ptx::warpgroup_wait<0>();
     ptx::warpgroup_fence_operand(sums.dv[0]);
@@ -213,9 +213,9 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
 #pragma unroll
     for (int k = 0; k < kRows / 16; ++k) {
       float probabilities[1][2][4];
-      load_probabilities(probabilities[0], tile, k);
+      load_p(probabilities[0], tile, k);
       auto &gradients = reinterpret_cast<float (&)[1][2][4]>(scores[0][2 * k]);
-      sums.template make_score_gradients<PairTests::kept>(rows, probabilities, gradients, 2 * k);
+      sums.template compute_ds<PairTests::kept>(rows, probabilities, gradients, 2 * k);
       pack_left<Element>(reinterpret_cast<uint32_t (&)[1][4]>(ds[k]), gradients[0]);
     }
     __syncwarp();

@@ -94,7 +94,7 @@ template <class Config> struct LargeHeadConsumer : KeyConsumer<Config> {
   }
 
   // Stores P' and dS' of this warpgroup's rows for both warpgroups.
-  __device__ void store(const Scores &scores, const Scores &gradients) const {
+  __device__ void store_p_and_ds(const Scores &scores, const Scores &gradients) const {
     const int key = threadIdx.x / 32 % 4 * 16, row = kScoreRows * Roles::consumer_group();
     uint32_t packed[kScoreRows / 16][4];
     sync_consumers(); // the products that read the previous step's P' and dS' are complete
@@ -106,23 +106,23 @@ template <class Config> struct LargeHeadConsumer : KeyConsumer<Config> {
     sync_consumers();
   }
 
-  // Does the work of make() with a bias per query. If `exact`, the products began with zeros, and `added` has the
-  // bias. Otherwise the products began with the bias.
+  // Does the work of compute_p_and_ds() with a bias per query. If `exact`, the products began with zeros, and `added`
+  // has the bias. Otherwise the products began with the bias.
   template <class Added>
-  __device__ void make_with_row_bias(const StepFacts &facts, Scores &scores, Scores &gradients, int number, bool exact,
-                                     const Added &added) {
+  __device__ void compute_with_row_bias(const StepFacts &facts, Scores &scores, Scores &gradients, int number,
+                                        bool exact, const Added &added) {
     const auto &rows = this->own_rows(number);
     const int first = facts.first + kScoreRows * Base::own_part();
     const ScoreFactors factors = ScoreFactors::uncapped(this->params.p);
     ptx::warpgroup_wait<1>();
     ptx::warpgroup_fence_operand(scores[0]);
     if (exact)
-      sums.template make_probabilities<PairTests::kept_and_cut>(rows, first, facts.buffer, scores, factors, added);
+      sums.template compute_p<PairTests::kept_and_cut>(rows, first, facts.buffer, scores, factors, added);
     else
-      sums.template make_probabilities<PairTests::kept>(rows, first, facts.buffer, scores, factors);
+      sums.template compute_p<PairTests::kept>(rows, first, facts.buffer, scores, factors);
     ptx::warpgroup_wait<0>();
     ptx::warpgroup_fence_operand(gradients[0]);
-    sums.template make_score_gradients<PairTests::kept>(rows, scores, gradients);
+    sums.template compute_ds<PairTests::kept>(rows, scores, gradients);
   }
 
   __device__ void run_step(const StepFacts &facts, int number) {
@@ -133,13 +133,13 @@ template <class Config> struct LargeHeadConsumer : KeyConsumer<Config> {
       const bool exact = row_bias.is_exact(facts);
       row_bias.begin(scores[0], head, first, exact);
       this->start_scores(scores, gradients, number);
-      make_with_row_bias(facts, scores, gradients, number, exact, typename RowBias::Exact{row_bias, head, first});
+      compute_with_row_bias(facts, scores, gradients, number, exact, typename RowBias::Exact{row_bias, head, first});
       row_bias.add_score_gradients(gradients[0], head, first, facts.ends);
     } else {
       this->start_scores(scores, gradients, number);
-      this->make(facts, scores, gradients, number);
+      this->compute_p_and_ds(facts, scores, gradients, number);
     }
-    store(scores, gradients);
+    store_p_and_ds(scores, gradients);
     float dq[kTiles][4];
     start_columns<ptx::Major::mn, KeyTile>(dq, shared.sdS, shared.sK, false);
     start_columns<ptx::Major::k, RowTile>(sums.dv[0], shared.sP, shared.sdO[number], true);

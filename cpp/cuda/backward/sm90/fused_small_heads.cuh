@@ -75,7 +75,7 @@ template <class Config> struct NarrowConsumer : KeyConsumer<Config> {
   };
 
   // Packs the results of a part of the rows, and stores its dS' for the warpgroup that computes dQ.
-  __device__ void keep(Results &results, int part, const Scores &p, const Scores &ds) const {
+  __device__ void store_results(Results &results, int part, const Scores &p, const Scores &ds) const {
     pack_left<Element>(results.ds[part], ds[0]);
     pack_left<Element>(results.p[part], p[0]);
     if (part == 0) Roles::producer_acquire(shared.ds_empty[state.index], state.phase);
@@ -84,19 +84,19 @@ template <class Config> struct NarrowConsumer : KeyConsumer<Config> {
   }
 
   // With a softcap, the parts are computed one after the other, since the slope of each score needs a register.
-  __device__ void make_in_turn(const StepFacts &facts, int number, Results &results) {
+  __device__ void compute_in_turn(const StepFacts &facts, int number, Results &results) {
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       Scores scores, gradients;
       this->start_scores(scores, gradients, number, part);
-      this->make(facts, scores, gradients, number, part);
-      keep(results, part, scores, gradients);
+      this->compute_p_and_ds(facts, scores, gradients, number, part);
+      store_results(results, part, scores, gradients);
     }
   }
 
   // Without a softcap, one product computes S' of all rows. The parts of dP' use the same registers one after the
   // other.
-  __device__ void make_together(const StepFacts &facts, int number, Results &results) {
+  __device__ void compute_together(const StepFacts &facts, int number, Results &results) {
     Scores scores[kParts], gradients;
     auto &all_scores = reinterpret_cast<float (&)[kRows / 8][4]>(scores);
     const uint64_t dout = Base::row_desc(shared.sdO[number]);
@@ -120,9 +120,9 @@ template <class Config> struct NarrowConsumer : KeyConsumer<Config> {
       const auto &rows = this->own_rows(number, part);
       const int first = facts.first + kScoreRows * part;
       if (test)
-        sums.template make_probabilities<PairTests::kept_and_cut>(rows, first, facts.buffer, scores[part], factors);
+        sums.template compute_p<PairTests::kept_and_cut>(rows, first, facts.buffer, scores[part], factors);
       else
-        sums.template make_probabilities<PairTests::none>(rows, first, facts.buffer, scores[part], factors);
+        sums.template compute_p<PairTests::none>(rows, first, facts.buffer, scores[part], factors);
     }
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
@@ -130,10 +130,10 @@ template <class Config> struct NarrowConsumer : KeyConsumer<Config> {
       ptx::warpgroup_wait<0>();
       ptx::warpgroup_fence_operand(gradients[0]);
       if (test)
-        sums.template make_score_gradients<PairTests::kept>(rows, scores[part], gradients);
+        sums.template compute_ds<PairTests::kept>(rows, scores[part], gradients);
       else
-        sums.template make_score_gradients<PairTests::none>(rows, scores[part], gradients);
-      keep(results, part, scores[part], gradients);
+        sums.template compute_ds<PairTests::none>(rows, scores[part], gradients);
+      store_results(results, part, scores[part], gradients);
       if (part + 1 < kParts) start_gradients(part + 1);
     }
   }
@@ -142,9 +142,9 @@ template <class Config> struct NarrowConsumer : KeyConsumer<Config> {
   __device__ void run_step(const StepFacts &facts, int number) {
     Results results;
     if constexpr (Config::kSoftcap)
-      make_in_turn(facts, number, results);
+      compute_in_turn(facts, number, results);
     else
-      make_together(facts, number, results);
+      compute_together(facts, number, results);
     ptx::fence_async_proxy();
     ptx::arrive(shared.ds_full[state.index]);
     auto &p = reinterpret_cast<uint32_t (&)[kRows / 16][4]>(results.p);
@@ -159,7 +159,7 @@ template <class Config> struct NarrowConsumer : KeyConsumer<Config> {
   }
 
   // A step that concerns only keys of other warpgroups: stores dS' = 0 for this warpgroup's keys.
-  __device__ void pass_step() {
+  __device__ void store_zero_ds() {
     const uint32_t zeros[kRows / 16][4] = {};
     Roles::producer_acquire(shared.ds_empty[state.index], state.phase);
     store_left<Tile>(zeros, ptx::shared_address(shared.sdS[state.index]), threadIdx.x / 32 * 16, 0);
@@ -188,7 +188,7 @@ template <class Config> struct NarrowConsumer : KeyConsumer<Config> {
         if (facts.concerns >> group & 1)
           run_step(facts, stage.index);
         else
-          pass_step();
+          store_zero_ds();
       }
       Roles::consumer_release(shared.empty[stage.index]);
       if (facts.concerns == 0) continue;

@@ -38,18 +38,18 @@ template <class Config> struct MassConsumer : KeyConsumer<Config> {
   // Adds the probabilities of a step whose scores are complete.
   __device__ void add_step(const StepFacts &facts, int number, Scores &scores) {
     const auto &rows = this->own_rows(number);
-    const auto make = [&](auto tests, auto softcap, const ScoreFactors &factors) {
-      sums.template make_probabilities<decltype(tests)::value, NoRowBias, decltype(softcap)::value>(
+    const auto compute = [&](auto tests, auto softcap, const ScoreFactors &factors) {
+      sums.template compute_p<decltype(tests)::value, NoRowBias, decltype(softcap)::value>(
           rows, facts.first, facts.buffer, scores, factors);
     };
     constexpr std::integral_constant<PairTests, PairTests::kept_and_cut> kTests;
     constexpr std::integral_constant<Softcap, Softcap::none> kUncapped;
     if (params.p.softcap > 0)
-      make(kTests, std::integral_constant<Softcap, Softcap::applied>{}, ScoreFactors(params.p));
+      compute(kTests, std::integral_constant<Softcap, Softcap::applied>{}, ScoreFactors(params.p));
     else if (this->needs_test(facts, facts.first, kRows))
-      make(kTests, kUncapped, ScoreFactors::uncapped(params.p));
+      compute(kTests, kUncapped, ScoreFactors::uncapped(params.p));
     else
-      make(std::integral_constant<PairTests, PairTests::none>{}, kUncapped, ScoreFactors::uncapped(params.p));
+      compute(std::integral_constant<PairTests, PairTests::none>{}, kUncapped, ScoreFactors::uncapped(params.p));
     sums.add_probabilities(scores);
   }
 

@@ -385,13 +385,14 @@ template <class Config> struct KeyConsumer {
   }
 
   // Waits for the products of start_scores(). Replaces the scores by P', and dP' in the gradients by dS'.
-  __device__ void make(const StepFacts &facts, Scores &scores, Scores &gradients, int number, int turn = 0) {
+  __device__ void compute_p_and_ds(const StepFacts &facts, Scores &scores, Scores &gradients, int number,
+                                   int turn = 0) {
     const auto &rows = own_rows(number, turn);
     if constexpr (Config::kSoftcap) {
       ptx::warpgroup_wait<0>();
       ptx::warpgroup_fence_operand(scores[0]);
       ptx::warpgroup_fence_operand(gradients[0]);
-      sums.template make<true>(rows, facts.any_tests(), scores, gradients);
+      sums.template compute_p_and_ds<true>(rows, facts.any_tests(), scores, gradients);
     } else {
       const int first = facts.first + kScoreRows * own_part(turn);
       const bool test = needs_test(facts, first, kScoreRows);
@@ -399,15 +400,15 @@ template <class Config> struct KeyConsumer {
       ptx::warpgroup_wait<1>();
       ptx::warpgroup_fence_operand(scores[0]);
       if (test)
-        sums.template make_probabilities<PairTests::kept_and_cut>(rows, first, facts.buffer, scores, factors);
+        sums.template compute_p<PairTests::kept_and_cut>(rows, first, facts.buffer, scores, factors);
       else
-        sums.template make_probabilities<PairTests::none>(rows, first, facts.buffer, scores, factors);
+        sums.template compute_p<PairTests::none>(rows, first, facts.buffer, scores, factors);
       ptx::warpgroup_wait<0>();
       ptx::warpgroup_fence_operand(gradients[0]);
       if (test)
-        sums.template make_score_gradients<PairTests::kept>(rows, scores, gradients);
+        sums.template compute_ds<PairTests::kept>(rows, scores, gradients);
       else
-        sums.template make_score_gradients<PairTests::none>(rows, scores, gradients);
+        sums.template compute_ds<PairTests::none>(rows, scores, gradients);
     }
   }
 };

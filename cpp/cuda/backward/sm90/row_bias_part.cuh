@@ -35,7 +35,7 @@ template <class Config> struct RowBiasPart {
       scores[n][2 * half + i] = exists && !exact ? to_float(*element) * factor : 0.0f;
     });
   }
-  // The row_bias of KeyGradients::make_probabilities for an exact part.
+  // The row_bias of KeyGradients::compute_p for an exact part.
   struct Exact {
     const RowBiasPart &bias;
     int64_t head;

@@ -268,17 +268,17 @@ template <class Config> struct SmallBlock {
     ptx::warpgroup_fence_operand(scores[0]);
     const ScoreFactors factors = ScoreFactors::uncapped(params.p);
     if (careful)
-      sums.template make_probabilities<PairTests::kept_and_cut>(stage, step.tile * kRows, step.buffer, scores, factors);
+      sums.template compute_p<PairTests::kept_and_cut>(stage, step.tile * kRows, step.buffer, scores, factors);
     else if (test)
-      sums.template make_probabilities<PairTests::kept>(stage, step.tile * kRows, step.buffer, scores, factors);
+      sums.template compute_p<PairTests::kept>(stage, step.tile * kRows, step.buffer, scores, factors);
     else
-      sums.template make_probabilities<PairTests::none>(stage, step.tile * kRows, step.buffer, scores, factors);
+      sums.template compute_p<PairTests::none>(stage, step.tile * kRows, step.buffer, scores, factors);
     ptx::warpgroup_wait<0>();
     ptx::warpgroup_fence_operand(gradients[0]);
     if (test)
-      sums.template make_score_gradients<PairTests::kept>(stage, scores, gradients);
+      sums.template compute_ds<PairTests::kept>(stage, scores, gradients);
     else
-      sums.template make_score_gradients<PairTests::none>(stage, scores, gradients);
+      sums.template compute_ds<PairTests::none>(stage, scores, gradients);
     pack_left<Element>(p, scores[0]);
     pack_left<Element>(ds, gradients[0]);
     const uint32_t sdS = ptx::shared_address(shared.sdS);
