@@ -106,14 +106,14 @@ template <class Config> struct AllGradientsBlock : StepRows<Config> {
   }
 
   // Replaces the scores by P', and computes dP' and then dS' in the gradients.
-  __device__ void compute_p_and_ds(int stage, bool careful, Scores &scores, Scores &gradients) {
+  __device__ void compute_p_and_ds(int stage, bool cuts_probabilities, Scores &scores, Scores &gradients) {
     clear(gradients);
     values.multiply(gradients, own_rows(this->dout(stage)));
     const typename Base::Stage &row_stage = shared.stages[stage];
     if (params.p.softcap > 0)
-      Base::template compute_p_and_ds<true>(row_stage, careful, scores, gradients);
+      Base::template compute_p_and_ds<true>(row_stage, cuts_probabilities, scores, gradients);
     else
-      Base::template compute_p_and_ds<false>(row_stage, careful, scores, gradients);
+      Base::template compute_p_and_ds<false>(row_stage, cuts_probabilities, scores, gradients);
   }
 
   // Adds this warp's part of dQ of a step: the sum over kConcernedKeys keys from key `first` on. The step concerns none
@@ -145,9 +145,9 @@ template <class Config> struct AllGradientsBlock : StepRows<Config> {
 
   // Computes P' and dS' of this warp's keys and rows, and stores dS' for the other warps. If no other warp has these
   // keys, adds to dV and dK; otherwise stores P', too.
-  __device__ void add_own(int stage, bool careful, Scores &scores) {
+  __device__ void add_own(int stage, bool cuts_probabilities, Scores &scores) {
     Scores gradients;
-    compute_p_and_ds(stage, careful, scores, gradients);
+    compute_p_and_ds(stage, cuts_probabilities, scores, gradients);
     store_accumulators<Element, ScoreTile>(gradients, ds_base, first_key(), this->first_row());
     if constexpr (kShares > 1) {
       store_accumulators<Element, ScoreTile>(scores, p_base, first_key(), this->first_row());
@@ -185,7 +185,7 @@ template <class Config> struct AllGradientsBlock : StepRows<Config> {
     store_accumulators<Element, ScoreTile>(zeros, ds_base, first_key(), this->first_row());
   }
 
-  __device__ void run_step(const KeyStep &step, int stage, bool careful) {
+  __device__ void run_step(const KeyStep &step, int stage, bool cuts_probabilities) {
     // A bit for each warp whose keys the step concerns.
     constexpr int kHalf = kHalfKeys / kGroupKeys;
     const int lane = threadIdx.x % 32, warp = key_warp();
@@ -200,7 +200,7 @@ template <class Config> struct AllGradientsBlock : StepRows<Config> {
       __syncthreads();
     }
     if (concerns_warp)
-      add_own(stage, careful, scores);
+      add_own(stage, cuts_probabilities, scores);
     else if (warp < kHalf ? low : high)
       store_zero_ds();
     __syncthreads(); // dS' of all keys is stored
@@ -248,17 +248,17 @@ template <class Config> struct AllGradientsBlock : StepRows<Config> {
       ptx::cp_async_wait<kSavesShared ? 1 : 0>();
       // This step has arrived, except its dO if dO has one stage. After the barrier, all threads have also read the
       // previous step.
-      const bool careful = __syncthreads_or(this->needs_care(stage));
+      const bool large_lse = __syncthreads_or(this->has_large_lse(stage));
       const KeyStep &step = shared.stages[stage].step;
       more = this->load(keys.next_step(step, kRows), stage ^ 1);
-      if (careful) {
+      if (large_lse) {
         if constexpr (kSavesShared) {
           ptx::cp_async_wait<0>();
           __syncthreads();
         }
         this->clear_empty_rows(stage);
       }
-      run_step(step, stage, careful);
+      run_step(step, stage, large_lse);
     }
     ptx::cp_async_wait<0>();
   }

@@ -82,17 +82,17 @@ template <class Config> struct DkdvBlock : StepRows<Config> {
   };
 
   template <bool kHasSoftcap, class Accumulators>
-  __device__ void compute_p_and_ds(int stage, bool careful, Accumulators &scores, Accumulators &gradients) {
+  __device__ void compute_p_and_ds(int stage, bool cuts_probabilities, Accumulators &scores, Accumulators &gradients) {
     const typename Base::Stage &row_stage = shared.stages[stage];
     if constexpr (Config::kGeneral) {
       const RowBias row_bias(bias_tile(row_stage.step), shared, int64_t(row_stage.step.tile) * kRows);
-      Base::template compute_p_and_ds<kHasSoftcap>(row_stage, careful, scores, gradients, row_bias);
+      Base::template compute_p_and_ds<kHasSoftcap>(row_stage, cuts_probabilities, scores, gradients, row_bias);
     } else {
-      Base::template compute_p_and_ds<kHasSoftcap>(row_stage, careful, scores, gradients);
+      Base::template compute_p_and_ds<kHasSoftcap>(row_stage, cuts_probabilities, scores, gradients);
     }
   }
 
-  __device__ void multiply(int stage, bool careful, const KeyStep &next) {
+  __device__ void multiply(int stage, bool cuts_probabilities, const KeyStep &next) {
     const uint32_t q = this->q(stage), dout = this->dout(stage);
     float scores[kKeyTiles][kRowTiles][4], gradients[kKeyTiles][kRowTiles][4];
     clear(scores);
@@ -101,9 +101,9 @@ template <class Config> struct DkdvBlock : StepRows<Config> {
     if (this->wants_score_gradients() && !params.only_mass)
       gemm_ss<Element, kHeadDim>(gradients, v_fragment, dout + row_offset_right);
     if (params.p.softcap > 0)
-      compute_p_and_ds<true>(stage, careful, scores, gradients);
+      compute_p_and_ds<true>(stage, cuts_probabilities, scores, gradients);
     else
-      compute_p_and_ds<false>(stage, careful, scores, gradients);
+      compute_p_and_ds<false>(stage, cuts_probabilities, scores, gradients);
     if constexpr (Config::kGeneral) {
       __syncwarp(); // the bias has been read
       load_row_bias(next);
@@ -124,14 +124,14 @@ template <class Config> struct DkdvBlock : StepRows<Config> {
     bool more = this->load(first, 0);
     for (int stage = 0; more; stage ^= 1) {
       ptx::cp_async_wait<0>();
-      const bool careful =
-          __syncthreads_or(this->needs_care(stage)); // this tile has arrived; all threads have read the previous one
+      const bool large_lse =
+          __syncthreads_or(this->has_large_lse(stage)); // this tile has arrived; all threads have read the previous one
       const KeyStep &step = shared.stages[stage].step;
       const KeyStep next = keys.next_step(step, kRows);
       const bool head_ends = !next.valid || next.head != step.head;
       more = this->load(next, stage ^ 1);
-      if (careful) this->clear_empty_rows(stage);
-      multiply(stage, careful, next);
+      if (large_lse) this->clear_empty_rows(stage);
+      multiply(stage, large_lse, next);
       if (params.bias_heads > 1 && head_ends) this->write_bias(step.head);
     }
     ptx::cp_async_wait<0>();

@@ -75,7 +75,7 @@ struct DqBlock
     for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) large |= this->set_statistics(m, half, this->statistics(this->row(m, half)));
-    this->careful = __syncthreads_or(large);
+    this->cuts_probabilities = __syncthreads_or(large);
   }
 
   __device__ void load_keys(int block) const {

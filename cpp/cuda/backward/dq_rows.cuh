@@ -23,7 +23,7 @@ template <class Element, int kRowTileCount, int kColumnTileCount, int kHeadDim, 
 
   const BackwardParams &params;
   const DqTask &task;
-  bool careful; // there are rows beyond kLargeLse
+  bool cuts_probabilities; // since there are rows beyond kLargeLse
   float lse[kRowTiles][2], delta[kRowTiles][2];
   float scores[kRowTiles][kColumnTiles][4], gradients[kRowTiles][kColumnTiles][4];
   float dq[kRowTiles][kHeadDim / 8][4];
@@ -38,7 +38,7 @@ template <class Element, int kRowTileCount, int kColumnTileCount, int kHeadDim, 
     return exists(r) ? row_statistics(params, task.s, task.head, task.first_row + r) : RowStatistics{INFINITY, 0.0f};
   }
 
-  // Stores the statistics of a row in registers. Returns whether the row makes the tile `careful`.
+  // Stores the statistics of a row in registers. Returns whether the row is beyond kLargeLse.
   __device__ bool set_statistics(int m, int half, const RowStatistics &loaded) {
     lse[m][half] = loaded.lse;
     delta[m][half] = loaded.delta;
@@ -95,7 +95,7 @@ template <class Element, int kRowTileCount, int kColumnTileCount, int kHeadDim, 
   template <class Slot, class RowBias>
   __device__ void compute_ds(const Slot &slot, bool partial, const RowBias &row_bias) {
     const bool cap = params.p.softcap > 0;
-    if (kGeneral || careful || partial) {
+    if (kGeneral || cuts_probabilities || partial) {
       if (cap) return compute_ds<true, PairTests::kept_and_cut>(slot, partial, row_bias);
       return compute_ds<false, PairTests::kept_and_cut>(slot, partial, row_bias);
     }

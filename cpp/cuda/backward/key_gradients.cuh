@@ -221,27 +221,29 @@ struct KeyGradients {
   __device__ bool keep_all(int first) const {
     return keys.keep_all(threadIdx.x / 32 * kKeyTiles % (kKeys / 16), kKeyTiles, first, kRows);
   }
-  // Whether pairs of a tile and this warp's keys need PairTests. A tile with rows beyond kLargeLse is `careful`. The
-  // vote shows the compiler that all lanes of a warp agree.
-  __device__ bool needs_test(const KeyStep &step, bool careful) const {
+  // Whether pairs of a tile and this warp's keys need PairTests. A tile with rows beyond kLargeLse needs them, since it
+  // `cuts_probabilities`. The vote shows the compiler that all lanes of a warp agree.
+  __device__ bool needs_test(const KeyStep &step, bool cuts_probabilities) const {
     if constexpr (kGeneral) return true;
     // All conditions are loaded first: with short-circuit evaluation, the warp would wait for each load in turn.
     const bool tests = step.tests, drops = keys.drops_keys(step.head, step.buffer),
                keep = keep_all(step.tile * kTileRowCount + first_row());
-    return __any_sync(0xffffffffu, careful | tests | drops | !keep);
+    return __any_sync(0xffffffffu, cuts_probabilities | tests | drops | !keep);
   }
   template <bool kHasSoftcap, class RowBias>
-  __device__ void compute_p_and_ds(const Stage &stage, bool careful, float (&scores)[kKeyTiles][kRowTiles][4],
+  __device__ void compute_p_and_ds(const Stage &stage, bool cuts_probabilities,
+                                   float (&scores)[kKeyTiles][kRowTiles][4],
                                    float (&gradients)[kKeyTiles][kRowTiles][4], const RowBias &row_bias) {
-    if (needs_test(stage.step, careful))
+    if (needs_test(stage.step, cuts_probabilities))
       return compute_p_and_ds<kHasSoftcap, PairTests::kept_and_cut>(stage, scores, gradients, row_bias);
     if constexpr (!kGeneral) compute_p_and_ds<kHasSoftcap, PairTests::none>(stage, scores, gradients, row_bias);
   }
   template <bool kHasSoftcap>
-  __device__ void compute_p_and_ds(const Stage &stage, bool careful, float (&scores)[kKeyTiles][kRowTiles][4],
+  __device__ void compute_p_and_ds(const Stage &stage, bool cuts_probabilities,
+                                   float (&scores)[kKeyTiles][kRowTiles][4],
                                    float (&gradients)[kKeyTiles][kRowTiles][4]) {
     static_assert(!kGeneral);
-    compute_p_and_ds<kHasSoftcap>(stage, careful, scores, gradients, nullptr);
+    compute_p_and_ds<kHasSoftcap>(stage, cuts_probabilities, scores, gradients, nullptr);
   }
 
   // Writes the bias gradient, summed over the rows of a head or of all heads that share the bias.

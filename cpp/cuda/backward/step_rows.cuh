@@ -116,9 +116,9 @@ template <class Config> struct StepRows : Config::Gradients {
     }
   }
 
-  // Whether this thread's row needs care since its lse is very large. Rows past the last one have lse = inf and
-  // count, too. For them the care is wasted, once for each head.
-  __device__ bool needs_care(int stage) const {
+  // Whether the lse of this thread's row is beyond kLargeLse. Rows past the last one have lse = inf and count, too. For
+  // them the extra work is wasted, once for each head.
+  __device__ bool has_large_lse(int stage) const {
     return int(threadIdx.x) < kRows && fabsf(shared.stages[stage].lse[threadIdx.x]) > kLargeLse;
   }
 

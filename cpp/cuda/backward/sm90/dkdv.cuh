@@ -44,8 +44,8 @@ template <class Config> struct DkdvConsumer : KeyConsumer<Config> {
       Roles::consumer_wait(shared.full[state.index], state.phase);
       const StepFacts facts = shared.stages[state.index].facts.read();
       if (!facts.valid) break;
-      if (facts.concerns >> Roles::consumer_group() & 1) run_step(facts, state.index);
-      if (params.bias_heads > 1 && facts.ends) sums.write_bias(facts.head);
+      if (facts.concerned_groups >> Roles::consumer_group() & 1) run_step(facts, state.index);
+      if (params.bias_heads > 1 && facts.ends_bias_sum) sums.write_bias(facts.head);
       Roles::consumer_release(shared.empty[state.index]);
     }
     if (params.bias_heads == 1) sums.write_bias(0);

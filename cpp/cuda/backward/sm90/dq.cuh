@@ -153,16 +153,16 @@ template <class Config> struct DqConsumer {
     compute_ds(rows, 0);
     pack_left<Element>(gradients, rows.scores[0]);
     for (int block = 1; block < blocks; ++block) {
-      const int before = state.index;
+      const int previous = state.index;
       ++state;
       start_scores(rows);
-      start_dq(rows, gradients, before);
+      start_dq(rows, gradients, previous);
       ptx::warpgroup_wait<1>();
       compute_ds(rows, block);
       ptx::warpgroup_wait<0>();
       ptx::warpgroup_fence_operand(rows.dq[0]);
       ptx::warpgroup_fence_operand(gradients);
-      Roles::consumer_release(pipeline.k_empty[before]);
+      Roles::consumer_release(pipeline.k_empty[previous]);
       pack_left<Element>(gradients, rows.scores[0]);
     }
     Roles::consumer_release(shared.tasks.empty);
@@ -180,7 +180,7 @@ template <class Config> struct DqConsumer {
     bool large = false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) large |= rows.set_statistics(0, half, shared.statistics[rows.row(0, half)]);
-    rows.careful = __any_sync(0xffffffffu, large);
+    rows.cuts_probabilities = __any_sync(0xffffffffu, large);
     if (const int blocks = (task.columns.count + kColumns - 1) / kColumns)
       mainloop(rows, blocks);
     else

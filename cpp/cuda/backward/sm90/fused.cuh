@@ -53,14 +53,14 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
 
   // The facts about a step that are needed until its dQ is computed.
   struct Step {
-    float *dq;         // this thread's part of the sums
-    uint32_t keys = 0; // bit n: the step concerns the keys of warpgroup n; 0 before the first step
+    float *dq;                     // this thread's part of the sums
+    uint32_t concerned_groups = 0; // bit n: the step concerns the keys of warpgroup n; 0 before the first step
   };
 
   Shared &shared;
   uint32_t ds_steps = 0; // the number of steps whose dS' this warpgroup has handed over
-  float *own_sums;       // this thread's part of the sums of the first row of the first head of the group
-  Step before{};
+  float *dq_sums;        // this thread's part of the sums of the first row of the first head of the group
+  Step previous{};
 
   __device__ FusedConsumer(const BackwardParams &parameters, Shared &memory)
       : Base(parameters, memory), shared(memory) {}
@@ -76,7 +76,7 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
 
   // Waits for dS' of the previous step.
   __device__ void wait_for_ds() const {
-    if (before.keys) Roles::consumer_wait(shared.ds_full[ds_stage(ds_steps - 1)], ds_phase(ds_steps - 1));
+    if (previous.concerned_groups) Roles::consumer_wait(shared.ds_full[ds_stage(ds_steps - 1)], ds_phase(ds_steps - 1));
   }
   // The columns of K from which this warpgroup's columns of dQ are computed.
   __device__ uint64_t panel() const {
@@ -96,8 +96,8 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
       warpgroup_gemm_ss_columns<Element, typename Shared::Tile, ptx::Major::mn, KeyTile, decltype(keys)::value>(
           dq, a, b, false);
     };
-    const uint32_t high = before.keys / 2;
-    if (before.keys == 3)
+    const uint32_t high = previous.concerned_groups / 2;
+    if (previous.concerned_groups == 3)
       add(ds, k, std::integral_constant<int, 128>{});
     else
       add(ds + Shared::Tile::offset(64, 0) * high, k + KeyTile::offset(64, 0) * high,
@@ -108,14 +108,14 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
   // Adds the finished columns of the previous step's dQ to the sums, from tile `place` on.
   template <int kOwnTiles> __device__ void add_dq(float (&dq)[kOwnTiles][4], int place = 0) const {
     ptx::warpgroup_fence_operand(dq);
-    if (before.keys == 0) return;
+    if (previous.concerned_groups == 0) return;
 #pragma unroll
     for (int n = 0; n < kOwnTiles; ++n)
-      if (n < own_tiles()) ptx::add_global(before.dq + (place + n) * 128, dq[n]);
+      if (n < own_tiles()) ptx::add_global(previous.dq + (place + n) * 128, dq[n]);
   }
   // Releases the stage of the previous step's dS'.
   __device__ void release_ds() const {
-    if (before.keys) ptx::arrive(shared.ds_empty[ds_stage(ds_steps - 1)]);
+    if (previous.concerned_groups) ptx::arrive(shared.ds_empty[ds_stage(ds_steps - 1)]);
   }
 
   // The products of a step that concerns this warpgroup's keys.
@@ -180,9 +180,9 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
   // overlapped with those of the other warpgroup. P' is kept in shared memory.
   __device__ void run_large_step(const StepFacts &facts, int number) {
     using RowTile = typename Base::RowTile;
-    finish_before();
+    finish_previous();
     const auto &rows = this->own_rows(number);
-    const bool test = this->needs_test(facts, facts.first, kRows);
+    const bool test = this->needs_test(facts, facts.first_row, kRows);
     const ScoreFactors factors = ScoreFactors::uncapped(this->params.p);
     const uint32_t stage = ds_stage(ds_steps), tile = ptx::shared_address(shared.sdS[stage]);
     Scores scores;
@@ -194,9 +194,9 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
     ptx::warpgroup_wait<0>();
     ptx::warpgroup_fence_operand(scores[0]);
     if (test)
-      sums.template compute_p<PairTests::kept_and_cut>(rows, facts.first, facts.buffer, scores, factors);
+      sums.template compute_p<PairTests::kept_and_cut>(rows, facts.first_row, facts.buffer, scores, factors);
     else
-      sums.template compute_p<PairTests::none>(rows, facts.first, facts.buffer, scores, factors);
+      sums.template compute_p<PairTests::none>(rows, facts.first_row, facts.buffer, scores, factors);
     pack_left<Element>(p, scores[0]);
     Roles::producer_acquire(shared.ds_empty[stage], ds_phase(ds_steps));
     store_p(scores, p, tile);
@@ -229,7 +229,7 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
   }
 
   // Computes this warpgroup's columns of the previous step's dQ, and adds them to the sums.
-  __device__ void finish_before() const {
+  __device__ void finish_previous() const {
     wait_for_ds();
     const auto finish = [&](auto tiles, uint64_t k, int place) {
       float dq[tiles][4];
@@ -245,7 +245,7 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
   }
 
   // The address of this thread's part of the dQ sums of row 0, in the first head of the group.
-  __device__ float *first_sums() const {
+  __device__ float *thread_dq_sums() const {
     const int band = threadIdx.x / 32 % 4, panel = Roles::consumer_group();
     const KeyTask &task = sums.keys.task();
     float *rows = query_sums(this->params, task.s, task.sequence_index, task.first_head, 0);
@@ -257,29 +257,29 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
     if constexpr (Config::kHasRowPlans) this->clear_non_finite_keys();
     sums.start();
     const int group = Roles::consumer_group();
-    own_sums = first_sums();
+    dq_sums = thread_dq_sums();
     for (PipelineState<Config::kStages> state;; ++state) {
       Roles::consumer_wait(shared.full[state.index], state.phase);
       const StepFacts facts = shared.stages[state.index].facts.read();
       if (!facts.valid) break;
-      if (facts.concerns) {
-        const int64_t row = facts.head * this->params.query_sums.head_rows + facts.first;
-        const Step step{own_sums + row * kHeadDim, facts.concerns};
-        if (facts.concerns >> group & 1) {
+      if (facts.concerned_groups) {
+        const int64_t row = facts.head * this->params.query_sums.head_rows + facts.first_row;
+        const Step step{dq_sums + row * kHeadDim, facts.concerned_groups};
+        if (facts.concerned_groups >> group & 1) {
           if constexpr (kLarge)
             run_large_step(facts, state.index);
           else
             run_step(facts, state.index);
         } else {
           ptx::arrive(shared.ds_full[ds_stage(ds_steps)]);
-          finish_before();
+          finish_previous();
         }
-        before = step;
+        previous = step;
         ++ds_steps;
       }
       Roles::consumer_release(shared.empty[state.index]);
     }
-    finish_before();
+    finish_previous();
     sums.write_bias(0);
     if constexpr (Config::Keys::kSegments) add_segment_sums<Config>(shared, sums);
     sums.write();

@@ -11,13 +11,13 @@ namespace fdm::cuda {
 
 // The parts that depend on the head dimension: the shared memory, the consumers, and the registers of each role.
 template <class Config, int kGroups = Config::Roles::kConsumerGroups> struct FusedParts {
-  using Memory = std::conditional_t<Config::kShared, LargeHeadShared<Config>, FusedShared<Config>>;
-  using Consumer = std::conditional_t<Config::kShared, LargeHeadConsumer<Config>, FusedConsumer<Config>>;
+  using Memory = std::conditional_t<Config::kSharesKeys, LargeHeadShared<Config>, FusedShared<Config>>;
+  using Consumer = std::conditional_t<Config::kSharesKeys, LargeHeadConsumer<Config>, FusedConsumer<Config>>;
   using Registers = RoleRegisters<224, 56>;
 };
 template <class Config> struct FusedParts<Config, 3> {
-  using Memory = NarrowShared<Config>;
-  using Consumer = NarrowConsumer<Config>;
+  using Memory = SmallHeadShared<Config>;
+  using Consumer = SmallHeadConsumer<Config>;
   using Registers = RoleRegisters<152, 56, 3>;
 };
 

@@ -28,10 +28,10 @@ template <class Config> struct LargeHeadConsumer : KeyConsumer<Config> {
   static constexpr int kColumns = Config::kColumns;
 
   // The type of row_bias if there is no bias per query.
-  struct None {
-    __device__ None(const BackwardParams &, const typename Config::Keys::Shared &) {}
+  struct NoRowBiasPart {
+    __device__ NoRowBiasPart(const BackwardParams &, const typename Config::Keys::Shared &) {}
   };
-  using RowBias = std::conditional_t<Config::kRowBias, RowBiasPart<Config>, None>;
+  using RowBias = std::conditional_t<Config::kRowBias, RowBiasPart<Config>, NoRowBiasPart>;
 
   Shared &shared;
   RowBias row_bias;
@@ -78,7 +78,7 @@ template <class Config> struct LargeHeadConsumer : KeyConsumer<Config> {
   }
 
   // The address of this thread's part of the dQ sums of a step.
-  __device__ float *own_sums(const KeyStep &step) const {
+  __device__ float *thread_dq_sums(const KeyStep &step) const {
     const KeyTask &task = sums.keys.task();
     const int tile = step.tile / Config::kParts;
     float *rows = query_sums(this->params, task.s, task.sequence_index, sums.keys.head(step), tile * kRows);
@@ -112,7 +112,7 @@ template <class Config> struct LargeHeadConsumer : KeyConsumer<Config> {
   __device__ void compute_with_row_bias(const StepFacts &facts, Scores &scores, Scores &gradients, int number,
                                         bool exact, const Added &added) {
     const auto &rows = this->own_rows(number);
-    const int first = facts.first + kScoreRows * Base::own_part();
+    const int first = facts.first_row + kScoreRows * Base::own_part();
     const ScoreFactors factors = ScoreFactors::uncapped(this->params.p);
     ptx::warpgroup_wait<1>();
     ptx::warpgroup_fence_operand(scores[0]);
@@ -129,12 +129,12 @@ template <class Config> struct LargeHeadConsumer : KeyConsumer<Config> {
     Scores scores, gradients;
     if constexpr (Config::kRowBias) {
       const int64_t head = sums.keys.task().first_head + facts.head;
-      const int first = facts.first + kScoreRows * Base::own_part();
+      const int first = facts.first_row + kScoreRows * Base::own_part();
       const bool exact = row_bias.is_exact(facts);
       row_bias.begin(scores[0], head, first, exact);
       this->start_scores(scores, gradients, number);
       compute_with_row_bias(facts, scores, gradients, number, exact, typename RowBias::Exact{row_bias, head, first});
-      row_bias.add_score_gradients(gradients[0], head, first, facts.ends);
+      row_bias.add_score_gradients(gradients[0], head, first, facts.ends_bias_sum);
     } else {
       this->start_scores(scores, gradients, number);
       this->compute_p_and_ds(facts, scores, gradients, number);
@@ -145,7 +145,7 @@ template <class Config> struct LargeHeadConsumer : KeyConsumer<Config> {
     start_columns<ptx::Major::k, RowTile>(sums.dv[0], shared.sP, shared.sdO[number], true);
     start_columns<ptx::Major::k, RowTile>(sums.dk[0], shared.sdS, shared.sQ[number], true);
     ptx::warpgroup_wait<2>();
-    add_dq(dq, own_sums(this->own_rows(number).step));
+    add_dq(dq, thread_dq_sums(this->own_rows(number).step));
     ptx::warpgroup_wait<0>();
     ptx::warpgroup_fence_operand(sums.dv[0]);
     ptx::warpgroup_fence_operand(sums.dk[0]);

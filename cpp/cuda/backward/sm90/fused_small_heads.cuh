@@ -16,7 +16,7 @@ namespace fdm::cuda {
 
 // dS' of the last steps, one for each warpgroup, which computes its dQ. dS' has a row for each key and a column for
 // each row of the step.
-template <class Config> struct NarrowShared : KeyStationaryShared<Config> {
+template <class Config> struct SmallHeadShared : KeyStationaryShared<Config> {
   using Roles = typename Config::Roles;
   static constexpr int kSteps = Roles::kConsumerGroups;
   using Tile = SmemTile<Config::kRows, Config::kKeys>;
@@ -34,9 +34,9 @@ template <class Config> struct NarrowShared : KeyStationaryShared<Config> {
   }
 };
 
-template <class Config> struct NarrowConsumer : KeyConsumer<Config> {
+template <class Config> struct SmallHeadConsumer : KeyConsumer<Config> {
   using Base = KeyConsumer<Config>;
-  using Shared = NarrowShared<Config>;
+  using Shared = SmallHeadShared<Config>;
   using Tile = typename Shared::Tile;
   using Base::kRows, Base::kScoreRows, Base::kHeadDim, Base::sums;
   using typename Base::Element, typename Base::KeyTile, typename Base::RowTile, typename Base::Roles,
@@ -46,19 +46,19 @@ template <class Config> struct NarrowConsumer : KeyConsumer<Config> {
 
   Shared &shared;
   PipelineState<Shared::kSteps> state; // the stage of this step's dS'
-  int32_t row_before = -1; // the first row of the previous step, counted over the heads of the group; -1: none
+  int32_t previous_row = -1; // the first row of the previous step, counted over the heads of the group; -1: none
 
-  __device__ NarrowConsumer(const BackwardParams &parameters, Shared &memory)
+  __device__ SmallHeadConsumer(const BackwardParams &parameters, Shared &memory)
       : Base(parameters, memory), shared(memory) {}
 
   // If it is this warpgroup's turn, computes dQ of the previous step and adds it to the sums.
-  __device__ void finish_before() const {
+  __device__ void finish_previous() const {
     const int number = state.index == 0 ? kGroups - 1 : state.index - 1;
-    if (row_before < 0 || number != Roles::consumer_group()) return;
+    if (previous_row < 0 || number != Roles::consumer_group()) return;
     Roles::consumer_wait(shared.ds_full[number], state.index == 0 ? state.phase ^ 1 : state.phase);
     const uint64_t ds = Tile::descriptor(ptx::shared_address(shared.sdS[number])),
                    k = KeyTile::descriptor(ptx::shared_address(shared.sK));
-    float *thread_sums = own_sums(), dq[kHeadDim / 8][4];
+    float *thread_sums = thread_dq_sums(), dq[kHeadDim / 8][4];
     ptx::warpgroup_arrive();
     warpgroup_gemm_ss_columns<Element, Tile, ptx::Major::mn, KeyTile, Config::kKeys>(dq, ds, k, false);
     ptx::warpgroup_commit_batch();
@@ -111,14 +111,14 @@ template <class Config> struct NarrowConsumer : KeyConsumer<Config> {
                                                            false);
     ptx::warpgroup_commit_batch();
     start_gradients(0);
-    const bool test = this->needs_test(facts, facts.first, kRows);
+    const bool test = this->needs_test(facts, facts.first_row, kRows);
     const ScoreFactors factors = ScoreFactors::uncapped(this->params.p);
     ptx::warpgroup_wait<1>();
     ptx::warpgroup_fence_operand(all_scores);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       const auto &rows = this->own_rows(number, part);
-      const int first = facts.first + kScoreRows * part;
+      const int first = facts.first_row + kScoreRows * part;
       if (test)
         sums.template compute_p<PairTests::kept_and_cut>(rows, first, facts.buffer, scores[part], factors);
       else
@@ -168,10 +168,10 @@ template <class Config> struct NarrowConsumer : KeyConsumer<Config> {
   }
 
   // The address of this thread's part of the dQ sums of the previous step.
-  __device__ float *own_sums() const {
+  __device__ float *thread_dq_sums() const {
     const KeyTask &task = sums.keys.task();
     float *rows = query_sums(this->params, task.s, task.sequence_index, task.first_head, 0);
-    return rows + int64_t(row_before) * kHeadDim + threadIdx.x / 32 % 4 * (kHeadDim / 8) * 128 + threadIdx.x % 32 * 4;
+    return rows + int64_t(previous_row) * kHeadDim + threadIdx.x / 32 % 4 * (kHeadDim / 8) * 128 + threadIdx.x % 32 * 4;
   }
 
   __device__ void run() {
@@ -184,19 +184,19 @@ template <class Config> struct NarrowConsumer : KeyConsumer<Config> {
       Roles::consumer_wait(shared.full[stage.index], stage.phase);
       const StepFacts facts = shared.stages[stage.index].facts.read();
       if (!facts.valid) break;
-      if (facts.concerns) {
-        if (facts.concerns >> group & 1)
+      if (facts.concerned_groups) {
+        if (facts.concerned_groups >> group & 1)
           run_step(facts, stage.index);
         else
           store_zero_ds();
       }
       Roles::consumer_release(shared.empty[stage.index]);
-      if (facts.concerns == 0) continue;
-      finish_before();
-      row_before = int32_t(facts.head * this->params.query_sums.head_rows) + facts.first;
+      if (facts.concerned_groups == 0) continue;
+      finish_previous();
+      previous_row = int32_t(facts.head * this->params.query_sums.head_rows) + facts.first_row;
       ++state;
     }
-    finish_before();
+    finish_previous();
     sums.write_bias(0);
     if constexpr (Config::Keys::kSegments) add_segment_sums<Config>(shared, sums);
     sums.write();

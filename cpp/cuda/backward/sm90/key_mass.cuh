@@ -40,13 +40,13 @@ template <class Config> struct MassConsumer : KeyConsumer<Config> {
     const auto &rows = this->own_rows(number);
     const auto compute = [&](auto tests, auto softcap, const ScoreFactors &factors) {
       sums.template compute_p<decltype(tests)::value, NoRowBias, decltype(softcap)::value>(
-          rows, facts.first, facts.buffer, scores, factors);
+          rows, facts.first_row, facts.buffer, scores, factors);
     };
     constexpr std::integral_constant<PairTests, PairTests::kept_and_cut> kTests;
     constexpr std::integral_constant<Softcap, Softcap::none> kUncapped;
     if (params.p.softcap > 0)
       compute(kTests, std::integral_constant<Softcap, Softcap::applied>{}, ScoreFactors(params.p));
-    else if (this->needs_test(facts, facts.first, kRows))
+    else if (this->needs_test(facts, facts.first_row, kRows))
       compute(kTests, kUncapped, ScoreFactors::uncapped(params.p));
     else
       compute(std::integral_constant<PairTests, PairTests::none>{}, kUncapped, ScoreFactors::uncapped(params.p));
@@ -59,8 +59,8 @@ template <class Config> struct MassConsumer : KeyConsumer<Config> {
     const int number = state.index;
     ++state;
     const StepFacts next = start_step(next_scores);
-    if (facts.concerns >> Base::Roles::consumer_group() & 1) add_step(facts, number, scores);
-    if (facts.ends) sums.write_bias(facts.head);
+    if (facts.concerned_groups >> Base::Roles::consumer_group() & 1) add_step(facts, number, scores);
+    if (facts.ends_bias_sum) sums.write_bias(facts.head);
     Base::Roles::consumer_release(shared.empty[number]);
     finish_scores(next_scores);
     return next;

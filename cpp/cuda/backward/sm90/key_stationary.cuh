@@ -23,7 +23,7 @@ template <class Roles> struct Producers {
   __device__ static __forceinline__ void sync() { Roles::sync_producers(); }
 };
 
-// With 128 keys or more, each consumer warpgroup has 64 of them. 64 keys (kShared) are for head dimensions whose
+// With 128 keys or more, each consumer warpgroup has 64 of them. 64 keys (kSharesKeys) are for head dimensions whose
 // gradients do not fit in the registers of one warpgroup. Two warpgroups then have the same keys. Each computes the
 // scores of half of a step's rows, and half of the columns of the gradients.
 template <class ElementType, int kHeadDimension, int kKeyCount, int kRowCount, int kStageCount, Softcap kSoftcapKind,
@@ -32,20 +32,20 @@ struct KeyStationaryConfig {
   using Element = ElementType;
   static constexpr int kHeadDim = kHeadDimension, kValueDim = kValueDimension, kKeys = kKeyCount, kRows = kRowCount,
                        kStages = kStageCount;
-  static constexpr bool kSoftcap = kSoftcapKind == Softcap::applied, kShared = kKeys == 64;
+  static constexpr bool kSoftcap = kSoftcapKind == Softcap::applied, kSharesKeys = kKeys == 64;
   static constexpr bool kScoresAlone = kProducts == KeyProducts::scores;
   static constexpr bool kRowBias = kQueryRows == QueryRows::bias, kHasRowPlans = kQueryRows != QueryRows::none;
-  using Roles = WarpRoles<kShared ? 2 : kKeys / 64>;
+  using Roles = WarpRoles<kSharesKeys ? 2 : kKeys / 64>;
   static_assert(kKeys % 64 == 0);
   // A warpgroup computes the scores of kScoreRows rows at a time. A step has kParts such parts. kColumns counts the
   // columns of the warpgroup's gradients. With three consumer warpgroups, registers hold the scores of half of the
   // rows.
-  static constexpr int kScoreRows = kShared || Roles::kConsumerGroups == 3 ? kRows / 2 : kRows;
-  static constexpr int kColumns = kShared ? kHeadDim / 2 : kHeadDim;
+  static constexpr int kScoreRows = kSharesKeys || Roles::kConsumerGroups == 3 ? kRows / 2 : kRows;
+  static constexpr int kColumns = kSharesKeys ? kHeadDim / 2 : kHeadDim;
   static constexpr int kParts = kRows / kScoreRows;
-  static constexpr int kValueColumns = kShared ? kValueDim / 2 : kValueDim;
-  static_assert(!kShared || (kHeadDim > 128 && kHeadDim % 64 == 0));
-  static_assert(!kRowBias || (kShared && !kSoftcap));
+  static constexpr int kValueColumns = kSharesKeys ? kValueDim / 2 : kValueDim;
+  static_assert(!kSharesKeys || (kHeadDim > 128 && kHeadDim % 64 == 0));
+  static_assert(!kRowBias || (kSharesKeys && !kSoftcap));
   using KeyTile = SmemTile<kHeadDim, kKeys>;
   using ValueTile = SmemTile<kValueDim, kKeys>;
   using RowTile = SmemTile<kHeadDim, kRows>;
@@ -61,16 +61,16 @@ struct KeyStationaryConfig {
 
 // The facts that every consumer reads about a step, in one load. Separate loads would take as long as a product.
 struct alignas(16) StepFacts {
-  bool tests
+  bool test_rows
       [Roles::kProducerWarps]; // test all pairs of a warp's rows: a row is beyond kLargeLse, or KeyStep::tests is set
   bool valid;                  // false ends the steps
-  bool ends;                   // RowProducer::ends()
-  uint8_t concerns;            // bit n: a row may keep a key of group n
+  bool ends_bias_sum;          // RowProducer::ends_bias_sum()
+  uint8_t concerned_groups;    // bit n: a row may keep a key of group n
   uint8_t buffer;              // of the KeyStep
   int32_t head;                // of the KeyStep
-  int32_t first;               // the first row
+  int32_t first_row;           // the first row
 
-  __device__ bool any_tests() const { return tests[0] || tests[1] || tests[2] || tests[3]; }
+  __device__ bool any_test_rows() const { return test_rows[0] || test_rows[1] || test_rows[2] || test_rows[3]; }
   // All lanes of the warp call this. The second word is uniform, so branches on `valid` to `buffer` are uniform.
   __device__ StepFacts read() const {
     auto words = *reinterpret_cast<const int4 *>(this);
@@ -81,7 +81,7 @@ struct alignas(16) StepFacts {
 static_assert(sizeof(StepFacts) == sizeof(int4));
 
 // Facts about a row tile while it is in shared memory.
-template <class Config> struct PassingRows {
+template <class Config> struct StageRows {
   RowStage<Config::kKeys, Config::kScoreRows, Config::Keys::kRowPlans>
       parts[Config::kParts]; // step.tile of a part is counted in parts
   StepFacts facts;
@@ -96,7 +96,7 @@ template <class Config> struct KeyStationaryShared {
   alignas(kAlone ? 16 : 1024) char sV[kAlone ? 16 : Config::ValueTile::kBytes];
   alignas(1024) char sQ[Config::kStages][Config::RowTile::kBytes];
   alignas(kAlone ? 16 : 1024) char sdO[kAlone ? 1 : Config::kStages][kAlone ? 16 : Config::DoutTile::kBytes];
-  PassingRows<Config> stages[Config::kStages]; // an invalid step ends the steps
+  StageRows<Config> stages[Config::kStages]; // an invalid step ends the steps
   typename Config::Keys::Shared keys;
   bool exists; // the thread block has a key block
   uint64_t keys_full, full[Config::kStages], empty[Config::kStages];
@@ -167,7 +167,7 @@ template <class Config> struct RowProducer {
   }
 
   // Rows without a gradient are loaded as zeros, so that non-finite values in their dO reach no result.
-  __device__ void load_rows(const KeyStep &step, const RowStatistics &statistics, bool ends) {
+  __device__ void load_rows(const KeyStep &step, const RowStatistics &statistics, bool ends_bias_sum) {
     auto &stage = shared.stages[state.index];
     if (has_row()) {
       auto &part = stage.parts[row() / Config::kScoreRows];
@@ -175,10 +175,10 @@ template <class Config> struct RowProducer {
       part.delta[row() % Config::kScoreRows] = statistics.delta;
     }
     const uint32_t used = __ballot_sync(0xffffffffu, !statistics.empty());
-    const bool careful = __any_sync(0xffffffffu, !statistics.empty() && fabsf(statistics.lse) > kLargeLse);
-    // With a bias per query, consumers test all pairs anyway, and `tests` only marks rows beyond kLargeLse.
-    if (threadIdx.x % 32 == 0) stage.facts.tests[warp()] = careful || (!Config::kRowBias && step.tests);
-    if (Roles::producer_thread() == 0) set_step(step, ends);
+    const bool large_lse = __any_sync(0xffffffffu, !statistics.empty() && fabsf(statistics.lse) > kLargeLse);
+    // With a bias per query, consumers test all pairs anyway, and `test_rows` only marks rows beyond kLargeLse.
+    if (threadIdx.x % 32 == 0) stage.facts.test_rows[warp()] = large_lse || (!Config::kRowBias && step.tests);
+    if (Roles::producer_thread() == 0) set_step(step, ends_bias_sum);
     constexpr uint32_t kAllOwnRows = ~0u >> (32 - kOwnRows);
     if (maps && maps->known && used == kAllOwnRows) {
       if (threadIdx.x % 32 == 0) copy_boxes(step);
@@ -204,7 +204,7 @@ template <class Config> struct RowProducer {
   }
 
   // Stores the step of the stage for the consumers. An invalid step ends the steps.
-  __device__ void set_step(const KeyStep &step, bool ends) const {
+  __device__ void set_step(const KeyStep &step, bool ends_bias_sum) const {
     auto &stage = shared.stages[state.index];
 #pragma unroll
     for (int n = 0; n < Config::kParts; ++n) {
@@ -214,14 +214,14 @@ template <class Config> struct RowProducer {
     }
     StepFacts &facts = stage.facts;
     facts.valid = step.valid;
-    facts.ends = ends;
-    uint32_t concerns = 0;
+    facts.ends_bias_sum = ends_bias_sum;
+    uint32_t concerned_groups = 0;
 #pragma unroll
-    for (int n = 0; n < Config::kKeys / 64; ++n) concerns |= uint32_t(keys.concerns(n, step, kRows)) << n;
-    facts.concerns = uint8_t(concerns);
+    for (int n = 0; n < Config::kKeys / 64; ++n) concerned_groups |= uint32_t(keys.concerns(n, step, kRows)) << n;
+    facts.concerned_groups = uint8_t(concerned_groups);
     facts.buffer = uint8_t(step.buffer);
     facts.head = step.head;
-    facts.first = step.tile * kRows;
+    facts.first_row = step.tile * kRows;
   }
 
   // Starts the TMA copies of this warp's rows of a step, if all of them are used. One thread calls this before it
@@ -277,7 +277,7 @@ template <class Config> struct RowProducer {
   }
   // Whether this step is the last one of a sum of bias gradients: the sum of a head or, for a bias per query, of all
   // heads that share a tile.
-  __device__ bool ends(const KeyStep &step, const KeyStep &next) const {
+  __device__ bool ends_bias_sum(const KeyStep &step, const KeyStep &next) const {
     if (!next.valid) return true;
     if constexpr (Config::kRowBias) return params.p.bias.shape[1] == params.p.heads || next.tile != step.tile;
     return next.head != step.head;
@@ -294,7 +294,7 @@ template <class Config> struct RowProducer {
       ask_for_bias(next);
       const RowStatistics next_statistics = find_statistics(next);
       Roles::producer_acquire(shared.empty[state.index], state.phase);
-      load_rows(step, statistics, ends(step, next));
+      load_rows(step, statistics, ends_bias_sum(step, next));
       Roles::producer_commit(shared.full[state.index]);
       step = next;
       statistics = next_statistics;
@@ -323,7 +323,7 @@ template <class Config> struct KeyConsumer {
 
   __device__ KeyConsumer(const BackwardParams &parameters, KeyStationaryShared<Config> &memory)
       : params(parameters), shared(memory), sums(parameters, memory.keys) {
-    const uint64_t own_keys = Config::kShared ? 0 : KeyTile::offset(64, 0) * Roles::consumer_group();
+    const uint64_t own_keys = Config::kSharesKeys ? 0 : KeyTile::offset(64, 0) * Roles::consumer_group();
     k_desc = KeyTile::descriptor(ptx::shared_address(shared.sK)) + own_keys;
     v_desc = ValueTile::descriptor(ptx::shared_address(shared.sV)) + own_keys;
   }
@@ -351,7 +351,7 @@ template <class Config> struct KeyConsumer {
   }
 
   // The part of a step whose scores this warpgroup computes in a turn.
-  __device__ static int own_part(int turn = 0) { return Config::kShared ? Roles::consumer_group() : turn; }
+  __device__ static int own_part(int turn = 0) { return Config::kSharesKeys ? Roles::consumer_group() : turn; }
   // The facts about the rows of this part.
   __device__ const auto &own_rows(int stage, int turn = 0) const { return shared.stages[stage].parts[own_part(turn)]; }
 
@@ -380,7 +380,7 @@ template <class Config> struct KeyConsumer {
 
   // Whether pairs of this warp's keys and of the rows from `first` on need PairTests.
   __device__ bool needs_test(const StepFacts &facts, int first, int rows) const {
-    return uniform(facts.any_tests() || sums.keys.drops_keys(facts.head, facts.buffer) ||
+    return uniform(facts.any_test_rows() || sums.keys.drops_keys(facts.head, facts.buffer) ||
                    !sums.keys.keep_all(threadIdx.x / 32 % (Config::kKeys / 16), 1, first, rows));
   }
 
@@ -392,9 +392,9 @@ template <class Config> struct KeyConsumer {
       ptx::warpgroup_wait<0>();
       ptx::warpgroup_fence_operand(scores[0]);
       ptx::warpgroup_fence_operand(gradients[0]);
-      sums.template compute_p_and_ds<true>(rows, facts.any_tests(), scores, gradients);
+      sums.template compute_p_and_ds<true>(rows, facts.any_test_rows(), scores, gradients);
     } else {
-      const int first = facts.first + kScoreRows * own_part(turn);
+      const int first = facts.first_row + kScoreRows * own_part(turn);
       const bool test = needs_test(facts, first, kScoreRows);
       const ScoreFactors factors = ScoreFactors::uncapped(params.p);
       ptx::warpgroup_wait<1>();

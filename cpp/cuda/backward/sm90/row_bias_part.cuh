@@ -25,7 +25,7 @@ template <class Config> struct RowBiasPart {
   // Whether the bias must be added to the scores: in units of the products, the bias of a row may leave the range of
   // float32. Rows beyond kLargeLse may have such a bias.
   __device__ bool is_exact(const StepFacts &facts) const {
-    return facts.any_tests() || !ScoreFactors::uncapped(params.p).can_fold_bias();
+    return facts.any_test_rows() || !ScoreFactors::uncapped(params.p).can_fold_bias();
   }
   // Fills the scores of a query head with the bias in units of the products, or with zeros if `exact`. The products
   // add to them.

@@ -216,7 +216,7 @@ template <class Config> struct SmallBlock {
     ptx::arrive_after_copies(shared.full[stage]);
   }
   // Whether a row of a step has no gradient, or an lse beyond kLargeLse. All warps get the same answer.
-  __device__ bool needs_care(int stage) const {
+  __device__ bool has_large_lse(int stage) const {
     const float *const lse = shared.stages[stage].lse + ptx::thread_index() % 32;
     static_assert(kRows == 64);
     return __any_sync(0xffffffffu, fmaxf(fabsf(lse[0]), fabsf(lse[32])) > kLargeLse);
@@ -249,7 +249,7 @@ template <class Config> struct SmallBlock {
   // Adds the products of a step to dK and dV, and computes its dQ. In a chain, receive() loads the sums that dQ is
   // added to.
   template <class Receive>
-  __device__ void run_step(int number, bool careful, float (&dq)[kHeadDim / 8][4], const Receive &receive) {
+  __device__ void run_step(int number, bool cuts_probabilities, float (&dq)[kHeadDim / 8][4], const Receive &receive) {
     const auto &stage = shared.stages[number];
     const KeyStep &step = stage.step;
     const uint64_t k = KeyTile::descriptor(ptx::shared_address(shared.sK));
@@ -263,11 +263,11 @@ template <class Config> struct SmallBlock {
     ptx::warpgroup_commit_batch();
     warpgroup_gemm_ss<Element, KeyTile, RowTile, kHeadDim>(gradients[0], v, dout, false);
     ptx::warpgroup_commit_batch();
-    const bool test = sums.needs_test(step, careful);
+    const bool test = sums.needs_test(step, cuts_probabilities);
     ptx::warpgroup_wait<1>();
     ptx::warpgroup_fence_operand(scores[0]);
     const ScoreFactors factors = ScoreFactors::uncapped(params.p);
-    if (careful)
+    if (cuts_probabilities)
       sums.template compute_p<PairTests::kept_and_cut>(stage, step.tile * kRows, step.buffer, scores, factors);
     else if (test)
       sums.template compute_p<PairTests::kept>(stage, step.tile * kRows, step.buffer, scores, factors);
@@ -355,9 +355,9 @@ template <class Config> struct SmallBlock {
         if constexpr (Config::kChained) chain.receive(dq, shared.cluster.tiles, place);
       };
       if (concerns(step, steps)) {
-        const bool careful = needs_care(state.index);
-        if (careful) clear_empty_rows(state.index);
-        run_step(state.index, careful, dq, receive);
+        const bool large_lse = has_large_lse(state.index);
+        if (large_lse) clear_empty_rows(state.index);
+        run_step(state.index, large_lse, dq, receive);
       } else {
         receive();
       }
