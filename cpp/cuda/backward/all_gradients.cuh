@@ -18,19 +18,20 @@
 
 namespace fdm::cuda {
 
-// kShares warps have the same keys. kSavesShared: V is in registers, and dO has one stage.
+// kShares warps have the same keys. kValuesInRegisters: V is in registers, and dO has one stage.
 template <class ElementType, int kHeadDimension, int kKeyCount, int kRowCount, int kWarpCount, int kBlockCount,
           int kShareCount, SmemContents kSharedHolds>
 struct AllGradientsConfig {
   using Element = ElementType;
   static constexpr int kHeadDim = kHeadDimension, kKeys = kKeyCount, kRows = kRowCount, kWarps = kWarpCount;
   static constexpr int kThreads = 32 * kWarps, kBlocks = kBlockCount; // kBlocks is the least number of blocks on an SM
-  static constexpr bool kKeyGradient = true, kGeneral = false, kSavesShared = kSharedHolds == SmemContents::one_dout;
+  static constexpr bool kComputesDk = true, kGeneral = false,
+                        kValuesInRegisters = kSharedHolds == SmemContents::one_dout;
   static constexpr int kShares = kShareCount, kKeyWarps = kWarps / kShares;
   static constexpr int kKeyTiles = kKeys / kKeyWarps / 16; // tiles of 16 keys of each warp
   static constexpr int kOwnRows = kRows / kShares, kOwnColumns = kHeadDim / kShares;
   using Tile = SmemTile<kHeadDim>;
-  using ScoreTile = SmemTile<kRows>;                // a row for each key
+  using GradientTile = SmemTile<kRows>;             // a row for each key
   static constexpr int kGroupKeys = 16 * kKeyTiles; // the keys of a warp: KeyBlock finds the rows that may keep them
   using KeysOfBlock =
       KeyBlock<kKeys, WholeBlock<kThreads>, 2, KeyBlockUse::segments, kGroupKeys>; // two consecutive steps' heads
@@ -40,9 +41,9 @@ struct AllGradientsConfig {
                 (kKeys == 64 || kKeys == 128));
   // A share of the columns is whole panels. If the number of panels is odd, each share also has half of the last one.
   static constexpr int kPanelTiles = kShares == 1 ? kHeadDim / 8 : kOwnColumns / 64 * 8;
-  static constexpr int kOtherTiles = kOwnColumns / 8 - kPanelTiles;
+  static constexpr int kHalfPanelTiles = kOwnColumns / 8 - kPanelTiles;
   static_assert(kShares == 1 || kOwnColumns % 32 == 0);
-  static_assert(!kSavesShared || kShares > 1);
+  static_assert(!kValuesInRegisters || kShares > 1);
 
   // dQ of a step is divided among kRowWarps x kColumnWarps warps. Parts are as square as possible, since such parts
   // read the least shared memory. A warp has every kColumnWarps-th pair of tiles of 8 columns.
@@ -57,28 +58,28 @@ struct AllGradientsConfig {
 };
 
 template <class Config> struct AllGradientsShared : StepMemory<Config> {
-  static constexpr int kScoreBytes = Config::ScoreTile::bytes(Config::kKeys);
-  alignas(128) char sdS[kScoreBytes];
-  alignas(128) char sP[Config::kShares > 1 ? kScoreBytes : 1];
+  static constexpr int kGradientBytes = Config::GradientTile::bytes(Config::kKeys);
+  alignas(128) char sdS[kGradientBytes];
+  alignas(128) char sP[Config::kShares > 1 ? kGradientBytes : 1];
   float dbias[Config::kShares > 1 ? Config::kKeys : 1]; // the sums of the second of two warps with the same keys
-  float *first_sums;                                    // the sums of dQ of row 0 of the group's first query head
+  float *dq_sums;                                       // the sums of dQ of row 0 of the group's first query head
 };
 
 template <class Config> struct AllGradientsBlock : StepRows<Config> {
   using Base = StepRows<Config>;
   using Element = typename Config::Element;
   using Tile = typename Config::Tile;
-  using ScoreTile = typename Config::ScoreTile;
+  using GradientTile = typename Config::GradientTile;
   using Base::dk, Base::dv, Base::keys, Base::params;
   static constexpr int kKeyTiles = Config::kKeyTiles, kKeys = Config::kKeys, kRows = Config::kRows;
   static constexpr int kHeadDim = Config::kHeadDim, kHalfKeys = 64, kGroupKeys = Config::kGroupKeys;
   static constexpr int kShares = Config::kShares, kOwnColumns = Config::kOwnColumns;
-  static constexpr bool kSavesShared = Config::kSavesShared;
+  static constexpr bool kValuesInRegisters = Config::kValuesInRegisters;
   using Scores = float[kKeyTiles][Config::kOwnRows / 8][4];
 
   AllGradientsShared<Config> &shared;
   uint32_t ds_base, p_base;
-  LeftOperand<Element, kHeadDim, kKeyTiles, kSavesShared> values; // V of this warp's keys
+  LeftOperand<Element, kHeadDim, kKeyTiles, kValuesInRegisters> values; // V of this warp's keys
 
   __device__ AllGradientsBlock(const BackwardParams &parameters, AllGradientsShared<Config> &memory)
       : Base(parameters, memory), shared(memory), ds_base(ptx::shared_address(memory.sdS)),
@@ -91,8 +92,8 @@ template <class Config> struct AllGradientsBlock : StepRows<Config> {
   __device__ static int share() { return kShares == 1 ? 0 : threadIdx.x / 32 / Config::kKeyWarps; }
   // The first columns of this warp's tiles of sums: of the tiles from 0 on, and of those from Config::kPanelTiles on.
   __device__ static int first_column() { return share() * (8 * Config::kPanelTiles); }
-  __device__ static int other_column() {
-    return kShares * 8 * Config::kPanelTiles + share() * (8 * Config::kOtherTiles);
+  __device__ static int first_half_panel_column() {
+    return kShares * 8 * Config::kPanelTiles + share() * (8 * Config::kHalfPanelTiles);
   }
 
   // The address of this warp's rows of Q or dO as right operands.
@@ -122,25 +123,26 @@ template <class Config> struct AllGradientsBlock : StepRows<Config> {
     constexpr int kRowTiles = Config::kDqRowTiles, kTiles = Config::kDqTiles, kColumnWarps = Config::kColumnWarps;
     const int warp = threadIdx.x / 32, row_warp = warp / kColumnWarps, column_warp = warp % kColumnWarps;
     // As in SmemTile::fragment_address, an addition moves by whole rows and an exclusive or by columns.
-    const uint32_t ds = (ScoreTile::right_rows(ds_base) ^ row_warp * kRowTiles * 32) + first * ScoreTile::kRowBytes;
+    const uint32_t ds =
+        (GradientTile::right_rows(ds_base) ^ row_warp * kRowTiles * 32) + first * GradientTile::kRowBytes;
     const uint32_t k =
         ((ptx::shared_address(shared.sK) + this->column_offset_right) ^ column_warp * 32) + first * Tile::kRowBytes;
     float dq[kRowTiles][kTiles][4];
     clear(dq);
     gemm_columns<Element, Tile, kConcernedKeys, 16 * kColumnWarps>(dq, k, [&](uint32_t (&a)[kRowTiles][4], int key) {
 #pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) ptx::ldmatrix_trans(a[m], ScoreTile::fragment_address(ds, key, 16 * m));
+      for (int m = 0; m < kRowTiles; ++m) ptx::ldmatrix_trans(a[m], GradientTile::fragment_address(ds, key, 16 * m));
     });
     const QuerySums &sums = params.query_sums;
-    float *first_sum =
-        shared.first_sums +
+    float *thread_sums =
+        shared.dq_sums +
         (uint32_t(step.head) * sums.head_rows + step.tile * kRows + row_warp * (16 * kRowTiles)) * kHeadDim +
         column_warp * 256 + first_number();
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
       for (int n = 0; n < kTiles; ++n)
-        add_to_tile(first_sum + (m * (kHeadDim / 8) + n / 2 * (2 * kColumnWarps) + n % 2) * 128, dq[m][n]);
+        add_to_tile(thread_sums + (m * (kHeadDim / 8) + n / 2 * (2 * kColumnWarps) + n % 2) * 128, dq[m][n]);
   }
 
   // Computes P' and dS' of this warp's keys and rows, and stores dS' for the other warps. If no other warp has these
@@ -148,9 +150,9 @@ template <class Config> struct AllGradientsBlock : StepRows<Config> {
   __device__ void add_own(int stage, bool cuts_probabilities, Scores &scores) {
     Scores gradients;
     compute_p_and_ds(stage, cuts_probabilities, scores, gradients);
-    store_accumulators<Element, ScoreTile>(gradients, ds_base, first_key(), this->first_row());
+    store_accumulators<Element, GradientTile>(gradients, ds_base, first_key(), this->first_row());
     if constexpr (kShares > 1) {
-      store_accumulators<Element, ScoreTile>(scores, p_base, first_key(), this->first_row());
+      store_accumulators<Element, GradientTile>(scores, p_base, first_key(), this->first_row());
     } else {
       gemm_rs<Element, kHeadDim>(dv, scores, this->dout(stage) + this->column_offset_right);
       gemm_rs<Element, kHeadDim>(dk, gradients, this->q(stage) + this->column_offset_right);
@@ -161,18 +163,19 @@ template <class Config> struct AllGradientsBlock : StepRows<Config> {
   __device__ void add_shared(int stage) {
     constexpr int kPanelTiles = Config::kPanelTiles, kPanels = kPanelTiles / 8;
     const auto add = [&](auto &sums, uint32_t scores, uint32_t rows) {
-      const uint32_t left = ScoreTile::left(scores, first_key()), right = rows + this->column_offset_right;
+      const uint32_t left = GradientTile::left(scores, first_key()), right = rows + this->column_offset_right;
       const uint32_t share_columns = right + share() * (kPanels * Tile::kPanelBytes);
-      const uint32_t other = (right ^ share() * (Config::kOtherTiles * 16)) + kShares * kPanels * Tile::kPanelBytes;
+      const uint32_t half_panel =
+          (right ^ share() * (Config::kHalfPanelTiles * 16)) + kShares * kPanels * Tile::kPanelBytes;
       gemm_columns_at<Element, kRows>(
           sums,
           [&](int row, int d) {
             return d < kPanelTiles ? Tile::fragment_address(share_columns, row, 8 * d)
-                                   : Tile::fragment_address(other, row, 8 * (d - kPanelTiles));
+                                   : Tile::fragment_address(half_panel, row, 8 * (d - kPanelTiles));
           },
           [&](uint32_t (&a)[kKeyTiles][4], int row) {
 #pragma unroll
-            for (int m = 0; m < kKeyTiles; ++m) ptx::ldmatrix(a[m], ScoreTile::fragment_address(left, 16 * m, row));
+            for (int m = 0; m < kKeyTiles; ++m) ptx::ldmatrix(a[m], GradientTile::fragment_address(left, 16 * m, row));
           });
     };
     add(dv, p_base, this->dout(stage));
@@ -182,7 +185,7 @@ template <class Config> struct AllGradientsBlock : StepRows<Config> {
   // Stores dS' = 0 for this warp's keys if the step concerns others of the same 64 keys, but not these.
   __device__ void store_zero_ds() const {
     const Scores zeros{};
-    store_accumulators<Element, ScoreTile>(zeros, ds_base, first_key(), this->first_row());
+    store_accumulators<Element, GradientTile>(zeros, ds_base, first_key(), this->first_row());
   }
 
   __device__ void run_step(const KeyStep &step, int stage, bool cuts_probabilities) {
@@ -195,7 +198,7 @@ template <class Config> struct AllGradientsBlock : StepRows<Config> {
     const bool concerns_warp = warps >> warp & 1;
     Scores scores;
     if (concerns_warp) multiply_keys(stage, scores);
-    if constexpr (kSavesShared) {
+    if constexpr (kValuesInRegisters) {
       ptx::cp_async_wait<1>(); // dO has arrived; the next step's Q may still be in flight
       __syncthreads();
     }
@@ -206,7 +209,7 @@ template <class Config> struct AllGradientsBlock : StepRows<Config> {
     __syncthreads(); // dS' of all keys is stored
     if constexpr (kShares > 1)
       if (concerns_warp) add_shared(stage);
-    if constexpr (kSavesShared) {
+    if constexpr (kValuesInRegisters) {
       __syncthreads(); // all threads have read dO
       load_only_dout(stage ^ 1);
     }
@@ -224,7 +227,7 @@ template <class Config> struct AllGradientsBlock : StepRows<Config> {
   }
 
   // Loads V into registers, from the memory that the stages of Q use later.
-  __device__ void hold_values() {
+  __device__ void load_values() {
     ptx::cp_async_fence();
     ptx::cp_async_wait<0>();
     __syncthreads();
@@ -236,23 +239,23 @@ template <class Config> struct AllGradientsBlock : StepRows<Config> {
   __device__ void run() {
     this->start();
     const KeyTask &task = keys.task();
-    if (threadIdx.x == 0) shared.first_sums = query_sums(params, task.s, task.sequence_index, task.first_head, 0);
+    if (threadIdx.x == 0) shared.dq_sums = query_sums(params, task.s, task.sequence_index, task.first_head, 0);
     this->load_keys();
-    if constexpr (kSavesShared) hold_values();
+    if constexpr (kValuesInRegisters) load_values();
     bool more = this->load(keys.first_step(kRows), 0);
-    if constexpr (kSavesShared) {
+    if constexpr (kValuesInRegisters) {
       __syncthreads(); // the step is visible to all threads
       load_only_dout(0);
     }
     for (int stage = 0; more; stage ^= 1) {
-      ptx::cp_async_wait<kSavesShared ? 1 : 0>();
+      ptx::cp_async_wait<kValuesInRegisters ? 1 : 0>();
       // This step has arrived, except its dO if dO has one stage. After the barrier, all threads have also read the
       // previous step.
       const bool large_lse = __syncthreads_or(this->has_large_lse(stage));
       const KeyStep &step = shared.stages[stage].step;
       more = this->load(keys.next_step(step, kRows), stage ^ 1);
       if (large_lse) {
-        if constexpr (kSavesShared) {
+        if constexpr (kValuesInRegisters) {
           ptx::cp_async_wait<0>();
           __syncthreads();
         }
@@ -280,7 +283,8 @@ template <class Config> struct AllGradientsBlock : StepRows<Config> {
     }
     if (share() == 0) this->write_bias(0);
     write_tiles<0, Config::kPanelTiles>(first_column());
-    if constexpr (Config::kOtherTiles > 0) write_tiles<Config::kPanelTiles, Config::kOtherTiles>(other_column());
+    if constexpr (Config::kHalfPanelTiles > 0)
+      write_tiles<Config::kPanelTiles, Config::kHalfPanelTiles>(first_half_panel_column());
   }
   template <int kFirst, int kTiles> __device__ void write_tiles(int column) const {
     Base::template add_segment_sums<kFirst, kTiles>(column);

@@ -146,7 +146,7 @@ cudaError_t with_params(const fdm_problem &p, const fdm_backward_args &args, con
   relative_args.lse = relative.lse();
   if (present(args.dlse)) relative_args.dlse = relative.dlse();
   BackwardParams params = make_params(relative.problem(), relative_args, route, plan, workspace);
-  params.whole_lse = args.lse;
+  params.absolute_lse = args.lse;
   return run_all([&] { return relative.launch_references(params.plan, stream); },
                  [&] { return relative.launch_relative_lse(args.lse, args.dlse, stream); },
                  [&] { return pass(params); });

@@ -61,7 +61,7 @@ struct BackwardParams {
   fdm_backward_args a;
   Plan plan;
   int32_t group;             // query heads of a KV head
-  fdm_tensor whole_lse;      // float64 bias: the lse that is not relative to the references; else absent
+  fdm_tensor absolute_lse;   // float64 bias: the lse that is not relative to the references; else absent
   RowStatistics *statistics; // [batch, or 1 for varlen][head][row]
   float *sink_shares;        // [head][batch, or 1 for varlen][row]: the terms of the sink gradients
   KeyWork keys;

@@ -19,9 +19,9 @@ template <class ElementType, int kHeadDimension, int kKeyCount, int kRowCount, i
 struct DkdvConfig {
   using Element = ElementType;
   static constexpr int kHeadDim = kHeadDimension, kKeys = kKeyCount, kRows = kRowCount, kWarps = kWarpCount;
-  static constexpr bool kKeyGradient = kGradients != GradientSet::values;
-  static constexpr bool kValueGradient = kGradients != GradientSet::keys;
-  static constexpr bool kGeneral = kKind == TileKind::general, kSavesShared = false;
+  static constexpr bool kComputesDk = kGradients != GradientSet::dv;
+  static constexpr bool kComputesDv = kGradients != GradientSet::dk;
+  static constexpr bool kGeneral = kKind == TileKind::general, kValuesInRegisters = false;
   static constexpr int kThreads = 32 * kWarps, kBlocks = kBlockCount; // kBlocks is the least number of blocks on an SM
   static constexpr int kKeyTiles = kKeys / kWarps / 16;               // tiles of 16 keys of each warp
   using Tile = SmemTile<kHeadDim>;
@@ -41,7 +41,7 @@ template <class Config> struct DkdvBlock : StepRows<Config> {
   using Tile = typename Config::Tile;
   static constexpr int kKeyTiles = Config::kKeyTiles, kKeys = Config::kKeys, kRows = Config::kRows;
   static constexpr int kHeadDim = Config::kHeadDim, kRowTiles = kRows / 8;
-  static constexpr bool kKeyGradient = Config::kKeyGradient, kValueGradient = Config::kValueGradient;
+  static constexpr bool kComputesDk = Config::kComputesDk, kComputesDv = Config::kComputesDv;
   using Base = StepRows<Config>;
   using Base::column_offset_right, Base::row_offset_right;
   using Base::dk, Base::dv, Base::keys, Base::params, Base::k_fragment, Base::v_fragment;
@@ -109,9 +109,9 @@ template <class Config> struct DkdvBlock : StepRows<Config> {
       load_row_bias(next);
       ptx::cp_async_fence();
     }
-    if constexpr (kValueGradient)
+    if constexpr (kComputesDv)
       if (present(params.a.dv)) gemm_rs<Element, kHeadDim>(dv, scores, dout + column_offset_right);
-    if constexpr (kKeyGradient)
+    if constexpr (kComputesDk)
       if (present(params.a.dk)) gemm_rs<Element, kHeadDim>(dk, gradients, q + column_offset_right);
   }
 
@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   auto &shared = *reinterpret_cast<DkdvShared<Config> *>(dynamic_shared);
   if (!has_key_item(params, blockIdx.x)) return;
   DkdvBlock<Config> block(params, shared);
-  block.keys.start(key_item(params.keys, blockIdx.x), Config::kKeyGradient);
+  block.keys.start(key_item(params.keys, blockIdx.x), Config::kComputesDk);
   block.run();
   block.write();
 }

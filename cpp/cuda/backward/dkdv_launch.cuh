@@ -41,9 +41,9 @@ cudaError_t launch_dkdv_kernels(const BackwardLaunch &work, cudaStream_t stream)
   } else {
     const KeyLaunches launches = work.route.key_launches;
     cudaError_t error = cudaSuccess;
-    if (launches != KeyLaunches::dv) error = launch(std::integral_constant<GradientSet, GradientSet::keys>{});
+    if (launches != KeyLaunches::dv) error = launch(std::integral_constant<GradientSet, GradientSet::dk>{});
     if (error || launches == KeyLaunches::dk) return error;
-    return launch(std::integral_constant<GradientSet, GradientSet::values>{});
+    return launch(std::integral_constant<GradientSet, GradientSet::dv>{});
   }
 }
 

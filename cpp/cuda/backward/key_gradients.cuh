@@ -23,13 +23,13 @@ template <int kKeys, int kRows, bool kHasRowPlans> struct RowStage {
   KeyStep step;
 };
 
-// Which sums of a key block are added or written: `keys` for dk, `values` for dv.
+// Which sums of a key block are added or written.
 struct WantedSums {
-  bool keys = true, values = true;
+  bool dk = true, dv = true;
 };
 
 // The gradients that a kernel computes: dk with the bias gradient, dv, or both.
-enum class GradientSet { both, keys, values };
+enum class GradientSet { both, dk, dv };
 
 // Whether a kernel applies a softcap.
 enum class Softcap { none, applied };
@@ -39,23 +39,22 @@ enum class Softcap { none, applied };
 template <class Element, int kKeys, int kKeyTiles, int kRows, int kHeadDim, GradientSet kGradients, TileKind kKind,
           class Keys, int kTileRowCount = kRows, int kValueDim = kHeadDim>
 struct KeyGradients {
-  static constexpr bool kKeyGradient = kGradients != GradientSet::values,
-                        kValueGradient = kGradients != GradientSet::keys;
+  static constexpr bool kComputesDk = kGradients != GradientSet::dv, kComputesDv = kGradients != GradientSet::dk;
   static constexpr bool kGeneral = kKind == TileKind::general;
   using Stage = RowStage<kKeys, kTileRowCount, Keys::kRowPlans>;
   static constexpr int kRowTiles = kRows / 8, kWordCount = (kRows + 31) / 32;
 
   const BackwardParams &params;
   Keys keys;
-  float dk[kKeyTiles][kKeyGradient ? kHeadDim / 8 : 1][4], dv[kKeyTiles][kValueGradient ? kValueDim / 8 : 1][4];
+  float dk[kKeyTiles][kComputesDk ? kHeadDim / 8 : 1][4], dv[kKeyTiles][kComputesDv ? kValueDim / 8 : 1][4];
   float dbias[kKeyTiles][2];
 
   __device__ KeyGradients(const BackwardParams &parameters, typename Keys::Shared &shared)
       : params(parameters), keys(parameters, shared) {}
 
   __device__ void start() {
-    if constexpr (kKeyGradient) clear(dk);
-    if constexpr (kValueGradient) clear(dv);
+    if constexpr (kComputesDk) clear(dk);
+    if constexpr (kComputesDv) clear(dv);
 #pragma unroll
     for (int m = 0; m < kKeyTiles; ++m) dbias[m][0] = dbias[m][1] = 0.0f;
   }
@@ -70,7 +69,7 @@ struct KeyGradients {
     return kTileRowCount == kRows ? 0 : threadIdx.x / 32 / (kKeys / (16 * kKeyTiles)) * kRows;
   }
   __device__ bool wants_score_gradients() const {
-    return kKeyGradient && (present(params.a.dk) || params.wants_bias_sums);
+    return kComputesDk && (present(params.a.dk) || params.wants_bias_sums);
   }
 
   // Finds which rows of the tile keep a key: bit 8 (n % 4) + i of word n / 4 is for this thread's row i of row tile
@@ -126,7 +125,7 @@ struct KeyGradients {
           const int column = first_row() + 8 * n + accumulator_column();
           const float2 lse = *reinterpret_cast<const float2 *>(&stage.lse[column]);
           float2 delta{};
-          if constexpr (kKeyGradient) delta = *reinterpret_cast<const float2 *>(&stage.delta[column]);
+          if constexpr (kComputesDk) delta = *reinterpret_cast<const float2 *>(&stage.delta[column]);
           float2 added{};
           if constexpr (kGeneral)
             if (has_row_bias) added = row_bias.elements(key, column, key_shift);
@@ -142,7 +141,7 @@ struct KeyGradients {
             float slope, x = factors.score<kHasSoftcap>(score, bias, &slope);
             if constexpr (kGeneral) x = with_row_bias(x, row_bias_element);
             score = probability<kPairTests>(x, i ? lse.y : lse.x, kept);
-            if constexpr (kKeyGradient) {
+            if constexpr (kComputesDk) {
               const float ds = score_gradient<kPairTests>(score, gradient, i ? delta.y : delta.x);
               dbias[m][half] += ds;
               gradient = ds * slope;
@@ -248,7 +247,7 @@ struct KeyGradients {
 
   // Writes the bias gradient, summed over the rows of a head or of all heads that share the bias.
   __device__ void write_bias(int64_t head_of_group) {
-    if constexpr (kKeyGradient) {
+    if constexpr (kComputesDk) {
       if (!params.wants_bias_sums) return;
 #pragma unroll
       for (int m = 0; m < kKeyTiles; ++m)
@@ -282,8 +281,8 @@ struct KeyGradients {
             add_neighbours(sums + 8 * d, {low[2 * half], low[2 * half + 1], high[2 * half], high[2 * half + 1]});
           }
         };
-        if (wanted.keys) add(row, dk[m]);
-        if (wanted.values) add(row + params.keys.sum_dim, dv[m]);
+        if (wanted.dk) add(row, dk[m]);
+        if (wanted.dv) add(row + params.keys.sum_dim, dv[m]);
       }
   }
 
@@ -316,11 +315,11 @@ struct KeyGradients {
                       int(t.shape[3]) - first, sums, half, factor, exists, blank);
           }
         };
-        if constexpr (kKeyGradient)
-          if (wanted.keys)
+        if constexpr (kComputesDk)
+          if (wanted.dk)
             write_tiles(params.a.dk, reinterpret_cast<const float (&)[kTiles][4]>(dk[m][kFirst]), params.p.scale, 0);
-        if constexpr (kValueGradient)
-          if (wanted.values)
+        if constexpr (kComputesDv)
+          if (wanted.dv)
             write_tiles(params.a.dv, reinterpret_cast<const float (&)[kValueTiles][4]>(dv[m][kFirst]), 1.0f, 1);
       }
   }

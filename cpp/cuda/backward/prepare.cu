@@ -125,14 +125,14 @@ struct Preparation {
     return {sums.data, sums.data ? query_sum_count(params.p, sums) : 0};
   }
 
-  // sink - lse, to base 2. With a float64 bias, `lse` is relative to a reference, so this takes whole_lse.
+  // sink - lse, to base 2. With a float64 bias, `lse` is relative to a reference, so this takes absolute_lse.
   __device__ static float sink_margin(const BackwardParams &params, const HeadRow &row, float lse) {
     const fdm_problem &p = params.p;
-    const fdm_tensor &whole = params.whole_lse;
-    if (!present(whole)) return sink_score(p, row.head) - lse;
-    const int64_t offset = row.batch * whole.stride[0] + row.head * whole.stride[1] + row.i * whole.stride[2];
+    const fdm_tensor &absolute = params.absolute_lse;
+    if (!present(absolute)) return sink_score(p, row.head) - lse;
+    const int64_t offset = row.batch * absolute.stride[0] + row.head * absolute.stride[1] + row.i * absolute.stride[2];
     const double sink = load_element(p.sink, row.head * p.sink.stride[0]);
-    return float(sink - static_cast<const double *>(whole.data)[offset]) * kLog2E;
+    return float(sink - static_cast<const double *>(absolute.data)[offset]) * kLog2E;
   }
 
   __device__ static void write(const BackwardParams &params, const RowResult &result) {

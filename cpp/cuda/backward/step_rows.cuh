@@ -18,19 +18,19 @@ struct FirstRow {
 template <class Config> struct StepMemory {
   static constexpr int kKeyBytes = Config::Tile::bytes(Config::kKeys), kRowBytes = Config::Tile::bytes(Config::kRows);
 
-  // kSavesShared: V goes to registers by way of the stages of Q, and dO has one stage.
-  static constexpr bool kSavesShared = Config::kSavesShared;
-  static_assert(!kSavesShared || kKeyBytes <= 2 * kRowBytes);
+  // kValuesInRegisters: V goes to registers by way of the stages of Q, and dO has one stage.
+  static constexpr bool kValuesInRegisters = Config::kValuesInRegisters;
+  static_assert(!kValuesInRegisters || kKeyBytes <= 2 * kRowBytes);
 
   alignas(1024) char sK[kKeyBytes];
-  alignas(128) char sV[kSavesShared ? 1 : kKeyBytes];
+  alignas(128) char sV[kValuesInRegisters ? 1 : kKeyBytes];
   alignas(128) char sQ[2][kRowBytes];
-  char sdO[kSavesShared ? 1 : 2][kRowBytes];
+  char sdO[kValuesInRegisters ? 1 : 2][kRowBytes];
   typename Config::Gradients::Stage stages[2];
   typename Config::KeysOfBlock::Shared keys;
   FirstRow first_row;
 
-  __device__ char *values() { return kSavesShared ? sQ[0] : sV; }
+  __device__ char *values() { return kValuesInRegisters ? sQ[0] : sV; }
 };
 
 template <class Config> struct StepRows : Config::Gradients {
@@ -39,7 +39,7 @@ template <class Config> struct StepRows : Config::Gradients {
   using Memory = StepMemory<Config>;
   using Base::keys, Base::params;
   static constexpr int kKeys = Config::kKeys, kRows = Config::kRows, kRowBytes = Memory::kRowBytes;
-  static constexpr bool kKeyGradient = Config::kKeyGradient;
+  static constexpr bool kComputesDk = Config::kComputesDk;
 
   Memory &shared;
   uint32_t k_fragment, v_fragment, q_base, dout_base;
@@ -73,7 +73,7 @@ template <class Config> struct StepRows : Config::Gradients {
           });
     };
     copy(params.p.k, shared.sK);
-    if constexpr (kKeyGradient) copy(params.p.v, shared.values());
+    if constexpr (kComputesDk) copy(params.p.v, shared.values());
     __syncthreads();
   }
 
@@ -86,7 +86,7 @@ template <class Config> struct StepRows : Config::Gradients {
     copy_tile_rows<Tile, Config::kThreads>(tile, 0, base, kRows, rows, RowCopy(t, params.p.head_dim, aligned));
   }
   __device__ uint32_t q(int stage) const { return q_base + stage * kRowBytes; }
-  __device__ uint32_t dout(int stage) const { return dout_base + (Memory::kSavesShared ? 0 : stage * kRowBytes); }
+  __device__ uint32_t dout(int stage) const { return dout_base + (Memory::kValuesInRegisters ? 0 : stage * kRowBytes); }
   __device__ void load_queries(const KeyStep &step, int stage) const {
     copy_step(step, params.p.q, shared.first_row.q, q(stage), !Config::kGeneral || params.aligned);
     if constexpr (Config::KeysOfBlock::kRowPlans) {
@@ -127,7 +127,7 @@ template <class Config> struct StepRows : Config::Gradients {
   __device__ bool load(const KeyStep &step, int stage) const {
     if (step.valid) {
       load_queries(step, stage);
-      if constexpr (!Memory::kSavesShared) load_dout(step, stage);
+      if constexpr (!Memory::kValuesInRegisters) load_dout(step, stage);
       load_statistics(step, stage);
     }
     if (threadIdx.x == 0) shared.stages[stage].step = step;

@@ -48,7 +48,7 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
       typename Base::Scores;
   // A warpgroup computes dQ of a panel of 64 columns. Above 128 columns it also computes half of the middle panel.
   static constexpr bool kLarge = kHeadDim > 128;
-  static constexpr int kTiles = 8, kHalfTiles = 4, kPanelDistance = kLarge ? kHeadDim - 64 : 64;
+  static constexpr int kTiles = 8, kHalfPanelTiles = 4, kPanelDistance = kLarge ? kHeadDim - 64 : 64;
   static_assert(kRows == 64 && kHeadDim > 64 && (kHeadDim <= 128 || (kHeadDim == 192 && Config::kValueDim <= 128)));
 
   // The facts about a step that are needed until its dQ is computed.
@@ -105,13 +105,13 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
     ptx::warpgroup_commit_batch();
   }
 
-  // Adds the finished columns of the previous step's dQ to the sums, from tile `place` on.
-  template <int kOwnTiles> __device__ void add_dq(float (&dq)[kOwnTiles][4], int place = 0) const {
+  // Adds the finished columns of the previous step's dQ to the sums, from tile `first_tile` on.
+  template <int kOwnTiles> __device__ void add_dq(float (&dq)[kOwnTiles][4], int first_tile = 0) const {
     ptx::warpgroup_fence_operand(dq);
     if (previous.concerned_groups == 0) return;
 #pragma unroll
     for (int n = 0; n < kOwnTiles; ++n)
-      if (n < own_tiles()) ptx::add_global(previous.dq + (place + n) * 128, dq[n]);
+      if (n < own_tiles()) ptx::add_global(previous.dq + (first_tile + n) * 128, dq[n]);
   }
   // Releases the stage of the previous step's dS'.
   __device__ void release_ds() const {
@@ -231,16 +231,17 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
   // Computes this warpgroup's columns of the previous step's dQ, and adds them to the sums.
   __device__ void finish_previous() const {
     wait_for_ds();
-    const auto finish = [&](auto tiles, uint64_t k, int place) {
+    const auto finish = [&](auto tiles, uint64_t k, int first_tile) {
       float dq[tiles][4];
       start_dq(dq, k);
       ptx::warpgroup_wait<0>();
-      add_dq(dq, place);
+      add_dq(dq, first_tile);
     };
     finish(std::integral_constant<int, kTiles>{}, panel(), 0);
     // The middle panel follows the first warpgroup's panel and precedes the second one's.
     if constexpr (kLarge)
-      finish(std::integral_constant<int, kHalfTiles>{}, half_panel(), Roles::consumer_group() ? -kHalfTiles : kTiles);
+      finish(std::integral_constant<int, kHalfPanelTiles>{}, half_panel(),
+             Roles::consumer_group() ? -kHalfPanelTiles : kTiles);
     release_ds();
   }
 

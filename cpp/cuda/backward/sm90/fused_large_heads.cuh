@@ -42,18 +42,20 @@ template <class Config> struct LargeHeadConsumer : KeyConsumer<Config> {
   __device__ static int first_column() { return kColumns * Roles::consumer_group(); }
   // Accumulators have this warpgroup's whole panels first. Then comes its half of the panel that both warpgroups
   // share, if there is one.
-  static constexpr int kTiles = kColumns / 8, kWholeTiles = kTiles / 8 * 8, kRestTiles = kTiles - kWholeTiles;
-  __device__ static int first_whole_column() { return (kHeadDim - 8 * kWholeTiles) * Roles::consumer_group(); }
-  __device__ static int first_rest_column() { return 8 * (kWholeTiles + kRestTiles * Roles::consumer_group()); }
+  static constexpr int kTiles = kColumns / 8, kPanelTiles = kTiles / 8 * 8, kHalfPanelTiles = kTiles - kPanelTiles;
+  __device__ static int first_panel_column() { return (kHeadDim - 8 * kPanelTiles) * Roles::consumer_group(); }
+  __device__ static int first_half_panel_column() {
+    return 8 * (kPanelTiles + kHalfPanelTiles * Roles::consumer_group());
+  }
   // Sorts the accumulator tiles by column.
   __device__ static void order_columns(float (&sum)[kTiles][4]) {
-    if constexpr (kRestTiles > 0) {
+    if constexpr (kHalfPanelTiles > 0) {
       if (Roles::consumer_group() == 0) return;
       float ordered[kTiles][4];
 #pragma unroll
       for (int n = 0; n < kTiles; ++n)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) ordered[n][i] = sum[(n + kWholeTiles) % kTiles][i];
+        for (int i = 0; i < 4; ++i) ordered[n][i] = sum[(n + kPanelTiles) % kTiles][i];
 #pragma unroll
       for (int n = 0; n < kTiles; ++n)
 #pragma unroll
@@ -71,9 +73,9 @@ template <class Config> struct LargeHeadConsumer : KeyConsumer<Config> {
                                                                      accumulate);
     };
     ptx::warpgroup_arrive();
-    multiply(reinterpret_cast<float (&)[kWholeTiles][4]>(sum), first_whole_column());
-    if constexpr (kRestTiles > 0)
-      multiply(reinterpret_cast<float (&)[kRestTiles][4]>(sum[kWholeTiles]), first_rest_column());
+    multiply(reinterpret_cast<float (&)[kPanelTiles][4]>(sum), first_panel_column());
+    if constexpr (kHalfPanelTiles > 0)
+      multiply(reinterpret_cast<float (&)[kHalfPanelTiles][4]>(sum[kPanelTiles]), first_half_panel_column());
     ptx::warpgroup_commit_batch();
   }
 
@@ -87,10 +89,11 @@ template <class Config> struct LargeHeadConsumer : KeyConsumer<Config> {
 
   __device__ void add_dq(float (&dq)[kTiles][4], float *thread_sums) const {
     ptx::warpgroup_fence_operand(dq);
-    float *const whole = thread_sums + first_whole_column() * 16, *const rest = thread_sums + first_rest_column() * 16;
+    float *const panels = thread_sums + first_panel_column() * 16;
+    float *const half_panel = thread_sums + first_half_panel_column() * 16;
 #pragma unroll
     for (int n = 0; n < kTiles; ++n)
-      ptx::add_global(n < kWholeTiles ? whole + n * 128 : rest + (n - kWholeTiles) * 128, dq[n]);
+      ptx::add_global(n < kPanelTiles ? panels + n * 128 : half_panel + (n - kPanelTiles) * 128, dq[n]);
   }
 
   // Stores P' and dS' of this warpgroup's rows for both warpgroups.

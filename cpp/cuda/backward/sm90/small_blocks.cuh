@@ -28,7 +28,7 @@ template <class ElementType, int kHeadDimension, ClusterOf kCluster> struct Smal
   static constexpr bool kChained = kCluster == ClusterOf::chain;
   using KeyTile = SmemTile<kHeadDim, kKeys>;
   using RowTile = SmemTile<kHeadDim, kRows>;
-  using ScoreTile = SmemTile<kRows, kKeys>; // a row for each key
+  using GradientTile = SmemTile<kRows, kKeys>; // a row for each key
   using Keys = KeyBlock<kKeys, WholeBlock<kThreads>, 1, KeyBlockUse::few_steps, kKeys>;
   using Gradients = KeyGradients<Element, kKeys, 1, kRows, kHeadDim, GradientSet::both, TileKind::usual, Keys>;
   using Chain = QueryChain<Element, kHeadDim / 8, kWarps>;
@@ -59,7 +59,7 @@ template <class Config> struct SmallBlocksShared {
   alignas(1024) char sK[Config::KeyTile::kBytes];
   char sV[Config::KeyTile::kBytes];
   char sQ[Config::kStages][Config::RowTile::kBytes], sdO[Config::kStages][Config::RowTile::kBytes];
-  char sdS[Config::ScoreTile::kBytes];
+  char sdS[Config::GradientTile::kBytes];
   typename Config::Gradients::Stage stages[Config::kStages];
   typename Config::Keys::Shared keys;
   BlockSteps steps;
@@ -99,7 +99,7 @@ template <class Config> struct SmallBlock {
   using Element = typename Config::Element;
   using KeyTile = typename Config::KeyTile;
   using RowTile = typename Config::RowTile;
-  using ScoreTile = typename Config::ScoreTile;
+  using GradientTile = typename Config::GradientTile;
   static constexpr int kRows = Config::kRows, kHeadDim = Config::kHeadDim;
   using Scores = float[1][kRows / 8][4];
   using Shares = typename Config::Shares;
@@ -282,7 +282,7 @@ template <class Config> struct SmallBlock {
     pack_left<Element>(p, scores[0]);
     pack_left<Element>(ds, gradients[0]);
     const uint32_t sdS = ptx::shared_address(shared.sdS);
-    store_left<ScoreTile>(ds, sdS, int(threadIdx.x) / 32 * 16, 0);
+    store_left<GradientTile>(ds, sdS, int(threadIdx.x) / 32 * 16, 0);
     ptx::fence_async_proxy();
     ptx::warpgroup_arrive();
     warpgroup_gemm_rs<Element, RowTile>(sums.dv[0], p, dout);
@@ -296,8 +296,8 @@ template <class Config> struct SmallBlock {
     receive();
     ptx::warpgroup_fence_operand(dq);
     ptx::warpgroup_arrive();
-    warpgroup_gemm_ss_columns<Element, ScoreTile, ptx::Major::mn, KeyTile, Config::kKeys>(
-        dq, ScoreTile::descriptor(sdS), k, Config::kChained);
+    warpgroup_gemm_ss_columns<Element, GradientTile, ptx::Major::mn, KeyTile, Config::kKeys>(
+        dq, GradientTile::descriptor(sdS), k, Config::kChained);
     ptx::warpgroup_commit_batch();
     ptx::warpgroup_wait<0>();
     ptx::warpgroup_fence_operand(dq);
@@ -306,7 +306,7 @@ template <class Config> struct SmallBlock {
   }
 
   // Adds dQ of a step to the sums of all blocks.
-  __device__ void add_queries(int number, const float (&dq)[kHeadDim / 8][4]) const {
+  __device__ void add_dq(int number, const float (&dq)[kHeadDim / 8][4]) const {
     const uint32_t thread = ptx::thread_index();
     float *thread_sums = params.query_sums.data + uint64_t(shared.place[number]) * kHeadDim +
                          thread / 32 * (kHeadDim / 8) * 128 + thread % 32 * 4;
@@ -364,12 +364,12 @@ template <class Config> struct SmallBlock {
       if constexpr (Config::kChained)
         chain.hand_on(dq, shared.cluster.tiles, place, sums.keys.task(), step);
       else
-        add_queries(state.index, dq);
+        add_dq(state.index, dq);
     }
     WantedSums wanted; // all sums, or those that this block of a cluster adds up
     if constexpr (!Config::kChained)
       wanted = Shares(shared.cluster.shares, &shared).add_up(sums.dk[0], sums.dv[0], sums.dbias[0]);
-    if (wanted.keys) sums.write_bias(0);
+    if (wanted.dk) sums.write_bias(0);
     sums.add_segment_sums(0, wanted);
     sums.write(0, wanted);
   }
