@@ -26,12 +26,12 @@ template <class Config> struct DkdvConsumer : KeyConsumer<Config> {
 
   // A warpgroup does not overlap its products with its own elementwise work. That takes more registers than there
   // are, and is slower.
-  __device__ void run_step(const StepFacts &facts, int number) {
+  __device__ void run_step(const StepFacts &facts, int stage) {
     Scores scores, gradients;
-    this->start_scores(scores, gradients, number);
-    this->compute_p_and_ds(facts, scores, gradients, number);
-    start_sum_of(sums.dv[0], scores, shared.sdO[number]);
-    start_sum_of(sums.dk[0], gradients, shared.sQ[number]);
+    this->start_scores(scores, gradients, stage);
+    this->compute_p_and_ds(facts, scores, gradients, stage);
+    start_sum_of(sums.dv[0], scores, shared.sdO[stage]);
+    start_sum_of(sums.dk[0], gradients, shared.sQ[stage]);
     ptx::warpgroup_wait<0>();
     ptx::warpgroup_fence_operand(sums.dv[0]);
     ptx::warpgroup_fence_operand(sums.dk[0]);

@@ -119,23 +119,23 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
   }
 
   // The products of a step that concerns this warpgroup's keys.
-  __device__ void run_step(const StepFacts &facts, int number) {
+  __device__ void run_step(const StepFacts &facts, int stage) {
     Scores scores, gradients;
     uint32_t p[kRows / 16][4], ds[kRows / 16][4];
-    this->start_scores(scores, gradients, number);
-    this->compute_p_and_ds(facts, scores, gradients, number);
+    this->start_scores(scores, gradients, stage);
+    this->compute_p_and_ds(facts, scores, gradients, stage);
     pack_left<Element>(p, scores[0]);
     pack_left<Element>(ds, gradients[0]);
-    const uint32_t stage = ds_stage(ds_steps);
-    Roles::producer_acquire(shared.ds_empty[stage], ds_phase(ds_steps));
-    store_left<typename Shared::Tile>(ds, ptx::shared_address(shared.sdS[stage]), threadIdx.x / 32 * 16, 0);
+    const uint32_t own_ds_stage = ds_stage(ds_steps);
+    Roles::producer_acquire(shared.ds_empty[own_ds_stage], ds_phase(ds_steps));
+    store_left<typename Shared::Tile>(ds, ptx::shared_address(shared.sdS[own_ds_stage]), threadIdx.x / 32 * 16, 0);
     ptx::fence_async_proxy();
-    ptx::arrive(shared.ds_full[stage]);
+    ptx::arrive(shared.ds_full[own_ds_stage]);
     auto &dq = reinterpret_cast<float (&)[kTiles][4]>(scores[0]);
     wait_for_ds();
     start_dq(dq, panel());
-    Base::start_sum(sums.dv[0], p, shared.sdO[number]);
-    Base::start_sum(sums.dk[0], ds, shared.sQ[number]);
+    Base::start_sum(sums.dv[0], p, shared.sdO[stage]);
+    Base::start_sum(sums.dk[0], ds, shared.sQ[stage]);
     ptx::warpgroup_wait<2>();
     release_ds();
     add_dq(dq);
@@ -178,17 +178,17 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
 
   // run_step() with fewer registers, since the sums of large heads take 160. The products run one after the other,
   // overlapped with those of the other warpgroup. P' is kept in shared memory.
-  __device__ void run_large_step(const StepFacts &facts, int number) {
+  __device__ void run_large_step(const StepFacts &facts, int stage) {
     using RowTile = typename Base::RowTile;
     finish_previous();
-    const auto &rows = this->own_rows(number);
+    const auto &rows = this->own_rows(stage);
     const bool test = this->needs_test(facts, facts.first_row, kRows);
     const ScoreFactors factors = ScoreFactors::uncapped(this->params.p);
-    const uint32_t stage = ds_stage(ds_steps), tile = ptx::shared_address(shared.sdS[stage]);
+    const uint32_t own_ds_stage = ds_stage(ds_steps), tile = ptx::shared_address(shared.sdS[own_ds_stage]);
     Scores scores;
     uint32_t p[kRows / 16][4], ds[kRows / 16][4];
     ptx::warpgroup_arrive();
-    warpgroup_gemm_ss<Element, KeyTile, RowTile, kHeadDim>(scores[0], this->k_desc, Base::row_desc(shared.sQ[number]),
+    warpgroup_gemm_ss<Element, KeyTile, RowTile, kHeadDim>(scores[0], this->k_desc, Base::row_desc(shared.sQ[stage]),
                                                            false);
     ptx::warpgroup_commit_batch();
     ptx::warpgroup_wait<0>();
@@ -198,15 +198,15 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
     else
       sums.template compute_p<PairTests::none>(rows, facts.first_row, facts.buffer, scores, factors);
     pack_left<Element>(p, scores[0]);
-    Roles::producer_acquire(shared.ds_empty[stage], ds_phase(ds_steps));
+    Roles::producer_acquire(shared.ds_empty[own_ds_stage], ds_phase(ds_steps));
     store_p(scores, p, tile);
-    Base::template start_sum<DoutTile>(sums.dv[0], p, shared.sdO[number]);
+    Base::template start_sum<DoutTile>(sums.dv[0], p, shared.sdO[stage]);
     ptx::warpgroup_wait<0>();
     ptx::warpgroup_fence_operand(sums.dv[0]);
     ptx::warpgroup_fence_operand(p);
     ptx::warpgroup_arrive();
     warpgroup_gemm_ss<Element, ValueTile, DoutTile, Config::kValueDim>(scores[0], this->v_desc,
-                                                                       Base::row_desc(shared.sdO[number]), false);
+                                                                       Base::row_desc(shared.sdO[stage]), false);
     ptx::warpgroup_commit_batch();
     ptx::warpgroup_wait<0>();
     ptx::warpgroup_fence_operand(scores[0]);
@@ -221,8 +221,8 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
     __syncwarp();
     store_left<typename Shared::Tile>(ds, tile, threadIdx.x / 32 * 16, 0);
     ptx::fence_async_proxy();
-    ptx::arrive(shared.ds_full[stage]);
-    Base::start_sum(sums.dk[0], ds, shared.sQ[number]);
+    ptx::arrive(shared.ds_full[own_ds_stage]);
+    Base::start_sum(sums.dk[0], ds, shared.sQ[stage]);
     ptx::warpgroup_wait<0>();
     ptx::warpgroup_fence_operand(sums.dk[0]);
     ptx::warpgroup_fence_operand(ds);

@@ -112,9 +112,9 @@ template <class Config> struct LargeHeadConsumer : KeyConsumer<Config> {
   // Does the work of compute_p_and_ds() with a bias per query. If `exact`, the products began with zeros, and `added`
   // has the bias. Otherwise the products began with the bias.
   template <class Added>
-  __device__ void compute_with_row_bias(const StepFacts &facts, Scores &scores, Scores &gradients, int number,
+  __device__ void compute_with_row_bias(const StepFacts &facts, Scores &scores, Scores &gradients, int stage,
                                         bool exact, const Added &added) {
-    const auto &rows = this->own_rows(number);
+    const auto &rows = this->own_rows(stage);
     const int first = facts.first_row + kScoreRows * Base::own_part();
     const ScoreFactors factors = ScoreFactors::uncapped(this->params.p);
     ptx::warpgroup_wait<1>();
@@ -128,27 +128,27 @@ template <class Config> struct LargeHeadConsumer : KeyConsumer<Config> {
     sums.template compute_ds<PairTests::kept>(rows, scores, gradients);
   }
 
-  __device__ void run_step(const StepFacts &facts, int number) {
+  __device__ void run_step(const StepFacts &facts, int stage) {
     Scores scores, gradients;
     if constexpr (Config::kRowBias) {
       const int64_t head = sums.keys.task().first_head + facts.head;
       const int first = facts.first_row + kScoreRows * Base::own_part();
       const bool exact = row_bias.is_exact(facts);
       row_bias.begin(scores[0], head, first, exact);
-      this->start_scores(scores, gradients, number);
-      compute_with_row_bias(facts, scores, gradients, number, exact, typename RowBias::Exact{row_bias, head, first});
+      this->start_scores(scores, gradients, stage);
+      compute_with_row_bias(facts, scores, gradients, stage, exact, typename RowBias::Exact{row_bias, head, first});
       row_bias.add_score_gradients(gradients[0], head, first, facts.ends_bias_sum);
     } else {
-      this->start_scores(scores, gradients, number);
-      this->compute_p_and_ds(facts, scores, gradients, number);
+      this->start_scores(scores, gradients, stage);
+      this->compute_p_and_ds(facts, scores, gradients, stage);
     }
     store_p_and_ds(scores, gradients);
     float dq[kTiles][4];
     start_columns<ptx::Major::mn, KeyTile>(dq, shared.sdS, shared.sK, false);
-    start_columns<ptx::Major::k, RowTile>(sums.dv[0], shared.sP, shared.sdO[number], true);
-    start_columns<ptx::Major::k, RowTile>(sums.dk[0], shared.sdS, shared.sQ[number], true);
+    start_columns<ptx::Major::k, RowTile>(sums.dv[0], shared.sP, shared.sdO[stage], true);
+    start_columns<ptx::Major::k, RowTile>(sums.dk[0], shared.sdS, shared.sQ[stage], true);
     ptx::warpgroup_wait<2>();
-    add_dq(dq, thread_dq_sums(this->own_rows(number).step));
+    add_dq(dq, thread_dq_sums(this->own_rows(stage).step));
     ptx::warpgroup_wait<0>();
     ptx::warpgroup_fence_operand(sums.dv[0]);
     ptx::warpgroup_fence_operand(sums.dk[0]);

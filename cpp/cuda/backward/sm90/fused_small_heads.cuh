@@ -53,10 +53,10 @@ template <class Config> struct SmallHeadConsumer : KeyConsumer<Config> {
 
   // If it is this warpgroup's turn, computes dQ of the previous step and adds it to the sums.
   __device__ void finish_previous() const {
-    const int number = state.index == 0 ? kGroups - 1 : state.index - 1;
-    if (previous_row < 0 || number != Roles::consumer_group()) return;
-    Roles::consumer_wait(shared.ds_full[number], state.index == 0 ? state.phase ^ 1 : state.phase);
-    const uint64_t ds = Tile::descriptor(ptx::shared_address(shared.sdS[number])),
+    const int previous_stage = state.index == 0 ? kGroups - 1 : state.index - 1;
+    if (previous_row < 0 || previous_stage != Roles::consumer_group()) return;
+    Roles::consumer_wait(shared.ds_full[previous_stage], state.index == 0 ? state.phase ^ 1 : state.phase);
+    const uint64_t ds = Tile::descriptor(ptx::shared_address(shared.sdS[previous_stage])),
                    k = KeyTile::descriptor(ptx::shared_address(shared.sK));
     float *thread_sums = thread_dq_sums(), dq[kHeadDim / 8][4];
     ptx::warpgroup_arrive();
@@ -64,7 +64,7 @@ template <class Config> struct SmallHeadConsumer : KeyConsumer<Config> {
     ptx::warpgroup_commit_batch();
     ptx::warpgroup_wait<0>();
     ptx::warpgroup_fence_operand(dq);
-    ptx::arrive(shared.ds_empty[number]);
+    ptx::arrive(shared.ds_empty[previous_stage]);
 #pragma unroll
     for (int n = 0; n < kHeadDim / 8; ++n) ptx::add_global(thread_sums + n * 128, dq[n]);
   }
@@ -84,22 +84,22 @@ template <class Config> struct SmallHeadConsumer : KeyConsumer<Config> {
   }
 
   // With a softcap, the parts are computed one after the other, since the slope of each score needs a register.
-  __device__ void compute_in_turn(const StepFacts &facts, int number, Results &results) {
+  __device__ void compute_in_turn(const StepFacts &facts, int stage, Results &results) {
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       Scores scores, gradients;
-      this->start_scores(scores, gradients, number, part);
-      this->compute_p_and_ds(facts, scores, gradients, number, part);
+      this->start_scores(scores, gradients, stage, part);
+      this->compute_p_and_ds(facts, scores, gradients, stage, part);
       store_results(results, part, scores, gradients);
     }
   }
 
   // Without a softcap, one product computes S' of all rows. The parts of dP' use the same registers one after the
   // other.
-  __device__ void compute_together(const StepFacts &facts, int number, Results &results) {
+  __device__ void compute_together(const StepFacts &facts, int stage, Results &results) {
     Scores scores[kParts], gradients;
     auto &all_scores = reinterpret_cast<float (&)[kRows / 8][4]>(scores);
-    const uint64_t dout = Base::row_desc(shared.sdO[number]);
+    const uint64_t dout = Base::row_desc(shared.sdO[stage]);
     const auto start_gradients = [&](int part) {
       ptx::warpgroup_arrive();
       warpgroup_gemm_ss<Element, KeyTile, RowTile, kHeadDim>(gradients[0], this->v_desc,
@@ -107,7 +107,7 @@ template <class Config> struct SmallHeadConsumer : KeyConsumer<Config> {
       ptx::warpgroup_commit_batch();
     };
     ptx::warpgroup_arrive();
-    warpgroup_gemm_ss<Element, KeyTile, RowTile, kHeadDim>(all_scores, this->k_desc, Base::row_desc(shared.sQ[number]),
+    warpgroup_gemm_ss<Element, KeyTile, RowTile, kHeadDim>(all_scores, this->k_desc, Base::row_desc(shared.sQ[stage]),
                                                            false);
     ptx::warpgroup_commit_batch();
     start_gradients(0);
@@ -117,7 +117,7 @@ template <class Config> struct SmallHeadConsumer : KeyConsumer<Config> {
     ptx::warpgroup_fence_operand(all_scores);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      const auto &rows = this->own_rows(number, part);
+      const auto &rows = this->own_rows(stage, part);
       const int first = facts.first_row + kScoreRows * part;
       if (test)
         sums.template compute_p<PairTests::kept_and_cut>(rows, first, facts.buffer, scores[part], factors);
@@ -126,7 +126,7 @@ template <class Config> struct SmallHeadConsumer : KeyConsumer<Config> {
     }
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      const auto &rows = this->own_rows(number, part);
+      const auto &rows = this->own_rows(stage, part);
       ptx::warpgroup_wait<0>();
       ptx::warpgroup_fence_operand(gradients[0]);
       if (test)
@@ -139,18 +139,18 @@ template <class Config> struct SmallHeadConsumer : KeyConsumer<Config> {
   }
 
   // The products of a step that concerns this warpgroup's keys.
-  __device__ void run_step(const StepFacts &facts, int number) {
+  __device__ void run_step(const StepFacts &facts, int stage) {
     Results results;
     if constexpr (Config::kSoftcap)
-      compute_in_turn(facts, number, results);
+      compute_in_turn(facts, stage, results);
     else
-      compute_together(facts, number, results);
+      compute_together(facts, stage, results);
     ptx::fence_async_proxy();
     ptx::arrive(shared.ds_full[state.index]);
     auto &p = reinterpret_cast<uint32_t (&)[kRows / 16][4]>(results.p);
     auto &ds = reinterpret_cast<uint32_t (&)[kRows / 16][4]>(results.ds);
-    Base::start_sum(sums.dv[0], p, shared.sdO[number]);
-    Base::start_sum(sums.dk[0], ds, shared.sQ[number]);
+    Base::start_sum(sums.dv[0], p, shared.sdO[stage]);
+    Base::start_sum(sums.dk[0], ds, shared.sQ[stage]);
     ptx::warpgroup_wait<0>();
     ptx::warpgroup_fence_operand(sums.dv[0]);
     ptx::warpgroup_fence_operand(sums.dk[0]);

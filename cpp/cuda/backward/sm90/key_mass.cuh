@@ -36,8 +36,8 @@ template <class Config> struct MassConsumer : KeyConsumer<Config> {
   }
 
   // Adds the probabilities of a step whose scores are complete.
-  __device__ void add_step(const StepFacts &facts, int number, Scores &scores) {
-    const auto &rows = this->own_rows(number);
+  __device__ void add_step(const StepFacts &facts, int stage, Scores &scores) {
+    const auto &rows = this->own_rows(stage);
     const auto compute = [&](auto tests, auto softcap, const ScoreFactors &factors) {
       sums.template compute_p<decltype(tests)::value, NoRowBias, decltype(softcap)::value>(
           rows, facts.first_row, facts.buffer, scores, factors);
@@ -56,12 +56,12 @@ template <class Config> struct MassConsumer : KeyConsumer<Config> {
   // Starts the scores of the next step, and then adds the probabilities of this one. Returns the facts of the next
   // step.
   __device__ StepFacts run_step(const StepFacts &facts, Scores &scores, Scores &next_scores) {
-    const int number = state.index;
+    const int stage = state.index;
     ++state;
     const StepFacts next = start_step(next_scores);
-    if (facts.concerned_groups >> Base::Roles::consumer_group() & 1) add_step(facts, number, scores);
+    if (facts.concerned_groups >> Base::Roles::consumer_group() & 1) add_step(facts, stage, scores);
     if (facts.ends_bias_sum) sums.write_bias(facts.head);
-    Base::Roles::consumer_release(shared.empty[number]);
+    Base::Roles::consumer_release(shared.empty[stage]);
     finish_scores(next_scores);
     return next;
   }

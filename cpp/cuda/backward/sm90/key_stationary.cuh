@@ -385,9 +385,8 @@ template <class Config> struct KeyConsumer {
   }
 
   // Waits for the products of start_scores(). Replaces the scores by P', and dP' in the gradients by dS'.
-  __device__ void compute_p_and_ds(const StepFacts &facts, Scores &scores, Scores &gradients, int number,
-                                   int turn = 0) {
-    const auto &rows = own_rows(number, turn);
+  __device__ void compute_p_and_ds(const StepFacts &facts, Scores &scores, Scores &gradients, int stage, int turn = 0) {
+    const auto &rows = own_rows(stage, turn);
     if constexpr (Config::kSoftcap) {
       ptx::warpgroup_wait<0>();
       ptx::warpgroup_fence_operand(scores[0]);

@@ -191,12 +191,12 @@ template <class Config> struct SmallBlock {
   }
 
   // Starts the copies of the statistics of a step's rows. lse = inf: the row does not exist, or it has no gradient.
-  __device__ void load_statistics(const KeyStep &step, const BlockSteps &steps, int number) const {
+  __device__ void load_statistics(const KeyStep &step, const BlockSteps &steps, int stage) const {
     const uint32_t own_row = ptx::thread_index(); // read again rather than held in a register
     const auto queries = uint32_t(params.p.queries), i = uint32_t(step.tile * kRows) + own_row;
     if (int(own_row) >= kRows) return;
-    auto &stage = shared.stages[number];
-    float &lse = stage.lse[own_row], &delta = stage.delta[own_row];
+    auto &rows = shared.stages[stage];
+    float &lse = rows.lse[own_row], &delta = rows.delta[own_row];
     if (i < queries) {
       const RowStatistics &row_statistics = params.statistics[steps.statistics + uint32_t(step.head) * queries + i];
       ptx::cp_async_4(ptx::shared_address(&lse), &row_statistics.lse);
@@ -249,13 +249,13 @@ template <class Config> struct SmallBlock {
   // Adds the products of a step to dK and dV, and computes its dQ. In a chain, receive() loads the sums that dQ is
   // added to.
   template <class Receive>
-  __device__ void run_step(int number, bool cuts_probabilities, float (&dq)[kHeadDim / 8][4], const Receive &receive) {
-    const auto &stage = shared.stages[number];
-    const KeyStep &step = stage.step;
+  __device__ void run_step(int stage, bool cuts_probabilities, float (&dq)[kHeadDim / 8][4], const Receive &receive) {
+    const auto &rows = shared.stages[stage];
+    const KeyStep &step = rows.step;
     const uint64_t k = KeyTile::descriptor(ptx::shared_address(shared.sK));
     const uint64_t v = KeyTile::descriptor(ptx::shared_address(shared.sV));
-    const uint64_t q = RowTile::descriptor(ptx::shared_address(shared.sQ[number]));
-    const uint64_t dout = RowTile::descriptor(ptx::shared_address(shared.sdO[number]));
+    const uint64_t q = RowTile::descriptor(ptx::shared_address(shared.sQ[stage]));
+    const uint64_t dout = RowTile::descriptor(ptx::shared_address(shared.sdO[stage]));
     Scores scores, gradients;
     uint32_t p[kRows / 16][4], ds[kRows / 16][4];
     ptx::warpgroup_arrive();
@@ -268,17 +268,17 @@ template <class Config> struct SmallBlock {
     ptx::warpgroup_fence_operand(scores[0]);
     const ScoreFactors factors = ScoreFactors::uncapped(params.p);
     if (cuts_probabilities)
-      sums.template compute_p<PairTests::kept_and_cut>(stage, step.tile * kRows, step.buffer, scores, factors);
+      sums.template compute_p<PairTests::kept_and_cut>(rows, step.tile * kRows, step.buffer, scores, factors);
     else if (test)
-      sums.template compute_p<PairTests::kept>(stage, step.tile * kRows, step.buffer, scores, factors);
+      sums.template compute_p<PairTests::kept>(rows, step.tile * kRows, step.buffer, scores, factors);
     else
-      sums.template compute_p<PairTests::none>(stage, step.tile * kRows, step.buffer, scores, factors);
+      sums.template compute_p<PairTests::none>(rows, step.tile * kRows, step.buffer, scores, factors);
     ptx::warpgroup_wait<0>();
     ptx::warpgroup_fence_operand(gradients[0]);
     if (test)
-      sums.template compute_ds<PairTests::kept>(stage, scores, gradients);
+      sums.template compute_ds<PairTests::kept>(rows, scores, gradients);
     else
-      sums.template compute_ds<PairTests::none>(stage, scores, gradients);
+      sums.template compute_ds<PairTests::none>(rows, scores, gradients);
     pack_left<Element>(p, scores[0]);
     pack_left<Element>(ds, gradients[0]);
     const uint32_t sdS = ptx::shared_address(shared.sdS);
@@ -306,9 +306,9 @@ template <class Config> struct SmallBlock {
   }
 
   // Adds dQ of a step to the sums of all blocks.
-  __device__ void add_dq(int number, const float (&dq)[kHeadDim / 8][4]) const {
+  __device__ void add_dq(int stage, const float (&dq)[kHeadDim / 8][4]) const {
     const uint32_t thread = ptx::thread_index();
-    float *thread_sums = params.query_sums.data + uint64_t(shared.place[number]) * kHeadDim +
+    float *thread_sums = params.query_sums.data + uint64_t(shared.place[stage]) * kHeadDim +
                          thread / 32 * (kHeadDim / 8) * 128 + thread % 32 * 4;
 #pragma unroll
     for (int n = 0; n < kHeadDim / 8; ++n) ptx::add_global(thread_sums + n * 128, dq[n]);
@@ -325,12 +325,12 @@ template <class Config> struct SmallBlock {
       __syncthreads();
     }
     bool more; // whether there is a next step
-    const auto prepare = [&](const KeyStep &step, int number, const BlockSteps &steps) {
+    const auto prepare = [&](const KeyStep &step, int stage, const BlockSteps &steps) {
       more = step.valid;
-      load_rows(step, steps, number);
+      load_rows(step, steps, stage);
       if (threadIdx.x > 0) return;
-      shared.stages[number].step = step;
-      shared.place[number] = place_of(step, steps);
+      shared.stages[stage].step = step;
+      shared.place[stage] = place_of(step, steps);
     };
     if (!listed) ptx::wait_for_kernel_ahead(); // late: the kernel ahead writes only statistics and zeros
     prepare(first_step(all_steps), 0, all_steps);
