@@ -523,11 +523,11 @@ void chain_kernel(BackwardParams params) {
   const int64_t head = place.sequence_index * p.kv_heads + place.kv_head;
   if (head != first.sequence_index * p.kv_heads + first.kv_head) found[kNone] = 1;
   if (!walk.has_steps()) return;
-  for (int32_t tile = walk.first;; tile = walk.after(tile)) {
-    const uint32_t facts = walk.facts(tile, true);
+  for (int32_t tile = walk.first;; tile = walk.next_tile(tile)) {
+    const uint32_t flags = walk.step_flags(tile, true);
     count(head, tile, place.block);
-    if (facts & kBegins) count(head, tile, -2);
-    if (facts & kEnds) count(head, tile, -3);
+    if (flags & kDqBegins) count(head, tile, -2);
+    if (flags & kDqEnds) count(head, tile, -3);
     if (tile == walk.last) break;
   }
 }

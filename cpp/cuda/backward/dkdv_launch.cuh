@@ -59,7 +59,7 @@ cudaError_t launch_with_softcap(const BackwardParams &params, const Launch &laun
 inline FusedParams fused_params(const BackwardParams &params, int rows) {
   FusedParams fused{params, {}};
   const fdm_problem &p = params.p;
-  fused.maps.known = make_row_map(p.q, p.head_dim, rows, &fused.maps.q) &&
+  fused.maps.valid = make_row_map(p.q, p.head_dim, rows, &fused.maps.q) &&
                      make_row_map(params.a.dout, p.v.shape[3], rows, &fused.maps.dout);
   return fused;
 }
@@ -73,9 +73,9 @@ template <class Element, int kHeadDim> cudaError_t launch_small(const BackwardLa
   };
   const KeyDivision &keys = work.route.division;
   if (work.route.key_kernel == KeyKernel::chained)
-    return launch_for(std::integral_constant<ClusterOf, ClusterOf::chain>{},
+    return launch_for(std::integral_constant<ClusterUse, ClusterUse::chain>{},
                       Grid(keys.heads, keys.blocks, keys.blocks));
-  return launch_for(std::integral_constant<ClusterOf, ClusterOf::step_shares>{},
+  return launch_for(std::integral_constant<ClusterUse, ClusterUse::shared_steps>{},
                     Grid(keys.max_items, keys.shares, keys.shares));
 }
 

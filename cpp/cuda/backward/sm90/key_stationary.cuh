@@ -112,10 +112,10 @@ template <class Config> struct KeyStationaryShared {
   }
 };
 
-// The tensor maps of Q and dO for TMA copies of the rows of a step that a warp loads. `known`: both maps exist.
+// The tensor maps of Q and dO for TMA copies of the rows of a step that a warp loads. `valid`: both exist.
 struct RowMaps {
   CUtensorMap q, dout;
-  bool known;
+  bool valid;
 };
 
 template <class Config> struct RowProducer {
@@ -180,7 +180,7 @@ template <class Config> struct RowProducer {
     if (threadIdx.x % 32 == 0) stage.facts.test_rows[warp()] = large_lse || (!Config::kRowBias && step.tests);
     if (Roles::producer_thread() == 0) set_step(step, ends_bias_sum);
     constexpr uint32_t kAllOwnRows = ~0u >> (32 - kOwnRows);
-    if (maps && maps->known && used == kAllOwnRows) {
+    if (maps && maps->valid && used == kAllOwnRows) {
       if (threadIdx.x % 32 == 0) copy_boxes(step);
     } else {
       copy_rows<typename Config::RowTile>(params.p.q, step, used, shared.sQ[state.index]);

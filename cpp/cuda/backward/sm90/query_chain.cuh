@@ -22,8 +22,8 @@
 
 namespace fdm::cuda {
 
-// Facts about a step in a chain. dQ of its tile begins in this block; ends in it; no later step receives sums.
-enum : uint32_t { kBegins = 1, kEnds = 2, kLast = 4 };
+// Flags of a step in a chain. dQ of its tile begins in this block; ends in it; no later step receives sums.
+enum : uint32_t { kDqBegins = 1, kDqEnds = 2, kLastStep = 4 };
 
 // The row tiles over which a block of the cluster iterates for each head.
 struct ChainWalk {
@@ -55,10 +55,10 @@ struct ChainWalk {
   __device__ static uint32_t below() { return (blockIdx.y == 0 ? gridDim.y : blockIdx.y) - 1; }
 
   __device__ bool has_steps() const { return first < tiles; }
-  __device__ int32_t after(int32_t tile) const { return tile + 1 == tiles ? 0 : tile + 1; }
-  __device__ uint32_t facts(int32_t tile, bool last_head) const {
+  __device__ int32_t next_tile(int32_t tile) const { return tile + 1 == tiles ? 0 : tile + 1; }
+  __device__ uint32_t step_flags(int32_t tile, bool last_head) const {
     const bool begins = tile >= begin && tile < past_begin, ends = tile >= end && tile < past_end;
-    return (begins ? kBegins : 0) | (ends ? kEnds : 0) | (last_head && tile == last ? kLast : 0);
+    return (begins ? kDqBegins : 0) | (ends ? kDqEnds : 0) | (last_head && tile == last ? kLastStep : 0);
   }
 };
 
@@ -88,8 +88,8 @@ template <class Element, int kTiles, int kWarps> struct QueryChain {
 
   // Loads the sums of a step's tile that the block above has sent. If dQ begins here, sets them to zeros. All threads
   // of a warp call this.
-  __device__ void receive(Sums &sums, Shared &shared, uint32_t facts) {
-    if (facts & kBegins) {
+  __device__ void receive(Sums &sums, Shared &shared, uint32_t flags) {
+    if (flags & kDqBegins) {
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) sums[n][0] = sums[n][1] = sums[n][2] = sums[n][3] = 0.0f;
       return;
@@ -116,18 +116,18 @@ template <class Element, int kTiles, int kWarps> struct QueryChain {
     const auto zero = uint32_t(reinterpret_cast<uintptr_t>(params.p.cu_seqlens_q.data));
     const uint32_t block = ChainWalk::above() + __any_sync(0xffffffffu, loaded & zero);
     // After its last tile, the block above may have ended.
-    if (lane == 0 && !(facts & kLast)) ptx::arrive_remote(shared.empty[warp], block);
+    if (lane == 0 && !(flags & kLastStep)) ptx::arrive_remote(shared.empty[warp], block);
   }
 
   // Sends the sums to the block below. If dQ ends here, writes them instead.
-  __device__ void hand_on(const Sums &sums, Shared &shared, uint32_t facts, const KeyTask &task, const KeyStep &step) {
-    if (facts & kEnds) return write(sums, task, step);
+  __device__ void send(const Sums &sums, Shared &shared, uint32_t flags, const KeyTask &task, const KeyStep &step) {
+    if (flags & kDqEnds) return write(sums, task, step);
     const uint32_t thread = ptx::thread_index(), warp = thread / 32, lane = thread % 32;
     ptx::wait_for_cluster(shared.empty[warp], parities / 2);
     parities ^= 2;
-    const ptx::RemoteBuffer room(&shared.sums[warp][0][4 * lane], shared.full[warp], ChainWalk::below());
+    const ptx::RemoteBuffer remote(&shared.sums[warp][0][4 * lane], shared.full[warp], ChainWalk::below());
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n) room.store(n * 128, make_float4(sums[n][0], sums[n][1], sums[n][2], sums[n][3]));
+    for (int n = 0; n < kTiles; ++n) remote.store(n * 128, make_float4(sums[n][0], sums[n][1], sums[n][2], sums[n][3]));
   }
 
 private:

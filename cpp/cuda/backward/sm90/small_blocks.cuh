@@ -18,35 +18,35 @@
 namespace fdm::cuda {
 
 // The thread blocks of a cluster are the key blocks of a chain, or share the steps of one key block.
-enum class ClusterOf { step_shares, chain };
+enum class ClusterUse { shared_steps, chain };
 
-template <class ElementType, int kHeadDimension, ClusterOf kCluster> struct SmallBlocksConfig {
+template <class ElementType, int kHeadDimension, ClusterUse kCluster> struct SmallBlocksConfig {
   using Element = ElementType;
   static constexpr int kHeadDim = kHeadDimension, kKeys = kSmallBlock.keys, kRows = kSmallBlock.rows, kStages = 2;
   static constexpr int kWarps = 4, kThreads = 32 * kWarps;
   static constexpr int kBlocks = 3; // thread blocks that share an SM
-  static constexpr bool kChained = kCluster == ClusterOf::chain;
+  static constexpr bool kChained = kCluster == ClusterUse::chain;
   using KeyTile = SmemTile<kHeadDim, kKeys>;
   using RowTile = SmemTile<kHeadDim, kRows>;
   using GradientTile = SmemTile<kRows, kKeys>; // a row for each key
   using Keys = KeyBlock<kKeys, WholeBlock<kThreads>, 1, KeyBlockUse::few_steps, kKeys>;
   using Gradients = KeyGradients<Element, kKeys, 1, kRows, kHeadDim, GradientSet::both, TileKind::usual, Keys>;
   using Chain = QueryChain<Element, kHeadDim / 8, kWarps>;
-  using Shares = StepShares<kHeadDim / 8, kThreads>;
+  using Reduction = ClusterReduction<kHeadDim / 8, kThreads>;
 };
 
 // The common facts about the steps of a block. The rows that may keep its keys are the same for all heads of the
 // group.
 struct alignas(16) BlockSteps {
-  int32_t first_tile, past_tile; // the tiles that may keep a key
-  uint32_t statistics, sums;     // the index of row 0 of the first head in the statistics and in the sums of dQ
+  int32_t first_tile, past_tile;   // the tiles that may keep a key
+  uint32_t statistics_row, dq_row; // the index of row 0 of the first head in the statistics and in the sums of dQ
 };
 
 // The shared memory with which the thread blocks of a cluster cooperate.
 template <class Config, bool = Config::kChained> struct SmallBlocksCluster {
-  ShareBarriers shares;
+  ClusterReductionBarriers reduction;
 
-  __device__ void init() { shares.init(); }
+  __device__ void init() { reduction.init(); }
 };
 template <class Config> struct SmallBlocksCluster<Config, true> {
   ChainWalk walk;
@@ -64,7 +64,8 @@ template <class Config> struct SmallBlocksShared {
   typename Config::Keys::Shared keys;
   BlockSteps steps;
   SmallBlocksCluster<Config> cluster;
-  uint32_t place[Config::kStages]; // a step's first row among the sums of dQ; in a chain, its ChainWalk::facts()
+  // A step's first row among the sums of dQ; in a chain, its ChainWalk::step_flags().
+  uint32_t step_data[Config::kStages];
   uint64_t keys_full, full[Config::kStages];
 
   // One thread of the block calls this, before the others use the barriers.
@@ -102,8 +103,9 @@ template <class Config> struct SmallBlock {
   using GradientTile = typename Config::GradientTile;
   static constexpr int kRows = Config::kRows, kHeadDim = Config::kHeadDim;
   using Scores = float[1][kRows / 8][4];
-  using Shares = typename Config::Shares;
-  static_assert(Shares::kRoomBytes <= offsetof(SmallBlocksShared<Config>, stages), "the sums of others have no room");
+  using Reduction = typename Config::Reduction;
+  static_assert(Reduction::kBufferBytes <= offsetof(SmallBlocksShared<Config>, stages),
+                "no room for the sums of remote blocks");
 
   const BackwardParams &params;
   const RowMaps &maps;
@@ -162,11 +164,11 @@ template <class Config> struct SmallBlock {
     return next_head({0, 0, steps.first_tile + static_cast<int32_t>(blockIdx.y), 0, steps.first_tile < steps.past_tile},
                      steps);
   }
-  __device__ KeyStep after(KeyStep step, const BlockSteps &steps) const {
+  __device__ KeyStep next_step(KeyStep step, const BlockSteps &steps) const {
     if constexpr (Config::kChained) {
       const ChainWalk &walk = shared.cluster.walk;
       if (step.tile == walk.last) step.valid = ++step.head < params.group;
-      step.tile = step.tile == walk.last ? walk.first : walk.after(step.tile);
+      step.tile = step.tile == walk.last ? walk.first : walk.next_tile(step.tile);
       return step;
     }
     step.tile += static_cast<int32_t>(gridDim.y);
@@ -185,9 +187,9 @@ template <class Config> struct SmallBlock {
     return !Config::kChained || (step.tile >= steps.first_tile && step.tile < steps.past_tile);
   }
 
-  __device__ uint32_t place_of(const KeyStep &step, const BlockSteps &steps) const {
-    if constexpr (Config::kChained) return shared.cluster.walk.facts(step.tile, step.head + 1 == params.group);
-    return steps.sums + uint32_t(step.head) * uint32_t(params.query_sums.head_rows) + uint32_t(step.tile * kRows);
+  __device__ uint32_t step_data_of(const KeyStep &step, const BlockSteps &steps) const {
+    if constexpr (Config::kChained) return shared.cluster.walk.step_flags(step.tile, step.head + 1 == params.group);
+    return steps.dq_row + uint32_t(step.head) * uint32_t(params.query_sums.head_rows) + uint32_t(step.tile * kRows);
   }
 
   // Starts the copies of the statistics of a step's rows. lse = inf: the row does not exist, or it has no gradient.
@@ -198,7 +200,7 @@ template <class Config> struct SmallBlock {
     auto &rows = shared.stages[stage];
     float &lse = rows.lse[own_row], &delta = rows.delta[own_row];
     if (i < queries) {
-      const RowStatistics &row_statistics = params.statistics[steps.statistics + uint32_t(step.head) * queries + i];
+      const RowStatistics &row_statistics = params.statistics[steps.statistics_row + uint32_t(step.head) * queries + i];
       ptx::cp_async_4(ptx::shared_address(&lse), &row_statistics.lse);
       ptx::cp_async_4(ptx::shared_address(&delta), &row_statistics.delta);
     } else {
@@ -211,7 +213,7 @@ template <class Config> struct SmallBlock {
     if (!step.valid) return;
     if (!concerns(step, steps)) return ptx::arrive(shared.full[stage]);
     load_statistics(step, steps, stage);
-    if (!maps.known) return copy_rows_of_step<Config>(params, shared, step, stage);
+    if (!maps.valid) return copy_rows_of_step<Config>(params, shared, step, stage);
     if (threadIdx.x == 0) copy_boxes(step, stage);
     ptx::arrive_after_copies(shared.full[stage]);
   }
@@ -308,7 +310,7 @@ template <class Config> struct SmallBlock {
   // Adds dQ of a step to the sums of all blocks.
   __device__ void add_dq(int stage, const float (&dq)[kHeadDim / 8][4]) const {
     const uint32_t thread = ptx::thread_index();
-    float *thread_sums = params.query_sums.data + uint64_t(shared.place[stage]) * kHeadDim +
+    float *thread_sums = params.query_sums.data + uint64_t(shared.step_data[stage]) * kHeadDim +
                          thread / 32 * (kHeadDim / 8) * 128 + thread % 32 * 4;
 #pragma unroll
     for (int n = 0; n < kHeadDim / 8; ++n) ptx::add_global(thread_sums + n * 128, dq[n]);
@@ -330,7 +332,7 @@ template <class Config> struct SmallBlock {
       load_rows(step, steps, stage);
       if (threadIdx.x > 0) return;
       shared.stages[stage].step = step;
-      shared.place[stage] = place_of(step, steps);
+      shared.step_data[stage] = step_data_of(step, steps);
     };
     if (!listed) ptx::wait_for_kernel_ahead(); // late: the kernel ahead writes only statistics and zeros
     prepare(first_step(all_steps), 0, all_steps);
@@ -345,14 +347,14 @@ template <class Config> struct SmallBlock {
     for (PipelineState<Config::kStages> state; more; ++state) {
       __syncthreads(); // all threads have read the previous step
       const BlockSteps steps = shared.steps;
-      prepare(after(shared.stages[state.index].step, steps), state.index ^ 1, steps);
+      prepare(next_step(shared.stages[state.index].step, steps), state.index ^ 1, steps);
       ptx::wait(shared.full[state.index], state.phase);
       ptx::fence_async_proxy();
       const KeyStep &step = shared.stages[state.index].step;
-      [[maybe_unused]] const uint32_t place = shared.place[state.index];
+      [[maybe_unused]] const uint32_t step_data = shared.step_data[state.index];
       float dq[kHeadDim / 8][4];
       const auto receive = [&] {
-        if constexpr (Config::kChained) chain.receive(dq, shared.cluster.tiles, place);
+        if constexpr (Config::kChained) chain.receive(dq, shared.cluster.tiles, step_data);
       };
       if (concerns(step, steps)) {
         const bool large_lse = has_large_lse(state.index);
@@ -362,13 +364,13 @@ template <class Config> struct SmallBlock {
         receive();
       }
       if constexpr (Config::kChained)
-        chain.hand_on(dq, shared.cluster.tiles, place, sums.keys.task(), step);
+        chain.send(dq, shared.cluster.tiles, step_data, sums.keys.task(), step);
       else
         add_dq(state.index, dq);
     }
     WantedSums wanted; // all sums, or those that this block of a cluster adds up
     if constexpr (!Config::kChained)
-      wanted = Shares(shared.cluster.shares, &shared).add_up(sums.dk[0], sums.dv[0], sums.dbias[0]);
+      wanted = Reduction(shared.cluster.reduction, &shared).add_up(sums.dk[0], sums.dv[0], sums.dbias[0]);
     if (wanted.dk) sums.write_bias(0);
     sums.add_segment_sums(0, wanted);
     sums.write(0, wanted);
