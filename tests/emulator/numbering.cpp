@@ -196,7 +196,7 @@ template <class SegmentsOf> Work count_segments(BackwardParams &params, const Se
   std::vector<int32_t> live(numbers, 0);
   std::vector<SegmentBlock> order;
   for (int64_t n = 0; n < numbers * segments.blocks; ++n) order.push_back({0, 1, int32_t(n % segments.blocks), 64});
-  params.keys.segments.kept = live.data();
+  params.keys.segments.kept_count = live.data();
   params.keys.segments.order = order.data();
   launch_blocks(segment_kernel, dim3(1), 32, params);
   int64_t existing = 0;

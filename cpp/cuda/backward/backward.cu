@@ -35,7 +35,7 @@ BackwardParams make_params(const fdm_problem &p, const fdm_backward_args &args, 
   keys.part_sums = at<float>(workspace, route.part_sums);
   KeySegments &segments = keys.segments;
   static_cast<SegmentWork &>(segments) = route.segments;
-  segments.kept = at<int32_t>(workspace, route.segment_kept);
+  segments.kept_count = at<int32_t>(workspace, route.segment_kept);
   segments.order = at<SegmentBlock>(workspace, route.segment_order);
   segments.sums = at<float>(workspace, route.segment_sums);
   segments.bias_sums = at<float>(workspace, route.segment_bias_sums);

@@ -30,7 +30,7 @@ namespace fdm::cuda {
 struct KeySegments : SegmentWork {
   // [list][segment]: the number of keys that the segment keeps. If it exceeds the room in the segment's blocks, the
   // blocks of all segments of the list (of a packed sequence) have the list's kept keys in key order.
-  int32_t *kept;
+  int32_t *kept_count;
   SegmentBlock *order; // [list][segment][blocks]: the longest first
   // The float32 sums of keys that several segments keep. round_sums.cu rounds them. Heads are counted over sequences,
   // except packed ones.

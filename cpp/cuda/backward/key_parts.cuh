@@ -9,7 +9,7 @@
 namespace fdm::cuda {
 
 // The approximate number of parts of all key blocks together, and the least length of a part in steps.
-constexpr int64_t kWantedItems = kRouteTable.target_parts, kShortestPart = kRouteTable.part_steps;
+constexpr int64_t kWantedItems = kRouteTable.items, kMinPartSteps = kRouteTable.part_steps;
 // Step counts of a block are cut off at this limit, so that sums of a few of them fit in 32 bits.
 constexpr int32_t kStepLimit = 1 << 29;
 
@@ -24,7 +24,7 @@ __device__ __forceinline__ int32_t part_count(int32_t steps, int32_t length) {
 struct LengthChoice {
   static constexpr int kLengths = 8;
   // A part's prologue and partial sums take about as long as this many steps (measured on an H100).
-  static constexpr int32_t kPartSteps = 8;
+  static constexpr int32_t kPartOverhead = 8;
   int32_t length, parts, stored_parts, longest, shortest;
 
   // The estimated time until all SMs are done, in steps. Parts come longest first. So at the end an SM is idle for at
@@ -32,7 +32,7 @@ struct LengthChoice {
   __device__ int64_t time(int64_t all_steps, int32_t sms) const {
     const int64_t idle = int64_t((parts + sms - 1) / sms) * sms - parts;
     const int64_t lost = min64(idle * all_steps / parts, int64_t(sms) * shortest);
-    return max64((all_steps + int64_t(parts) * kPartSteps + lost) / sms, longest + kPartSteps);
+    return max64((all_steps + int64_t(parts) * kPartOverhead + lost) / sms, longest + kPartOverhead);
   }
 };
 
@@ -48,7 +48,7 @@ struct LengthChoices {
     const int n = int(threadIdx.x);
     if (n < kLengths) {
       const int64_t length = ceil_div(2 * all_steps, int64_t(n + 2) * keys.sms);
-      choices[n] = {int32_t(max64(kShortestPart, min64(kStepLimit, length))), 0, 0, 0, INT32_MAX};
+      choices[n] = {int32_t(max64(kMinPartSteps, min64(kStepLimit, length))), 0, 0, 0, INT32_MAX};
     }
     __syncthreads();
     LengthChoice thread_choices[kLengths];
@@ -66,8 +66,8 @@ struct LengthChoices {
       const LengthChoice choice = choices[min(n, kLengths - 1)];
       if (n < kLengths && choice.parts > 0 && choice.stored_parts <= keys.stored_parts)
         time = uint32_t(min64(UINT32_MAX - 1, choice.time(all_steps, keys.sms)));
-      const uint32_t least = __reduce_min_sync(kAllLanes, time), lanes = __ballot_sync(kAllLanes, time == least);
-      if (n == __ffs(lanes) - 1) best = least == UINT32_MAX ? 0 : choice.length;
+      const uint32_t min_time = __reduce_min_sync(kAllLanes, time), lanes = __ballot_sync(kAllLanes, time == min_time);
+      if (n == __ffs(lanes) - 1) best = min_time == UINT32_MAX ? 0 : choice.length;
     }
     __syncthreads();
     return best;
@@ -104,9 +104,10 @@ private:
 struct PartOrder {
   static constexpr int kLengths = 64, kPlaces = 16, kClasses = kPlaces * kLengths;
 
-  int32_t length;             // the wanted length of parts
-  int32_t heads_together = 0; // above 0: a place is a group of this many heads
-  int64_t all_rows = 0;       // above 0: a place is a range of rows; a block that all rows keep has all_rows steps
+  int32_t length;              // the wanted length of parts
+  int32_t heads_per_group = 0; // above 0: a place is a group of this many heads
+  // Above 0: a place is a range of rows, and a block that all rows keep has this many steps.
+  int64_t max_block_steps = 0;
 
   __device__ PartOrder(const BackwardParams &params, int32_t part_length, int64_t all_steps, int32_t existing_blocks)
       : length(part_length) {
@@ -119,11 +120,11 @@ struct PartOrder {
     // A group has a third more blocks than there are SMs, so that blocks are left when the first ones end. With only
     // two groups, the SMs would end further apart (measured on an H100).
     const int64_t wanted = ceil_div(int64_t(keys.heads) * (keys.sms + keys.sms / 3), existing_blocks);
-    const int64_t together = max64(wanted, ceil_div(keys.heads, kPlaces));
-    if (ceil_div(keys.heads, together) > 2)
-      heads_together = int32_t(together);
+    const int64_t group_heads = max64(wanted, ceil_div(keys.heads, kPlaces));
+    if (ceil_div(keys.heads, group_heads) > 2)
+      heads_per_group = int32_t(group_heads);
     else if (walks_lists && all_steps >= 2 * int64_t(length) * existing_blocks)
-      all_rows = ceil_div(params.p.queries, keys.tile_rows) * params.group;
+      max_block_steps = ceil_div(params.p.queries, keys.tile_rows) * params.group;
   }
 
   // The class of a part. The parts of a class come in any order.
@@ -131,10 +132,10 @@ struct PartOrder {
     const float own_length = float(steps) / float(parts);
     const auto rank = int32_t(own_length * float(kLengths / 2) / float(length));
     int32_t place = 0;
-    if (heads_together > 0)
-      place = int32_t(BlockOfHead(keys, uint32_t(block)).head / uint32_t(heads_together));
-    else if (all_rows > 0)
-      place = int32_t(own_length * float(part) * float(kPlaces) / float(all_rows));
+    if (heads_per_group > 0)
+      place = int32_t(BlockOfHead(keys, uint32_t(block)).head / uint32_t(heads_per_group));
+    else if (max_block_steps > 0)
+      place = int32_t(own_length * float(part) * float(kPlaces) / float(max_block_steps));
     return min(kPlaces - 1, place) * kLengths + kLengths - 1 - min(kLengths - 1, rank);
   }
 };

@@ -18,27 +18,26 @@ struct KeyBlockPlace {
   Sequence s;
   int64_t sequence_index, kv_head;
   int32_t block;
-  int64_t list_sequence; // takes_planned_keys: list * sequences of a list + sequence of the list
-  int64_t
-      first_key; // takes_planned_keys: the index of the first key in `ordered`; if in_key_order, among the kept keys
-  int64_t
-      keys; // takes_planned_keys: the number of keys from there on, up to the end of the bucket if there are buckets
-  bool in_key_order; // the list keeps more keys than its segments have room for
-  SegmentBlock rows; // segments: the rows that keep any of the keys
+  int64_t list_sequence; // listed: list * sequences of a list + sequence of the list
+  int64_t first_key;     // listed: the index of the first key in `ordered`; if in_key_order, among the kept keys
+  int64_t key_count;     // listed: the number of keys from there on, up to the end of the bucket if there are buckets
+  bool in_key_order;     // the list keeps more keys than its segments have room for
+  SegmentBlock rows;     // segments: the rows that keep any of the keys
 };
 
 // The group of KV heads whose blocks are processed together. The constructor makes `number` relative to the group.
-struct HeadsTogether {
-  uint32_t first, heads;
+struct HeadGroup {
+  uint32_t first_head, head_count;
 
-  __device__ HeadsTogether(const KeyWork &keys, uint32_t &number) : first(0), heads(static_cast<uint32_t>(keys.heads)) {
-    if (keys.heads_per_wave == keys.heads) return;
-    const auto together = static_cast<uint32_t>(keys.heads_per_wave),
-               blocks = static_cast<uint32_t>(keys.blocks) * together;
+  __device__ HeadGroup(const KeyWork &keys, uint32_t &number)
+      : first_head(0), head_count(static_cast<uint32_t>(keys.heads)) {
+    if (keys.together == keys.heads) return;
+    const auto heads_per_group = static_cast<uint32_t>(keys.together),
+               blocks = static_cast<uint32_t>(keys.blocks) * heads_per_group;
     const uint32_t group = number / blocks;
     number -= group * blocks;
-    first = group * together;
-    heads = min(together, heads - first);
+    first_head = group * heads_per_group;
+    head_count = min(heads_per_group, head_count - first_head);
   }
 };
 
@@ -47,9 +46,9 @@ struct BlockOfHead {
   uint32_t block, head;
 
   __device__ BlockOfHead(const KeyWork &keys, uint32_t number) {
-    const HeadsTogether together(keys, number);
-    block = number / together.heads;
-    head = together.first + number - block * together.heads;
+    const HeadGroup group(keys, number);
+    block = number / group.head_count;
+    head = group.first_head + number - block * group.head_count;
   }
 };
 
@@ -79,14 +78,14 @@ struct ListSegments {
   }
 
   // If cu_seqlens does not begin with 0, there are numbers before those of the first sequence.
-  __device__ bool have(int32_t segment) const { return segment >= 0 && segment < count; }
+  __device__ bool has_segment(int32_t segment) const { return segment >= 0 && segment < count; }
 
   // Whether a segment keeps more keys than its blocks have room for. All lanes of the warp call this.
-  __device__ bool overflow(const KeyWork &keys) const {
+  __device__ bool has_overflow(const KeyWork &keys) const {
     const int32_t room = keys.segments.blocks * keys.block_keys;
     bool overflows = false;
 #pragma unroll 1 // usually one iteration
-    for (int n = threadIdx.x % 32; n < count; n += 32) overflows |= keys.segments.kept[first + n] > room;
+    for (int n = threadIdx.x % 32; n < count; n += 32) overflows |= keys.segments.kept_count[first + n] > room;
     return __any_sync(0xffffffffu, overflows);
   }
 };
@@ -124,8 +123,8 @@ __device__ __forceinline__ KeyBlockPlace place_in_segment(const BackwardParams &
   const KeyWork &keys = params.keys;
   const KeySegments &segments = keys.segments;
   const auto count = static_cast<uint32_t>(segments.count);
-  const HeadsTogether together(keys, number);
-  const uint32_t heads = together.heads;
+  const HeadGroup group(keys, number);
+  const uint32_t heads = group.head_count;
   uint32_t head, rank, from_last;
   if (number < segments.leading * count * heads) {
     const uint32_t segment_of_heads = number / segments.leading;
@@ -138,28 +137,28 @@ __device__ __forceinline__ KeyBlockPlace place_in_segment(const BackwardParams &
     rank = block / count;
     from_last = block - rank * count;
   }
-  const SegmentPlace segment_place(params, together.first + head, static_cast<int32_t>(count - 1 - from_last));
+  const SegmentPlace segment_place(params, group.first_head + head, static_cast<int32_t>(count - 1 - from_last));
   KeyBlockPlace place{};
   place.s = segment_place.s;
   place.sequence_index = segment_place.sequence_index;
   place.kv_head = segment_place.kv_head;
   place.rows = {0, -1, 0, 0};
   const ListSegments of_list(params, segment_place.s, segment_place.sequence_index, segment_place.list);
-  if (!of_list.have(segment_place.segment)) return place;
+  if (!of_list.has_segment(segment_place.segment)) return place;
   place.block = static_cast<int32_t>(rank) * of_list.count + of_list.count - 1 - segment_place.segment;
   place.list_sequence = list_sequence(params.p, segment_place.list, segment_place.sequence_index);
   const int64_t segment = of_list.first + segment_place.segment;
   place.rows = segments.order[segment * segments.blocks + rank];
-  place.in_key_order = of_list.overflow(keys);
+  place.in_key_order = of_list.has_overflow(keys);
   if (place.in_key_order) {
     const int64_t position = int64_t(place.block) * keys.block_keys;
     place.first_key = segment_place.list * params.plan.list_keys + segment_place.s.k_begin + position;
-    place.keys = params.plan.kept_count[place.list_sequence] - position;
-    place.rows = {0, place.keys > 0 ? static_cast<int32_t>(place.s.q_count) : -1};
+    place.key_count = params.plan.kept_count[place.list_sequence] - position;
+    place.rows = {0, place.key_count > 0 ? static_cast<int32_t>(place.s.q_count) : -1};
     return place;
   }
   place.first_key = (segment * segments.blocks + place.rows.position) * keys.block_keys;
-  place.keys = place.rows.keys;
+  place.key_count = place.rows.keys;
   return place;
 }
 
@@ -188,13 +187,13 @@ __device__ __forceinline__ KeyBlockPlace key_block_place(const BackwardParams &p
   const int64_t position = ordered_position(params.keys, place.block);
   place.first_key = list * plan.list_keys + place.s.k_begin + position;
   // The last block of a bucket may have fewer keys than the others.
-  place.keys = min64(plan.kept_count[place.list_sequence] - position, kBucketKeys - position % kBucketKeys);
+  place.key_count = min64(plan.kept_count[place.list_sequence] - position, kBucketKeys - position % kBucketKeys);
   return place;
 }
 
 // The key in row r of a block of a list. key = -1: there is none.
 __device__ __forceinline__ KeyRows listed_key(const BackwardParams &params, const KeyBlockPlace &place, int r) {
-  if (r >= place.keys) return {-1, 0, 0, -1};
+  if (r >= place.key_count) return {-1, 0, 0, -1};
   const int64_t n = place.first_key + r;
   const Plan &plan = params.plan;
   if (place.in_key_order) return {plan.kept_index[n], plan.kept_start[n], plan.kept_end[n], -1};
@@ -232,7 +231,7 @@ __device__ __forceinline__ RowRange rows_of_run(const BackwardParams &params, co
 __device__ __forceinline__ RowRange key_block_rows(const BackwardParams &params, const KeyBlockPlace &place) {
   if (params.keys.takes_planned_keys) {
     if (params.keys.segments.rows > 0) return {place.rows.first, place.rows.past};
-    if (place.keys <= 0) return {0, -1};
+    if (place.key_count <= 0) return {0, -1};
     return params.keys.ranges[place.list_sequence * params.keys.blocks + place.block];
   }
   const int64_t key = int64_t(place.block) * params.keys.block_keys;

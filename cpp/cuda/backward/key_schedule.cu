@@ -18,22 +18,22 @@ namespace {
 
 constexpr int kThreads = 1024;
 constexpr int kKnownBlocks = 6144; // the step counts of this many blocks stay in shared memory
-constexpr int kTries = 64;
+constexpr int kMaxTries = 64;
 
 // Blocks are numbered as if every packed sequence were as long as the longest. This function visits only the blocks
 // for which a sequence has keys. A few threads share a head, since sequences may be many and short, or few and long.
 template <class Function>
 __device__ void for_each_packed_block(const BackwardParams &params, const Function &function) {
   const KeyWork &keys = params.keys;
-  const int together = keys.blocks >= 8 ? 8 : keys.blocks >= 4 ? 4 : keys.blocks >= 2 ? 2 : 1; // a divisor of kThreads
-  const int32_t first_lane = int32_t(threadIdx.x) % together, stride = keys.takes_planned_keys ? keys.buckets : 1;
-  for (int32_t head = int32_t(threadIdx.x) / together; head < keys.heads; head += kThreads / together) {
+  const int lanes = keys.blocks >= 8 ? 8 : keys.blocks >= 4 ? 4 : keys.blocks >= 2 ? 2 : 1; // a divisor of kThreads
+  const int32_t first_lane = int32_t(threadIdx.x) % lanes, stride = keys.listed ? keys.buckets : 1;
+  for (int32_t head = int32_t(threadIdx.x) / lanes; head < keys.heads; head += kThreads / lanes) {
     const KeyBlockPlace place = key_block_place(params, head);
     const auto count = int32_t(keys.takes_planned_keys ? params.plan.kept_count[place.list_sequence] : place.s.k_count);
     const int32_t bucket_keys = keys.takes_planned_keys ? min(count, kBucketKeys) : count;
     const int32_t buckets = keys.takes_planned_keys ? min(stride, (count + kBucketKeys - 1) / kBucketKeys) : 1;
     const int32_t past = buckets * ((bucket_keys + keys.block_keys - 1) / keys.block_keys);
-    for (int32_t n = first_lane; n < past; n += together)
+    for (int32_t n = first_lane; n < past; n += lanes)
       function(int64_t(n / buckets * stride + n % buckets) * keys.heads + head);
   }
 }
@@ -76,12 +76,12 @@ __global__ void __launch_bounds__(kThreads, 1) schedule_keys(const __grid_consta
   __syncthreads();
   const auto all_steps = int64_t(all);
   // With more blocks than two for each SM, the length of parts matters little.
-  const bool few = (keys.takes_planned_keys || params.plan.spans) && keys.sms > 0 && existing <= 2 * keys.sms;
-  int32_t length = few ? lengths.choose(keys, all_steps, for_each_block) : 0;
+  const bool chooses_length = (keys.listed || params.plan.spans) && keys.sms > 0 && existing <= 2 * keys.sms;
+  int32_t length = chooses_length ? lengths.choose(keys, all_steps, for_each_block) : 0;
   const bool chosen = length > 0;
-  if (!chosen) length = int32_t(max64(kShortestPart, min64(kStepLimit, ceil_div(all_steps, kWantedItems))));
+  if (!chosen) length = int32_t(max64(kMinPartSteps, min64(kStepLimit, ceil_div(all_steps, kWantedItems))));
   // Without a chosen length, parts grow longer until all of them can be stored.
-  for (int tries = 0; !chosen && tries < kTries; ++tries) {
+  for (int tries = 0; !chosen && tries < kMaxTries; ++tries) {
     __syncthreads();
     if (threadIdx.x == 0) stored_parts = 0;
     __syncthreads();

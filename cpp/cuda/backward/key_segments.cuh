@@ -22,7 +22,7 @@ template <int kThreads> struct SegmentOrder {
   struct Shared {
     BlockRanks<kThreads, kItemsPerThread> ranks;
     BlockSum<kThreads> sum;
-    uint32_t places[kClasses];
+    uint32_t next_position[kClasses];
     int32_t low[kThreads], high[kThreads]; // the rows of each key block
   };
 
@@ -37,7 +37,8 @@ template <int kThreads> struct SegmentOrder {
   int64_t base;               // the index of the first kept key of the list and sequence
   int32_t sequence_number;    // list_sequence() of the list and sequence
   int32_t head, list, number; // `head` is counted over sequences, except packed ones; segment `number` over lists
-  int32_t first, past, kept;
+  int32_t first, past;
+  int32_t list_kept_count; // of the list and sequence; 0: the segment does not exist
   int32_t visible;
   int32_t first_sum, past_sums;
   bool writes; // only one of the heads that share the list writes it
@@ -58,8 +59,8 @@ template <int kThreads> struct SegmentOrder {
     writes = (t.shape[0] > 1 || s.batch == 0) && (t.shape[1] > 1 || place.kv_head == 0);
     sequence_number = static_cast<int32_t>(list_sequence(p, list, place.sequence_index));
     base = list * params.plan.list_keys + s.k_begin;
-    const bool exists = list_segments.have(place.segment);
-    kept = exists ? params.plan.kept_count[sequence_number] : 0;
+    const bool exists = list_segments.has_segment(place.segment);
+    list_kept_count = exists ? params.plan.kept_count[sequence_number] : 0;
     first = exists ? place.segment * segments.rows : 0;
     past = exists ? static_cast<int32_t>(min64(s.q_count, int64_t(first) + segments.rows)) : 0;
     visible = static_cast<int32_t>(is_causal(p) ? min64(s.k_count, past + s.causal_off) : s.k_count);
@@ -70,26 +71,28 @@ template <int kThreads> struct SegmentOrder {
 
   __device__ void run() const {
     const KeySegments &segments = params.keys.segments;
-    if (threadIdx.x < kClasses) shared.places[threadIdx.x] = 0;
+    if (threadIdx.x < kClasses) shared.next_position[threadIdx.x] = 0;
     shared.low[threadIdx.x] = past;
     shared.high[threadIdx.x] = first - 1;
-    const bool once = kept <= kStep; // the list is loaded only once, and its keys claim places in the first pass
+    // If true, the list is loaded only once, and its keys claim positions in the first pass.
+    const bool once = list_kept_count <= kStep;
     Step step;
-    uint32_t place[kItemsPerThread];
+    uint32_t position[kItemsPerThread];
     int32_t sums = first_sum;
     for (int32_t start = 0; has_step(start); start += kStep) {
       sums += load(step, start, sums);
 #pragma unroll
-      for (int i = 0; i < kItemsPerThread; ++i) place[i] = step.own_class[i] < kClasses ? claim(step.own_class[i]) : 0;
+      for (int i = 0; i < kItemsPerThread; ++i)
+        position[i] = step.own_class[i] < kClasses ? claim(step.own_class[i]) : 0;
     }
     __syncthreads();
-    uint32_t kept;
-    const uint32_t class_keys = threadIdx.x < kClasses ? shared.places[threadIdx.x] : 0;
-    const uint32_t before = shared.sum.exclusive(class_keys, &kept);
-    if (threadIdx.x < kClasses) shared.places[threadIdx.x] = before;
+    uint32_t kept_count;
+    const uint32_t class_keys = threadIdx.x < kClasses ? shared.next_position[threadIdx.x] : 0;
+    const uint32_t first_position = shared.sum.exclusive(class_keys, &kept_count);
+    if (threadIdx.x < kClasses) shared.next_position[threadIdx.x] = first_position;
     __syncthreads();
     const int32_t room = segments.blocks * params.keys.block_keys;
-    bool fits = static_cast<int32_t>(kept) <= room;
+    bool fits = static_cast<int32_t>(kept_count) <= room;
     KeyRows *ordered = params.keys.ordered + int64_t(number) * room;
     sums = once ? sums : first_sum;
     for (int32_t start = 0; has_step(start); start += kStep) {
@@ -102,22 +105,23 @@ template <int kThreads> struct SegmentOrder {
         fits = fits && rows.sum < past_sums;
         if (!writes || !fits) continue;
         const uint32_t own_class = step.own_class[i];
-        if (own_class < kClasses) put(ordered, once ? shared.places[own_class] + place[i] : claim(own_class), rows);
-        if (begins && rows.sum >= 0) segments.sum_keys[int64_t(list) * segments.max_sums + rows.sum] = rows.key;
+        if (own_class < kClasses)
+          put(ordered, once ? shared.next_position[own_class] + position[i] : claim(own_class), rows);
+        if (begins && rows.sum >= 0) segments.sum_keys[int64_t(list) * segments.most_sums + rows.sum] = rows.key;
       }
     }
     fits = __syncthreads_and(fits);
     if (!writes) return;
     if (threadIdx.x == 0) {
-      segments.kept[number] = fits ? static_cast<int32_t>(kept) : INT32_MAX;
+      segments.kept_count[number] = fits ? static_cast<int32_t>(kept_count) : INT32_MAX;
       if (last) segments.sum_count[sequence_number] = sums - first_sum;
     }
-    if (fits) order_blocks(static_cast<int32_t>(kept), segments.order + int64_t(number) * segments.blocks);
+    if (fits) order_blocks(static_cast<int32_t>(kept_count), segments.order + int64_t(number) * segments.blocks);
   }
 
 private:
-  // Returns the next free place of a class.
-  __device__ uint32_t claim(uint32_t own_class) const { return atomicAdd(&shared.places[own_class], 1); }
+  // Returns the next free position of a class.
+  __device__ uint32_t claim(uint32_t own_class) const { return atomicAdd(&shared.next_position[own_class], 1); }
 
   // Keys that all rows keep come first, then keys that end here, then keys that begin here, the longest of each kind
   // first. kClasses: the segment does not keep the key.
@@ -133,7 +137,7 @@ private:
 
   // Whether the list has keys from `start` on that this segment or an earlier one may keep.
   __device__ bool has_step(int32_t start) const {
-    return start < kept && (start == 0 || params.plan.kept_index[base + start] < visible);
+    return start < list_kept_count && (start == 0 || params.plan.kept_index[base + start] < visible);
   }
 
   // Loads the keys of a step. Numbers the sums of keys that several segments keep from `sums` on, and returns how
@@ -148,7 +152,8 @@ private:
       const int32_t n = start + i * kThreads + static_cast<int32_t>(threadIdx.x);
       KeyRows &rows = step.rows[i];
       rows = {-1, 0, 0, -1};
-      if (n < kept) rows = {plan.kept_index[base + n], plan.kept_start[base + n], plan.kept_end[base + n], -1};
+      if (n < list_kept_count)
+        rows = {plan.kept_index[base + n], plan.kept_start[base + n], plan.kept_end[base + n], -1};
       several[i] = rows.end > rows.start && (rows.end - 1) >> shift > rows.start >> shift;
       step.own_class[i] = rows.key < 0 ? kClasses : class_of(rows);
     }
@@ -159,10 +164,10 @@ private:
     return total;
   }
 
-  // Writes a key to its place, and extends the rows of its block.
-  __device__ void put(KeyRows *ordered, uint32_t place, const KeyRows &rows) const {
-    ordered[place] = rows;
-    const uint32_t block = place / static_cast<uint32_t>(params.keys.block_keys);
+  // Writes a key to its position, and extends the rows of its block.
+  __device__ void put(KeyRows *ordered, uint32_t position, const KeyRows &rows) const {
+    ordered[position] = rows;
+    const uint32_t block = position / static_cast<uint32_t>(params.keys.block_keys);
     atomicMin(&shared.low[block], max(first, rows.start));
     atomicMax(&shared.high[block], min(past, rows.end));
   }
@@ -179,7 +184,7 @@ private:
   }
 
   // Writes the blocks, the longest first.
-  __device__ void order_blocks(int32_t kept, SegmentBlock *order) const {
+  __device__ void order_blocks(int32_t kept_count, SegmentBlock *order) const {
     const int32_t size = params.keys.block_keys, count = params.keys.segments.blocks;
     const auto block = static_cast<int32_t>(threadIdx.x);
     if (block >= count) return;
@@ -189,7 +194,7 @@ private:
       const int32_t longer = (shared.high[n] - shared.low[n]) - (high - low);
       rank += longer > 0 || (longer == 0 && n < block);
     }
-    order[rank] = {low, high, block, min(size, kept - block * size)};
+    order[rank] = {low, high, block, min(size, kept_count - block * size)};
   }
 };
 

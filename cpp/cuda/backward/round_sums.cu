@@ -89,7 +89,7 @@ struct KeyBands {
     const ListSegments segments(params, s, batch, list);
     const int32_t count = keys.segments.sum_count[list_sequence(p, list, batch)];
     const int32_t first = int32_t(number - head_number * bands) * kBandRows;
-    if (segments.count == 0 || first >= count || segments.overflow(keys)) return;
+    if (segments.count == 0 || first >= count || segments.has_overflow(keys)) return;
     const int64_t head = s.batch * p.kv_heads + kv_head;
     const fdm_tensor &t = KeyBand::gradient(params.a);
     exists = present(t);
