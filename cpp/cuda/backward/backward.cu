@@ -56,8 +56,8 @@ BackwardParams make_params(const fdm_problem &p, const fdm_backward_args &args, 
                         FDM_FLOAT32,
                         0};
   }
-  params.clears_keys = route.clears_key_gradients;
-  params.beside_dq = route.query_kernel != QueryKernel::none;
+  params.clears_keys = route.clears_keys;
+  params.follows_dq = route.dq != QueryKernel::none;
   params.aligned = route.inputs_aligned;
   params.dout_aligned = route.dout_aligned;
   params.order = route.order;
@@ -156,8 +156,8 @@ cudaError_t with_params(const fdm_problem &p, const fdm_backward_args &args, con
 
 cudaError_t run_backward(const fdm_problem &p, const fdm_backward_args &args, const DeviceFacts &device,
                          const void *plan, void *workspace) {
-  const Alignment lies = backward_alignment(p, args);
-  const BackwardRoute route = backward_route(p, device, lies, requested_gradients(args));
+  const Alignment alignment = backward_alignment(p, args);
+  const BackwardRoute route = backward_route(p, device, alignment, wanted_of(args));
   if (has_narrow_values(p) && !route.takes_narrow_values()) return cudaErrorNotSupported;
   route_counts.add_backward(backward_route_kind(route));
   const auto stream = static_cast<cudaStream_t>(p.context.stream);
@@ -166,7 +166,7 @@ cudaError_t run_backward(const fdm_problem &p, const fdm_backward_args &args, co
                    [&] { return launch_fill_zero(args.dv, stream); },
                    [&] { return launch_fill_zero(args.dbias, stream); },
                    [&] { return launch_fill_zero(args.dsink, stream); });
-  if (route.is_pair_bias) return run_pair_bias_backward(p, args, route.pair_bias, lies, workspace);
+  if (route.is_pair_bias) return run_pair_bias_backward(p, args, route.pair_bias, alignment, workspace);
   if (route.too_large) return cudaErrorInvalidConfiguration;
   if (route.members > 0) return run_members(p, args, device, route, workspace, stream);
   return with_params(p, args, route, plan, workspace,

@@ -74,7 +74,7 @@ struct BackwardParams {
   bool wants_bias_sums;
   bool only_mass;             // the key mass pass: bias_sums are sums of P, and no gradient is computed
   bool clears_keys;           // prepare.cu clears rows of dk and dv that no gradient kernel writes
-  bool beside_dq;             // the dq kernel is launched right before the key-stationary kernel
+  bool follows_dq;            // the dq kernel is launched right before the key-stationary kernel
   bool aligned, dout_aligned; // rows_are_aligned() of q, k and v; of dout
   TileOrder order;            // the tile order of a persistent kernel
 };

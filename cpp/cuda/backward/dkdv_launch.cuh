@@ -81,10 +81,10 @@ template <class Element, int kHeadDim> cudaError_t launch_small(const BackwardLa
 
 template <class Element, int kHeadDim> cudaError_t launch_fused(const BackwardLaunch &work, cudaStream_t stream) {
   const BackwardParams &params = work.params;
-  const auto launch_for = [&](auto softcap, auto query_rows, auto value_dim) {
+  const auto launch_for = [&](auto softcap, auto per_query_input, auto value_dim) {
     constexpr FusedTileChoice tile = fused_tile(90, kHeadDim, value_dim);
-    constexpr int kStages = query_rows == QueryRows::mask ? kRowMaskStages : fused_stages(kHeadDim);
-    using Config = KeyStationaryConfig<Element, kHeadDim, tile.keys, tile.rows, kStages, softcap, query_rows,
+    constexpr int kStages = per_query_input == PerQueryInput::mask ? kRowMaskStages : fused_stages(kHeadDim);
+    using Config = KeyStationaryConfig<Element, kHeadDim, tile.keys, tile.rows, kStages, softcap, per_query_input,
                                        KeyProducts::all, value_dim>;
     const FusedParams fused = fused_params(params, RowProducer<Config>::kOwnRows);
     return launch_sm90<typename FusedParts<Config>::Memory, fused_kernel<Config>, Config::Roles::kThreads>(
@@ -94,18 +94,18 @@ template <class Element, int kHeadDim> cudaError_t launch_fused(const BackwardLa
   if constexpr (fuses_row_bias(90, kHeadDim))
     if (work.route.key_kernel == KeyKernel::per_query_bias)
       return launch_for(std::integral_constant<Softcap, Softcap::none>{},
-                        std::integral_constant<QueryRows, QueryRows::bias>{}, kSameWidth);
+                        std::integral_constant<PerQueryInput, PerQueryInput::bias>{}, kSameWidth);
   if constexpr (fuses_row_mask(90, kHeadDim))
     if (work.route.key_kernel == KeyKernel::per_query_mask)
       return launch_for(std::integral_constant<Softcap, Softcap::none>{},
-                        std::integral_constant<QueryRows, QueryRows::mask>{}, kSameWidth);
-  constexpr std::integral_constant<QueryRows, QueryRows::none> kNoQueryRows;
+                        std::integral_constant<PerQueryInput, PerQueryInput::mask>{}, kSameWidth);
+  constexpr std::integral_constant<PerQueryInput, PerQueryInput::none> kNoPerQueryInput;
   if constexpr (narrow_value_dim(kHeadDim) > 0)
     if (work.route.value_dim < kHeadDim)
-      return launch_for(std::integral_constant<Softcap, Softcap::none>{}, kNoQueryRows,
+      return launch_for(std::integral_constant<Softcap, Softcap::none>{}, kNoPerQueryInput,
                         std::integral_constant<int, narrow_value_dim(kHeadDim)>{});
   return launch_with_softcap<kHeadDim>(params,
-                                       [&](auto softcap) { return launch_for(softcap, kNoQueryRows, kSameWidth); });
+                                       [&](auto softcap) { return launch_for(softcap, kNoPerQueryInput, kSameWidth); });
 }
 
 // This kernel also serves calls that want only one gradient. A separate kernel for these would take more than half
@@ -113,7 +113,7 @@ template <class Element, int kHeadDim> cudaError_t launch_fused(const BackwardLa
 template <class Element, int kHeadDim> cudaError_t launch_dkdv_sm90(const BackwardParams &params, cudaStream_t stream) {
   return launch_with_softcap<kHeadDim>(params, [&](auto softcap) {
     constexpr DkdvTileSm90 tile = dkdv_tile_sm90(kHeadDim);
-    using Config = KeyStationaryConfig<Element, kHeadDim, 128, tile.rows, tile.stages, softcap, QueryRows::mask>;
+    using Config = KeyStationaryConfig<Element, kHeadDim, 128, tile.rows, tile.stages, softcap, PerQueryInput::mask>;
     static_assert(dkdv_tile(90, kHeadDim).keys == Config::kKeys && dkdv_tile(90, kHeadDim).rows == Config::kRows);
     return launch_sm90<KeyStationaryShared<Config>, dkdv_kernel_sm90<Config>>(params, params.keys.max_items, stream);
   });
@@ -121,7 +121,7 @@ template <class Element, int kHeadDim> cudaError_t launch_dkdv_sm90(const Backwa
 
 template <class Element, int kHeadDim> cudaError_t launch_key_mass(const BackwardParams &params, cudaStream_t stream) {
   using Config = KeyStationaryConfig<Element, kHeadDim, 128, kMassTile.rows, kMassTile.stages, Softcap::none,
-                                     QueryRows::mask, KeyProducts::scores>;
+                                     PerQueryInput::mask, KeyProducts::scores>;
   const FusedParams with_maps = fused_params(params, RowProducer<Config>::kOwnRows);
   return launch_sm90<KeyStationaryShared<Config>, key_mass_kernel_sm90<Config>>(with_maps, params.keys.max_items,
                                                                                 stream);

@@ -72,8 +72,8 @@ private:
 #pragma unroll
     for (int i = 0; i < kItemsPerThread; ++i) {
       const int32_t position = i * kThreads + static_cast<int32_t>(threadIdx.x);
-      const uint32_t left = position < count ? queries - static_cast<uint32_t>(end[position]) : queries;
-      item[i] = static_cast<uint64_t>(left) * kBucketKeys + position;
+      const uint32_t rows_after_end = position < count ? queries - static_cast<uint32_t>(end[position]) : queries;
+      item[i] = static_cast<uint64_t>(rows_after_end) * kBucketKeys + position;
     }
     const int bits = 32 - __clz(queries);
     constexpr int kPositionBits = 11;

@@ -42,18 +42,18 @@ FDM_INLINE HeadRow head_row(const fdm_problem &p, int64_t number) {
 }
 
 // The row whose number is the sum of the numbers of two rows. This needs no division.
-FDM_INLINE HeadRow row_after(const fdm_problem &p, const HeadRow &row, const HeadRow &step) {
+FDM_INLINE HeadRow advance_row(const fdm_problem &p, const HeadRow &row, const HeadRow &step) {
   const auto heads = static_cast<int32_t>(p.heads), rows = static_cast<int32_t>(total_rows(p));
-  HeadRow after{row.batch + step.batch, row.i + step.i, row.head + step.head};
-  if (after.head >= heads) {
-    after.head -= heads;
-    ++after.i;
+  HeadRow next{row.batch + step.batch, row.i + step.i, row.head + step.head};
+  if (next.head >= heads) {
+    next.head -= heads;
+    ++next.i;
   }
-  if (after.i >= rows) {
-    after.i -= rows;
-    ++after.batch;
+  if (next.i >= rows) {
+    next.i -= rows;
+    ++next.batch;
   }
-  return after;
+  return next;
 }
 
 // The value of lse or dlse of a row.
@@ -110,7 +110,7 @@ template <class Work, int kLanes, RowAlignment kAlignment> struct StatisticsRows
     const fdm_backward_args &a = Work::args(params);
     row[0] = first;
 #pragma unroll
-    for (int n = 1; n < kRows; ++n) row[n] = row_after(p, row[n - 1], work.row_step);
+    for (int n = 1; n < kRows; ++n) row[n] = advance_row(p, row[n - 1], work.row_step);
     const int d = lane() * kStep;
 #pragma unroll
     for (int n = 0; n < kRows; ++n) {
@@ -165,16 +165,16 @@ __device__ void make_statistics(const typename Work::Params &params, const Stati
   constexpr int kThreads = kStatisticsThreads, kUnitRows = kThreads / kLanes * Rows::kRows;
   const fdm_problem &p = Work::problem(params);
   const auto sums = Work::query_sums(params);
-  const int64_t of_unit = quotient(sums.count / 4 + work.units - 1, work.units);
-  HeadRow first = row_after(p, work.first, head_row(p, int64_t(block) * kUnitRows + threadIdx.x / kLanes));
+  const int64_t sums_per_unit = quotient(sums.count / 4 + work.units - 1, work.units);
+  HeadRow first = advance_row(p, work.first, head_row(p, int64_t(block) * kUnitRows + threadIdx.x / kLanes));
   Rows rows;
   rows.load(params, work, first);
   for (int32_t unit = block; unit < work.units; unit += work.blocks) {
-    auto *sum = reinterpret_cast<float4 *>(sums.data) + unit * of_unit;
-    const auto count = static_cast<int32_t>(min64(of_unit, sums.count / 4 - unit * of_unit));
+    auto *sum = reinterpret_cast<float4 *>(sums.data) + unit * sums_per_unit;
+    const auto count = static_cast<int32_t>(min64(sums_per_unit, sums.count / 4 - unit * sums_per_unit));
     for (int32_t n = static_cast<int32_t>(threadIdx.x); n < count; n += kThreads) sum[n] = float4{};
     const RowResult result = rows.result(params);
-    first = row_after(p, first, work.unit_step);
+    first = advance_row(p, first, work.unit_step);
     if (unit + work.blocks < work.units) rows.load(params, work, first);
     if (Rows::lane() < Rows::kRows && result.row.batch < Work::past_batch(params)) Work::write(params, result);
   }

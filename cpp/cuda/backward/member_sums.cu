@@ -42,17 +42,17 @@ __global__ void __launch_bounds__(kThreads) sum_members(const __grid_constant__ 
   const int64_t batch = quotient(key, t.shape[1]), j = key - batch * t.shape[1];
   const int64_t offset = batch * t.stride[0] + j * t.stride[1] + head * t.stride[2] + d * t.stride[3];
   auto *to = static_cast<uint16_t *>(t.data) + offset;
-  const int32_t there = int32_t(min64(8, t.shape[3] - d));
+  const int32_t count = int32_t(min64(8, t.shape[3] - d));
   uint32_t pairs[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) pairs[i] = packing(sums[2 * i], sums[2 * i + 1]);
-  if (there == 8 && t.stride[3] == 1 && reinterpret_cast<uintptr_t>(to) % 16 == 0) {
+  if (count == 8 && t.stride[3] == 1 && reinterpret_cast<uintptr_t>(to) % 16 == 0) {
     *reinterpret_cast<uint4 *>(to) = {pairs[0], pairs[1], pairs[2], pairs[3]};
     return;
   }
 #pragma unroll
   for (int i = 0; i < 8; ++i)
-    if (i < there) to[i * t.stride[3]] = uint16_t(pairs[i / 2] >> 16 * (i % 2));
+    if (i < count) to[i * t.stride[3]] = uint16_t(pairs[i / 2] >> 16 * (i % 2));
 }
 
 } // namespace

@@ -93,15 +93,16 @@ __device__ void clear_gradients(const BackwardParams &params, const PreparationD
 }
 
 struct SinkShare {
-  float added;   // lse' - lse, to base 2
-  float of_sink; // the sink's P
+  float lse_increase; // lse' - lse, to base 2
+  float sink_p;       // the sink's P
 };
 
-// `margin` is sink - lse, to base 2. `added` is at most kAddedLimit. Beyond this limit, the P of keys are nearly 0.
-// They must not become 0: dlse is multiplied by exp2(added) and then by P, which has the factor exp2(-added).
+// `margin` is sink - lse, to base 2. `lse_increase` is at most kMaxIncrease. Beyond this limit, the P of keys are
+// nearly 0. They must not become 0: dlse is multiplied by exp2(lse_increase) and then by P, which has the factor
+// exp2(-lse_increase).
 __device__ __forceinline__ SinkShare sink_share(float margin) {
-  constexpr float kAddedLimit = 64.0f;
-  if (margin > kAddedLimit) return {kAddedLimit, 1.0f};
+  constexpr float kMaxIncrease = 64.0f;
+  if (margin > kMaxIncrease) return {kMaxIncrease, 1.0f};
   const float weight = exp2f(margin);
   return {log1pf(weight) * kLog2E, weight / (1.0f + weight)};
 }
@@ -146,9 +147,9 @@ struct Preparation {
     float dlse_factor = 1.0f;
     if (present(p.sink)) {
       const SinkShare share = empty ? SinkShare{} : sink_share(sink_margin(params, row, statistics.lse));
-      params.sink_shares[(row.head * past_batch(params) + row.batch) * rows + row.i] = -share.of_sink * delta;
-      statistics.lse += share.added;
-      dlse_factor = exp2f(share.added);
+      params.sink_shares[(row.head * past_batch(params) + row.batch) * rows + row.i] = -share.sink_p * delta;
+      statistics.lse += share.lse_increase;
+      dlse_factor = exp2f(share.lse_increase);
     }
     if (params.only_mass) statistics.delta = -1.0f; // P (0 - delta) is P
     if (!empty && present(params.a.dlse)) statistics.delta -= load_value(params.a.dlse, row) * dlse_factor;

@@ -29,8 +29,8 @@ struct RowBiasConfig {
   using Tile = SmemTile<kHeadDim>;
   static constexpr int kRowBytes = Tile::bytes(kRows), kKeyBytes = Tile::bytes(kColumns);
   static constexpr int kBufferBytes = 2 * (kQueryBuffers * kRowBytes + kKeyBuffers * kKeyBytes);
-  static constexpr int kOneBytes = 2 * (kRowBytes + 2 * kKeyBytes);
-  static constexpr int kTileBytes = kBufferBytes > kOneBytes ? kBufferBytes : kOneBytes;
+  static constexpr int kOneSourceBytes = 2 * (kRowBytes + 2 * kKeyBytes);
+  static constexpr int kTileBytes = kBufferBytes > kOneSourceBytes ? kBufferBytes : kOneSourceBytes;
   static_assert(kRows % 32 == 0 && kTileRows % kRows == 0 && kColumns <= kThreads);
 };
 
@@ -91,7 +91,7 @@ template <class Config> struct RowBiasBlock {
     __device__ int slot() const { return int(number & 3); } // the place in the rings of shared memory
   };
   // This thread's facts about a column of a step: the rows that may keep it, and its words in a row plan.
-  struct Kept {
+  struct KeptRows {
     RowRange rows;
     uint32_t word[kWords];
   };
@@ -145,8 +145,8 @@ template <class Config> struct RowBiasBlock {
     return (int64_t(step.block) * params.p.batch + src.sequence_index) * params.p.kv_heads + src.kv_head;
   }
 
-  __device__ Kept fetch(const Step &step) const {
-    Kept kept{};
+  __device__ KeptRows fetch(const Step &step) const {
+    KeptRows kept{};
     if (int(threadIdx.x) >= kColumns) return kept;
     const RowBiasSource &src = source(step);
     const int64_t key = int64_t(step.block) * kColumns + threadIdx.x;
@@ -159,7 +159,7 @@ template <class Config> struct RowBiasBlock {
   }
 
   // Stores which rows of the tile keep this thread's column. Returns whether any row does.
-  __device__ bool store(int buffer, const Kept &kept) {
+  __device__ bool store(int buffer, const KeptRows &kept) {
     if (int(threadIdx.x) >= kColumns) return false;
     const int first = int(shared.task.first_row);
     uint32_t any = 0;
@@ -289,15 +289,16 @@ template <class Config> struct RowBiasBlock {
     clear_sums();
   }
 
-  // Stores two neighbours of a row; only the first if one column is `left`, none if no column is.
-  __device__ static void store_pair(const fdm_tensor &t, int64_t offset, float2 pair, int64_t left) {
+  // Stores two neighbours of a row; only the first if `columns_left` is 1, none if it is 0 or less.
+  __device__ static void store_pair(const fdm_tensor &t, int64_t offset, float2 pair, int64_t columns_left) {
     auto *halves = static_cast<Element *>(t.data) + offset;
-    if (left >= 2 && t.dtype != FDM_FLOAT32 && t.stride[3] == 1 && reinterpret_cast<uintptr_t>(halves) % 4 == 0) {
+    if (columns_left >= 2 && t.dtype != FDM_FLOAT32 && t.stride[3] == 1 &&
+        reinterpret_cast<uintptr_t>(halves) % 4 == 0) {
       *reinterpret_cast<uint32_t *>(halves) = ptx::pack<Element>(pair.x, pair.y);
       return;
     }
-    if (left >= 1) store_element(t, offset, pair.x);
-    if (left >= 2) store_element(t, offset + t.stride[3], pair.y);
+    if (columns_left >= 1) store_element(t, offset, pair.x);
+    if (columns_left >= 2) store_element(t, offset + t.stride[3], pair.y);
   }
 
   __device__ void write_rows() {
@@ -329,7 +330,7 @@ template <class Config> struct RowBiasBlock {
     bool next_active = __syncthreads_or(steps > 0 && store(0, fetch(next)));
     // The first turn only starts the copies of the first step.
     while (step.number < steps) {
-      Kept kept{};
+      KeptRows kept{};
       if (second.number < steps) kept = fetch(second);
       ptx::cp_async_wait<0>();
       __syncthreads(); // this step's operands have arrived; all threads have read the previous step's

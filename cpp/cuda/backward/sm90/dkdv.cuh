@@ -73,9 +73,9 @@ template <class Config> __device__ void run_item(const BackwardParams &params) {
 template <class Config>
 __global__ void __launch_bounds__(Roles::kThreads, 1) dkdv_kernel_sm90(const __grid_constant__ BackwardParams params) {
   // All inputs are complete before dq lets this kernel start. So its thread blocks may start while dq still runs.
-  if (!params.beside_dq) ptx::wait_for_kernel_ahead();
+  if (!params.follows_dq) ptx::wait_for_kernel_ahead();
   if (has_key_item(params, blockIdx.x)) run_item<Config>(params);
-  if (params.beside_dq && blockIdx.x == 0) ptx::wait_for_kernel_ahead();
+  if (params.follows_dq && blockIdx.x == 0) ptx::wait_for_kernel_ahead();
 }
 
 } // namespace fdm::cuda

@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(Config::Roles::kThreads, 1) fused_kernel(const
     KeyItem item;
     KeyBlockPlace place;
     const bool exists = find_key_item(params, int32_t(blockIdx.x), item, place);
-    if (Roles::producer_thread() == 0) shared.exists = exists;
+    if (Roles::producer_thread() == 0) shared.has_key_block = exists;
     if (exists)
       RowProducer<Config>(params, shared, &params.maps).run(item, place);
     else

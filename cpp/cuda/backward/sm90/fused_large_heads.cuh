@@ -134,7 +134,7 @@ template <class Config> struct LargeHeadConsumer : KeyConsumer<Config> {
       const int64_t head = sums.keys.task().first_head + facts.head;
       const int first = facts.first_row + kScoreRows * Base::own_part();
       const bool exact = row_bias.is_exact(facts);
-      row_bias.begin(scores[0], head, first, exact);
+      row_bias.init_scores(scores[0], head, first, exact);
       this->start_scores(scores, gradients, stage);
       compute_with_row_bias(facts, scores, gradients, stage, exact, typename RowBias::Exact{row_bias, head, first});
       row_bias.add_score_gradients(gradients[0], head, first, facts.ends_bias_sum);
@@ -173,7 +173,7 @@ template <class Config> struct LargeHeadConsumer : KeyConsumer<Config> {
 
   __device__ void run() {
     Roles::consumer_wait(shared.keys_full, 0);
-    if (!uniform(shared.exists)) return;
+    if (!uniform(shared.has_key_block)) return;
     if constexpr (Config::kRowBias) this->clear_non_finite_keys();
     sums.start();
     for (PipelineState<Config::kStages> state;; ++state) {

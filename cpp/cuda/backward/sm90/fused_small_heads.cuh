@@ -176,7 +176,7 @@ template <class Config> struct SmallHeadConsumer : KeyConsumer<Config> {
 
   __device__ void run() {
     Roles::consumer_wait(shared.keys_full, 0);
-    if (!uniform(shared.exists)) return;
+    if (!uniform(shared.has_key_block)) return;
     if constexpr (Config::kHasRowPlans) this->clear_non_finite_keys();
     sums.start();
     const int group = Roles::consumer_group();

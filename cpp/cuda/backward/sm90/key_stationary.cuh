@@ -12,7 +12,7 @@
 namespace fdm::cuda {
 
 // Which inputs have a row for each query: none; possibly the mask (a row plan); the bias, and possibly the mask.
-enum class QueryRows { none, mask, bias };
+enum class PerQueryInput { none, mask, bias };
 
 // Which products are computed: all, or only S', which reads neither V nor dO.
 enum class KeyProducts { all, scores };
@@ -27,14 +27,15 @@ template <class Roles> struct Producers {
 // gradients do not fit in the registers of one warpgroup. Two warpgroups then have the same keys. Each computes the
 // scores of half of a step's rows, and half of the columns of the gradients.
 template <class ElementType, int kHeadDimension, int kKeyCount, int kRowCount, int kStageCount, Softcap kSoftcapKind,
-          QueryRows kQueryRows, KeyProducts kProducts = KeyProducts::all, int kValueDimension = kHeadDimension>
+          PerQueryInput kPerQueryInput, KeyProducts kProducts = KeyProducts::all, int kValueDimension = kHeadDimension>
 struct KeyStationaryConfig {
   using Element = ElementType;
   static constexpr int kHeadDim = kHeadDimension, kValueDim = kValueDimension, kKeys = kKeyCount, kRows = kRowCount,
                        kStages = kStageCount;
   static constexpr bool kSoftcap = kSoftcapKind == Softcap::applied, kSharesKeys = kKeys == 64;
-  static constexpr bool kScoresAlone = kProducts == KeyProducts::scores;
-  static constexpr bool kRowBias = kQueryRows == QueryRows::bias, kHasRowPlans = kQueryRows != QueryRows::none;
+  static constexpr bool kScoresOnly = kProducts == KeyProducts::scores;
+  static constexpr bool kRowBias = kPerQueryInput == PerQueryInput::bias,
+                        kHasRowPlans = kPerQueryInput != PerQueryInput::none;
   using Roles = WarpRoles<kSharesKeys ? 2 : kKeys / 64>;
   static_assert(kKeys % 64 == 0);
   // A warpgroup computes the scores of kScoreRows rows at a time. A step has kParts such parts. kColumns counts the
@@ -90,15 +91,15 @@ template <class Config> struct StageRows {
 template <class Config> struct KeyStationaryShared {
   using Roles = typename Config::Roles;
 
-  static constexpr bool kAlone = Config::kScoresAlone;
+  static constexpr bool kNoValues = Config::kScoresOnly;
 
   alignas(1024) char sK[Config::KeyTile::kBytes];
-  alignas(kAlone ? 16 : 1024) char sV[kAlone ? 16 : Config::ValueTile::kBytes];
+  alignas(kNoValues ? 16 : 1024) char sV[kNoValues ? 16 : Config::ValueTile::kBytes];
   alignas(1024) char sQ[Config::kStages][Config::RowTile::kBytes];
-  alignas(kAlone ? 16 : 1024) char sdO[kAlone ? 1 : Config::kStages][kAlone ? 16 : Config::DoutTile::kBytes];
+  alignas(kNoValues ? 16 : 1024) char sdO[kNoValues ? 1 : Config::kStages][kNoValues ? 16 : Config::DoutTile::kBytes];
   StageRows<Config> stages[Config::kStages]; // an invalid step ends the steps
   typename Config::Keys::Shared keys;
-  bool exists; // the thread block has a key block
+  bool has_key_block; // the thread block has a key block
   uint64_t keys_full, full[Config::kStages], empty[Config::kStages];
 
   // One thread of the block calls this, before the others use the barriers.
@@ -144,15 +145,15 @@ template <class Config> struct RowProducer {
     constexpr int kOwnKeys = Config::kKeys / (kTurns * kWarps);
 #pragma unroll 1
     for (int turn = 0; turn < kTurns; ++turn) {
-      const int place = turn * kWarps + warp(), r = place * kOwnKeys + threadIdx.x % 32;
+      const int group = turn * kWarps + warp(), r = group * kOwnKeys + threadIdx.x % 32;
       const bool readable = threadIdx.x % 32 < kOwnKeys && shared.keys.readable[r];
       const auto load = [&](auto tile_type, const fdm_tensor &t, char *tile) {
         const uint16_t *row = kZeroRow;
         if (readable) row = static_cast<const uint16_t *>(t.data) + keys.row_offset(t, r);
-        decltype(tile_type)::template gather<kTurns * kWarps>(ptx::shared_address(tile), place, row, int(t.shape[3]));
+        decltype(tile_type)::template gather<kTurns * kWarps>(ptx::shared_address(tile), group, row, int(t.shape[3]));
       };
       load(typename Config::KeyTile{}, params.p.k, shared.sK);
-      if constexpr (!Config::kScoresAlone) load(typename Config::ValueTile{}, params.p.v, shared.sV);
+      if constexpr (!Config::kScoresOnly) load(typename Config::ValueTile{}, params.p.v, shared.sV);
     }
     Roles::producer_commit(shared.keys_full);
   }
@@ -184,7 +185,7 @@ template <class Config> struct RowProducer {
       if (threadIdx.x % 32 == 0) copy_boxes(step);
     } else {
       copy_rows<typename Config::RowTile>(params.p.q, step, used, shared.sQ[state.index]);
-      if constexpr (!Config::kScoresAlone)
+      if constexpr (!Config::kScoresOnly)
         copy_rows<typename Config::DoutTile>(params.a.dout, step, used, shared.sdO[state.index]);
     }
     if constexpr (Config::Keys::kRowPlans) {
@@ -229,7 +230,7 @@ template <class Config> struct RowProducer {
   __device__ void copy_boxes(const KeyStep &step) const {
     using RowTile = typename Config::RowTile;
     using DoutTile = typename Config::DoutTile;
-    constexpr int kPanels = RowTile::kPanels + (Config::kScoresAlone ? 0 : DoutTile::kPanels);
+    constexpr int kPanels = RowTile::kPanels + (Config::kScoresOnly ? 0 : DoutTile::kPanels);
     uint64_t &full = shared.full[state.index];
     const Sequence &s = keys.task().s;
     const int first = warp() * kOwnRows, row = int(s.q_begin) + step.tile * kRows + first;
@@ -239,7 +240,7 @@ template <class Config> struct RowProducer {
     for (int panel = 0; panel < RowTile::kPanels; ++panel) {
       const uint32_t offset = panel * RowTile::kPanelBytes + first * RowTile::kRowBytes;
       ptx::copy_box(ptx::shared_address(shared.sQ[state.index]) + offset, maps->q, 64 * panel, row, head, batch, full);
-      if (!Config::kScoresAlone && panel < DoutTile::kPanels)
+      if (!Config::kScoresOnly && panel < DoutTile::kPanels)
         ptx::copy_box(ptx::shared_address(shared.sdO[state.index]) + offset, maps->dout, 64 * panel, row, head, batch,
                       full);
     }
@@ -263,7 +264,7 @@ template <class Config> struct RowProducer {
   }
 
   // Prefetches the bias of a step's rows to L2, from the first and from the last key of the block on.
-  __device__ void ask_for_bias(const KeyStep &step) const {
+  __device__ void prefetch_bias(const KeyStep &step) const {
     if constexpr (Config::kRowBias) {
       if (!step.valid || keys.params.keys.takes_planned_keys) return;
       const fdm_tensor &t = params.p.bias;
@@ -286,12 +287,12 @@ template <class Config> struct RowProducer {
   __device__ void run(const KeyItem &item, const KeyBlockPlace &place) {
     keys.start(item, place, true);
     KeyStep step = keys.first_step(kRows);
-    ask_for_bias(step);
+    prefetch_bias(step);
     RowStatistics statistics = find_statistics(step);
     load_keys();
     for (; step.valid; ++state) {
       const KeyStep next = keys.next_step(step, kRows);
-      ask_for_bias(next);
+      prefetch_bias(next);
       const RowStatistics next_statistics = find_statistics(next);
       Roles::producer_acquire(shared.empty[state.index], state.phase);
       load_rows(step, statistics, ends_bias_sum(step, next));
@@ -341,10 +342,10 @@ template <class Config> struct KeyConsumer {
     };
     const uint32_t base = ptx::shared_address(shared.sK);
 #pragma unroll 1
-    for (int place = 16 * int(threadIdx.x); place < KeyTile::kBytes; place += 16 * Roles::kConsumerThreads) {
-      uint4 words = ptx::load_shared_16_bytes(base + place);
+    for (int offset = 16 * int(threadIdx.x); offset < KeyTile::kBytes; offset += 16 * Roles::kConsumerThreads) {
+      uint4 words = ptx::load_shared_16_bytes(base + offset);
       words = {finite(words.x), finite(words.y), finite(words.z), finite(words.w)};
-      ptx::store_shared(base + place, words);
+      ptx::store_shared(base + offset, words);
     }
     ptx::fence_async_proxy();
     sync_consumers();

@@ -29,7 +29,7 @@ template <class Config> struct RowBiasPart {
   }
   // Fills the scores of a query head with the bias in units of the products, or with zeros if `exact`. The products
   // add to them.
-  __device__ void begin(float (&scores)[kRowTiles][4], int64_t head, int first, bool exact) const {
+  __device__ void init_scores(float (&scores)[kRowTiles][4], int64_t head, int first, bool exact) const {
     const float factor = 1.0f / params.p.scale;
     for_each_element(params.p.bias, head, first, [&](int half, int n, int i, const auto *element, bool exists) {
       scores[n][2 * half + i] = exists && !exact ? to_float(*element) * factor : 0.0f;
@@ -92,12 +92,12 @@ private:
     auto *const base = static_cast<Stored *>(const_cast<void *>(m.base)) + row * m.row;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int key = keys.key[Gradients::key_row(0, half)], there = key < 0 ? 0 : rows;
+      const int key = keys.key[Gradients::key_row(0, half)], row_count = key < 0 ? 0 : rows;
       Stored *element = base + key * m.col;
 #pragma unroll
       for (int n = 0; n < kRowTiles; ++n) {
-        function(half, n, 0, element, 8 * n < there);
-        function(half, n, 1, element + m.row, 8 * n + 1 < there);
+        function(half, n, 0, element, 8 * n < row_count);
+        function(half, n, 1, element + m.row, 8 * n + 1 < row_count);
         element += 8 * m.row;
       }
     }

@@ -18,8 +18,8 @@ __device__ void add_segment_sums(KeyStationaryShared<Config> &shared, const type
   using Roles = typename Config::Roles;
   constexpr int kHeadDim = Config::kHeadDim, kValueDim = Config::kValueDim;
   constexpr int kPadding = 16, kRoom = offsetof(KeyStationaryShared<Config>, stages) / Config::kKeys - kPadding;
-  constexpr bool kTogether = (kHeadDim + kValueDim) * 4 <= kRoom;
-  constexpr int kRowBytes = (kTogether ? kHeadDim + kValueDim : kHeadDim) * 4;
+  constexpr bool kFitsBoth = (kHeadDim + kValueDim) * 4 <= kRoom;
+  constexpr int kRowBytes = (kFitsBoth ? kHeadDim + kValueDim : kHeadDim) * 4;
   constexpr int kStride = kRowBytes + kPadding; // the rows of a warp lie in different banks
   static_assert(kRowBytes <= kRoom);
   const auto store = [&](const auto &accumulators, int column, int columns) {
@@ -45,12 +45,12 @@ __device__ void add_segment_sums(KeyStationaryShared<Config> &shared, const type
   };
   ptx::sync_threads<2, Roles::kConsumerThreads>(); // all products are complete
   store(sums.dk[0], 0, kHeadDim);
-  if constexpr (!kTogether) {
+  if constexpr (!kFitsBoth) {
     add(0, kHeadDim * 4);
     ptx::sync_threads<2, Roles::kConsumerThreads>(); // all sums of dK have been read
   }
-  store(sums.dv[0], kTogether ? kHeadDim : 0, kValueDim);
-  add(kTogether ? 0 : kHeadDim, kTogether ? kRowBytes : kValueDim * 4);
+  store(sums.dv[0], kFitsBoth ? kHeadDim : 0, kValueDim);
+  add(kFitsBoth ? 0 : kHeadDim, kFitsBoth ? kRowBytes : kValueDim * 4);
 }
 
 } // namespace fdm::cuda
