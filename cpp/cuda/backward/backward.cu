@@ -56,8 +56,8 @@ BackwardParams make_params(const fdm_problem &p, const fdm_backward_args &args, 
                         FDM_FLOAT32,
                         0};
   }
-  params.clears_keys = route.clears_keys;
-  params.follows_dq = route.dq != QueryKernel::none;
+  params.clears_keys = route.clears_key_gradients;
+  params.follows_dq = route.query_kernel != QueryKernel::none;
   params.aligned = route.inputs_aligned;
   params.dout_aligned = route.dout_aligned;
   params.order = route.order;
@@ -157,7 +157,7 @@ cudaError_t with_params(const fdm_problem &p, const fdm_backward_args &args, con
 cudaError_t run_backward(const fdm_problem &p, const fdm_backward_args &args, const DeviceFacts &device,
                          const void *plan, void *workspace) {
   const Alignment alignment = backward_alignment(p, args);
-  const BackwardRoute route = backward_route(p, device, alignment, wanted_of(args));
+  const BackwardRoute route = backward_route(p, device, alignment, requested_gradients(args));
   if (has_narrow_values(p) && !route.takes_narrow_values()) return cudaErrorNotSupported;
   route_counts.add_backward(backward_route_kind(route));
   const auto stream = static_cast<cudaStream_t>(p.context.stream);

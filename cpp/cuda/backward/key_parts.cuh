@@ -9,7 +9,7 @@
 namespace fdm::cuda {
 
 // The approximate number of parts of all key blocks together, and the least length of a part in steps.
-constexpr int64_t kWantedItems = kRouteTable.items, kMinPartSteps = kRouteTable.part_steps;
+constexpr int64_t kWantedItems = kRouteTable.target_parts, kMinPartSteps = kRouteTable.part_steps;
 // Step counts of a block are cut off at this limit, so that sums of a few of them fit in 32 bits.
 constexpr int32_t kStepLimit = 1 << 29;
 

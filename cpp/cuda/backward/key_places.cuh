@@ -18,11 +18,13 @@ struct KeyBlockPlace {
   Sequence s;
   int64_t sequence_index, kv_head;
   int32_t block;
-  int64_t list_sequence; // listed: list * sequences of a list + sequence of the list
-  int64_t first_key;     // listed: the index of the first key in `ordered`; if in_key_order, among the kept keys
-  int64_t key_count;     // listed: the number of keys from there on, up to the end of the bucket if there are buckets
-  bool in_key_order;     // the list keeps more keys than its segments have room for
-  SegmentBlock rows;     // segments: the rows that keep any of the keys
+  int64_t list_sequence; // takes_planned_keys: list * sequences of a list + sequence of the list
+  int64_t
+      first_key; // takes_planned_keys: the index of the first key in `ordered`; if in_key_order, among the kept keys
+  int64_t
+      key_count; // takes_planned_keys: the number of keys from there on, up to the end of the bucket if there are buckets
+  bool in_key_order; // the list keeps more keys than its segments have room for
+  SegmentBlock rows; // segments: the rows that keep any of the keys
 };
 
 // The group of KV heads whose blocks are processed together. The constructor makes `number` relative to the group.
@@ -31,8 +33,8 @@ struct HeadGroup {
 
   __device__ HeadGroup(const KeyWork &keys, uint32_t &number)
       : first_head(0), head_count(static_cast<uint32_t>(keys.heads)) {
-    if (keys.together == keys.heads) return;
-    const auto heads_per_group = static_cast<uint32_t>(keys.together),
+    if (keys.heads_per_wave == keys.heads) return;
+    const auto heads_per_group = static_cast<uint32_t>(keys.heads_per_wave),
                blocks = static_cast<uint32_t>(keys.blocks) * heads_per_group;
     const uint32_t group = number / blocks;
     number -= group * blocks;

@@ -26,7 +26,7 @@ template <class Function>
 __device__ void for_each_packed_block(const BackwardParams &params, const Function &function) {
   const KeyWork &keys = params.keys;
   const int lanes = keys.blocks >= 8 ? 8 : keys.blocks >= 4 ? 4 : keys.blocks >= 2 ? 2 : 1; // a divisor of kThreads
-  const int32_t first_lane = int32_t(threadIdx.x) % lanes, stride = keys.listed ? keys.buckets : 1;
+  const int32_t first_lane = int32_t(threadIdx.x) % lanes, stride = keys.takes_planned_keys ? keys.buckets : 1;
   for (int32_t head = int32_t(threadIdx.x) / lanes; head < keys.heads; head += kThreads / lanes) {
     const KeyBlockPlace place = key_block_place(params, head);
     const auto count = int32_t(keys.takes_planned_keys ? params.plan.kept_count[place.list_sequence] : place.s.k_count);
@@ -76,7 +76,8 @@ __global__ void __launch_bounds__(kThreads, 1) schedule_keys(const __grid_consta
   __syncthreads();
   const auto all_steps = int64_t(all);
   // With more blocks than two for each SM, the length of parts matters little.
-  const bool chooses_length = (keys.listed || params.plan.spans) && keys.sms > 0 && existing <= 2 * keys.sms;
+  const bool chooses_length =
+      (keys.takes_planned_keys || params.plan.spans) && keys.sms > 0 && existing <= 2 * keys.sms;
   int32_t length = chooses_length ? lengths.choose(keys, all_steps, for_each_block) : 0;
   const bool chosen = length > 0;
   if (!chosen) length = int32_t(max64(kMinPartSteps, min64(kStepLimit, ceil_div(all_steps, kWantedItems))));

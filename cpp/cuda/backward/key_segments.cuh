@@ -107,7 +107,7 @@ template <int kThreads> struct SegmentOrder {
         const uint32_t own_class = step.own_class[i];
         if (own_class < kClasses)
           put(ordered, once ? shared.next_position[own_class] + position[i] : claim(own_class), rows);
-        if (begins && rows.sum >= 0) segments.sum_keys[int64_t(list) * segments.most_sums + rows.sum] = rows.key;
+        if (begins && rows.sum >= 0) segments.sum_keys[int64_t(list) * segments.max_sums + rows.sum] = rows.key;
       }
     }
     fits = __syncthreads_and(fits);

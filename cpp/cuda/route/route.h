@@ -144,9 +144,9 @@ struct KeyDivision {
   int32_t shares; // small: thread blocks of a cluster that share the steps of a block (sm90/step_shares.cuh)
   // `blocks` counts the blocks of one KV head. The block number over all heads is block * heads + head. `heads`
   // counts over sequences too, except for packed sequences with segments, where segments count over sequences. Heads
-  // are processed in groups of `together` heads (HeadGroup), and the number above applies within a group.
-  int32_t blocks, heads, together;
-  int32_t buckets; // listed: buckets of kBucketKeys kept keys of a list and sequence
+  // are processed in groups of `heads_per_wave` heads (HeadGroup), and the number above applies within a group.
+  int32_t blocks, heads, heads_per_wave;
+  int32_t buckets; // takes_planned_keys: buckets of kBucketKeys kept keys of a list and sequence
   // Above 0: every block has this many parts, and there is no schedule.
   int32_t parts;
   int32_t max_items;
