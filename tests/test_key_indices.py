@@ -6,6 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch.utils.checkpoint
 
 import flash_dmattn
 from flash_dmattn import loader
+from flash_dmattn.backends.pack import PackBackend
 from flash_dmattn.key_lists import formula
 from flash_dmattn.record import KEY_LISTS, KeyListInputs
 from good_arguments import dense, on_device, varlen, zeros
@@ -117,6 +119,19 @@ def test_packs_with_kernels_for_lists_compute_them(target: Target) -> None:
     assert backward.startswith("list_backward of ") == (own and not target.has_kernels_of_gpu)
     empty = kernels(key_indices=lists[..., :0], index_bias=None)
     assert not own or empty == ("PyTorch operations",) * 2
+
+
+def test_float64_biases_need_a_pack_that_computes_in_float32() -> None:
+    """A pack that emulates GPU kernels is named cpu, too."""
+    query, key = randn(1, 2, 1, 8, dtype=torch.bfloat16), randn(1, 4, 1, 8, dtype=torch.bfloat16)
+    lists, bias = torch.zeros(1, 1, 2, 3, dtype=torch.int32), randn(1, 1, 1, 4)
+    inputs = KeyListInputs(query, key, key, lists, bias=bias)
+    facts = {"device_type": 1, "plan_layouts": {}, "lists_keys": True, "max_head_dim": 256}
+    for dtypes in (["float16", "bfloat16"], ["float32", "float16", "bfloat16"]):
+        backend = PackBackend(SimpleNamespace(dtypes=dtypes, **facts))
+        assert backend.serves_lists(inputs)
+        exact = inputs._replace(bias=bias.double())
+        assert backend.serves_lists(exact) == ("float32" in dtypes)
 
 
 @pytest.mark.parametrize("packed", [False, True])
