@@ -75,6 +75,24 @@ def test_groups_of_many_heads(
         assert all(launched(target, k) > n for k, n in zip(kernels, before, strict=True))
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"group": 1, "kv_heads": 1, "packed": False, "sizes": [(3, 42_000)] * 2},
+        {"group": 4, "kv_heads": 2, "packed": True, "sizes": [(3, 70), (2, 42_000)]},
+    ],
+    ids=["dense", "packed"],
+)
+def test_more_keys_than_sums_fit_l2(target: Target, form: dict[str, Any]) -> None:
+    """Kernels go through parts of the keys. The last query lists keys of the last part only."""
+    fixed = {"list_heads": form["kv_heads"], "length": 800, "causal": False, "sink": True}
+    fixed |= {"head_dim": 64, "value_dim": 64, "bias_heads": 1, "index_heads": 1}
+    call = ListedCall(1, target, dtype=target.dtypes[-1], **fixed, **form)
+    last = call.indices[..., -1, :]
+    call.indices[..., -1, :] = last.where(last > 30_000, -1)
+    check_listed(call)
+
+
 def test_small_scales_leave_gradients_their_digits(target: Target) -> None:
     """Float16 holds dS, and not its product with such a scale."""
     fixed: dict[str, Any] = {"dtype": torch.float16, "scale": 2.0**-20, "softcap": 0.0}

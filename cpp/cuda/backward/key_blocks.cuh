@@ -336,7 +336,7 @@ private:
   __device__ KeyStep find_step(KeyStep step, int32_t loaded_head, int32_t loaded_tile, int tile_rows) {
     const KeyTask &own_task = shared.task;
     if constexpr (kRowPlans)
-      while (step.number < own_task.end && own_task.words && !is_active(step, tile_rows)) advance(step);
+      if (own_task.words) skip_inactive(step, tile_rows);
     step.valid = step.number < own_task.end;
     step.tests = own_task.test_all;
     if constexpr (kRowPlans)
@@ -352,13 +352,32 @@ private:
     return step;
   }
 
-  __device__ bool is_active(const KeyStep &step, int tile_rows) {
-    const int32_t tile = plan_tile(step, tile_rows);
-    if (tile >= kMappedTiles) return true;
-    map_tiles(head(step));
-    return shared.active[tile / 32] >> (tile % 32) & 1;
+  // Goes on to the first step of this part that is in an active tile of the plan.
+  __device__ void skip_inactive(KeyStep &step, int tile_rows) {
+    const KeyTask &own_task = shared.task;
+    const int32_t past_tiles = own_task.steps.first_tile + own_task.steps.tiles;
+    while (step.number < own_task.end) {
+      const int32_t tile = plan_tile(step, tile_rows);
+      if (tile >= kMappedTiles) return;
+      map_tiles(head(step));
+      const uint32_t active = shared.active[tile / 32] >> (tile % 32);
+      if (active & 1) return;
+      if (own_task.heads_inside) {
+        advance(step);
+        continue;
+      }
+      // The first step of the next active tile, or of the next 32 tiles.
+      const int32_t next_tile = active ? tile + __ffs(active) - 1 : (tile / 32 + 1) * 32;
+      const int32_t next = min(past_tiles, next_tile * kTileRows / tile_rows);
+      step.number += next - step.tile;
+      step.tile = next;
+      if (next == past_tiles) {
+        step.tile = own_task.steps.first_tile;
+        ++step.head;
+      }
+    }
   }
-  // is_active() was called for the step.
+  // skip_inactive() found the step.
   __device__ bool is_full(const KeyStep &step, int tile_rows) const {
     const int32_t tile = plan_tile(step, tile_rows);
     return tile < kMappedTiles && (shared.full[tile / 32] >> (tile % 32) & 1);

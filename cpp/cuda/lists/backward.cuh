@@ -18,6 +18,8 @@ template <class Config> struct ListBackwardShared : ListShared<Config> {
   alignas(128) char sdS[ScoreTile::bytes(Config::kRows)];
   ListRow rows[Config::kRows];
   float column_sums[Config::kRowWarps][Config::kColumns];
+  int32_t pass_entries[Config::kThreads / 32]; // of the part of the list of each warp
+  uint16_t places[list_places(FDM_TILE_ARCH)];
 };
 
 template <class Config> struct ListBackward : ListTile<Config> {
@@ -48,6 +50,9 @@ template <class Config> struct ListBackward : ListTile<Config> {
   __device__ static int dq_part() { return Base::key_warp(); }
 
   __device__ void run() {
+    const ListPass &pass = params.pass;
+    if (!pass.is_first || !pass.is_last) find_places();
+    if (task.length == 0 && !pass.is_first && !pass.is_last) return;
     find_statistics();
     __syncthreads();
     const auto load = [&](const fdm_tensor &t, const char *tile, bool aligned) {
@@ -78,6 +83,38 @@ template <class Config> struct ListBackward : ListTile<Config> {
     write();
   }
 
+  // Leaves of the list what is of this pass, in its order. Each warp counts the entries of its part of the list, and
+  // then numbers them.
+  __device__ void find_places() {
+    const ListPass &pass = params.pass;
+    const int lane = threadIdx.x % 32, length = task.length;
+    const int share = (length + Config::kThreads - 1) / Config::kThreads * 32, first = Base::warp() * share;
+    const auto entries_of_pass = [&](int c) { // of 32 from c on
+      const int32_t index = c + lane < length ? task.indices[(c + lane) * params.p.indices.stride[3]] : -1;
+      return __ballot_sync(0xffffffffu, index >= pass.first_key && index < pass.past_key);
+    };
+    int count = 0;
+    for (int c = first; c < first + share; c += 32) count += __popc(entries_of_pass(c));
+    if (lane == 0) smem.pass_entries[Base::warp()] = count;
+    __syncthreads();
+    int number = 0, all = 0;
+    for (int w = 0; w < kWarps; ++w) {
+      if (w == Base::warp()) number = all;
+      all += smem.pass_entries[w];
+    }
+    for (int c = first; c < first + share; c += 32) {
+      const uint32_t entries = entries_of_pass(c);
+      if (entries >> lane & 1) smem.places[number + __popc(entries & ((1u << lane) - 1))] = uint16_t(c + lane);
+      number += __popc(entries);
+    }
+    __syncthreads(); // no thread reads the task's length any more
+    if (threadIdx.x == 0) {
+      smem.task.length = all;
+      smem.task.places = smem.places;
+    }
+    __syncthreads();
+  }
+
   // A warp has some rows, of each of which its lanes have elements.
   __device__ void find_statistics() {
     const fdm_backward_args &a = params.backward;
@@ -93,7 +130,7 @@ template <class Config> struct ListBackward : ListTile<Config> {
 #pragma unroll
       for (int distance = 16; distance > 0; distance /= 2) delta += __shfl_xor_sync(0xffffffffu, delta, distance);
       if (lane > 0) continue;
-      smem.rows[r] = exists ? ListRow::find(params, task, task.head + r, delta, true) : ListRow::none();
+      smem.rows[r] = exists ? ListRow::find(params, task, task.head + r, delta, params.pass.is_first) : ListRow::none();
     }
   }
 
@@ -154,7 +191,7 @@ template <class Config> struct ListBackward : ListTile<Config> {
     float sum = 0.0f;
 #pragma unroll
     for (int w = 0; w < Config::kRowWarps; ++w) sum += smem.column_sums[w][c];
-    add_bias_gradients(params, task, int64_t(step) * kColumns + c, key, sum);
+    add_bias_gradients(params, task, task.entry(step * kColumns + c), key, sum);
   }
 
   __device__ void add_keys(int step) const {
@@ -210,9 +247,34 @@ template <class Config> struct ListBackward : ListTile<Config> {
         });
   }
 
-  __device__ void write() const {
+  // Adds what the pass before left of dq, and leaves the sum to the next one.
+  __device__ void pass_sums() {
+    const int column = dq_part() * kDqDims + accumulator_column();
+    float *tile = params.query_sums + int64_t(blockIdx.x) * params.tiles.heads_per_tile * kHeadDim + column;
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int r = this->row(m, half);
+        if (r >= task.heads) continue;
+#pragma unroll
+        for (int n = 0; n < kDqDims / 8; ++n) {
+          auto &two = *reinterpret_cast<float2 *>(tile + r * kHeadDim + 8 * n);
+          float &left = dq[m][n][2 * half], &right = dq[m][n][2 * half + 1];
+          if (!params.pass.is_first) {
+            left += two.x;
+            right += two.y;
+          }
+          if (!params.pass.is_last) two = make_float2(left, right);
+        }
+      }
+  }
+
+  __device__ void write() {
     const fdm_tensor &t = params.backward.dq;
     if (!present(t) || dq_part() >= kDqParts) return;
+    if (params.query_sums) pass_sums();
+    if (!params.pass.is_last) return;
     const int first_dim = dq_part() * kDqDims;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)
@@ -232,7 +294,7 @@ __global__ void __launch_bounds__(Config::kThreads, 2)
     list_backward_kernel(const __grid_constant__ ListBackwardParams params) {
   extern __shared__ __align__(1024) char dynamic_shared[];
   auto &shared = *reinterpret_cast<ListBackwardShared<Config> *>(dynamic_shared);
-  if (threadIdx.x == 0) shared.task.set(params.p, params.tiles, blockIdx.x);
+  if (threadIdx.x == 0) shared.task.set(params.p, params.tiles, params.pass.first_tile + blockIdx.x);
   __syncthreads();
   ListBackward<Config>(params, shared).run();
 }

@@ -26,8 +26,15 @@ cudaError_t launch_list_backward(const ListBackwardLaunch &work, cudaStream_t st
 #endif
   const auto start = [&](auto config) {
     using Config = typename decltype(config)::Type;
-    return launch_with_shared<ListBackwardShared<Config>, list_backward_kernel<Config>>(work.params, work.route.blocks,
-                                                                                        Config::kThreads, stream);
+    ListBackwardParams params = work.params;
+    for (int64_t first = 0, n = 0; first < work.route.blocks; first += work.route.pass_blocks)
+      for (int64_t part = 0; part < work.route.key_parts; ++part, ++n) {
+        params.pass = work.route.pass(n);
+        if (cudaError_t error = launch_with_shared<ListBackwardShared<Config>, list_backward_kernel<Config>>(
+                params, work.route.pass_blocks, Config::kThreads, stream))
+          return error;
+      }
+    return cudaSuccess;
   };
   if (work.route.heads == ListHeads::few || kHeadDim > 128)
     return start(TypeOf<ListConfigOf<Element, kHeadDim, list_backward_tile, ListHeads::few>>{});

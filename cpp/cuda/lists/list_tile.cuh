@@ -31,13 +31,17 @@ struct ListTask {
   int64_t head, kv_head; // the first of the tile's heads
   int32_t heads;         // rows of the tile
   int32_t limit;         // keys of the sequence that the query may see
-  int32_t length;        // of the list; 0 where the query can see no key
+  int32_t length;        // of the list, or of places; 0 where the query can see no key
   const int32_t *indices;
+  const uint16_t *places; // entries of the list that are those of a pass; null: all are
   ScoreView bias;        // of keys
   ScoreView index_bias;  // of what is listed
   const uint16_t *k, *v; // place 0
 
   __device__ void set(const fdm_problem &p, const ListTiles &tiles, int64_t number);
+
+  // The entry of the list in column c.
+  __device__ int64_t entry(int32_t c) const { return places ? places[c] : c; }
 
   // Returns the bias to base 2 of column c, whose key becomes -1 if there is none; the bias is then -inf.
   __device__ float column(int32_t c, int64_t stride, int32_t *key) const {
@@ -88,6 +92,7 @@ __device__ inline void ListTask::set(const fdm_problem &p, const ListTiles &tile
   query = row - s.q_begin;
   limit = int32_t(is_causal(p) ? clamp64(query + s.causal_off + 1, 0, s.k_count) : s.k_count);
   const fdm_tensor &lists = p.indices;
+  places = nullptr;
   length = limit > 0 ? int32_t(min64(lists.shape[3], INT32_MAX)) : 0;
   indices = static_cast<const int32_t *>(lists.data) + s.batch * lists.stride[0] +
             head_index(p, lists, head) * lists.stride[1] + row * lists.stride[2];
@@ -179,7 +184,7 @@ template <class Config> struct ListTile {
   __device__ int32_t fetch_index(int step) const {
     const int32_t c = step * kColumns + int(threadIdx.x);
     if (int(threadIdx.x) >= kColumns || c >= task.length) return -1;
-    return task.indices[c * params.p.indices.stride[3]];
+    return task.indices[task.entry(c) * params.p.indices.stride[3]];
   }
   __device__ Entry fetch(int step, int32_t index) const {
     Entry entry{index, 0, 0};
@@ -188,7 +193,7 @@ template <class Config> struct ListTile {
       return entry;
     }
     if (task.bias.data) entry.bias_bits = task.bias.load_bits(index);
-    if (task.index_bias.data) entry.index_bits = task.index_bias.load_bits(int64_t(step) * kColumns + threadIdx.x);
+    if (task.index_bias.data) entry.index_bits = task.index_bias.load_bits(task.entry(step * kColumns + int(threadIdx.x)));
     return entry;
   }
   __device__ void store(int step, const Entry &entry) {

@@ -50,8 +50,9 @@ cudaError_t run_list_backward(const fdm_problem &p, const fdm_backward_args &arg
   };
   params.sums = {sums(route.key_sums, args.dk), sums(route.value_sums, args.dv), sums(route.bias_sums, args.dbias),
                  sums(route.index_sums, args.dindex_bias), sums(route.sink_sums, args.dsink)};
+  if (route.key_parts > 1) params.query_sums = sums(route.query_sums, args.dq);
   const ListBackwardLaunch work{route, params};
-  if (cudaError_t error = cudaMemsetAsync(workspace, 0, size_t(route.workspace_bytes), stream)) return error;
+  if (cudaError_t error = cudaMemsetAsync(workspace, 0, size_t(route.cleared_bytes), stream)) return error;
   const cudaError_t error = with_kernel_types(p, route.head_dim, [&](auto element, auto dim) {
     return launch_list_backward<typename decltype(element)::Type, decltype(dim)::value>(work, stream);
   });

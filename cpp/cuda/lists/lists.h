@@ -27,6 +27,8 @@ struct ListSums {
 struct ListBackwardParams : ListParams {
   fdm_backward_args backward;
   ListSums sums;
+  ListPass pass;     // of kernels with mma.sync
+  float *query_sums; // of several passes; null: there is one, or dq is not wanted
   int32_t sum_dim;   // columns of a row of the sums of keys: D of the instantiation
   bool dout_aligned; // what rows_are_aligned says of dout
 };

@@ -66,19 +66,30 @@ ListRoute list_forward_route(const fdm_problem &p, const DeviceFacts &device, co
 ListRoute list_backward_route(const fdm_problem &p, const DeviceFacts &device, const Alignment &lies) {
   ListRoute route = route_of(p, device, list_backward_tile);
   // Thread blocks that run at a time add to the sums of one KV head, beside what they read.
-  const bool sums_in_l2 = 2 * p.keys * route.head_dim * int64_t(sizeof(float)) <= device.table->l2_bytes;
+  const int64_t sum_bytes = 2 * p.keys * route.head_dim * int64_t(sizeof(float));
+  const int64_t wanted_parts = ceil_div(sum_bytes, device.table->l2_bytes), length = p.indices.shape[3];
+  const bool has_places = route.heads == ListHeads::few && length <= list_places(device.built->tile_arch);
+  const int64_t parts = has_places && route.rows > 0 ? std::min(wanted_parts, length / kListPassEntries) : 1;
+  const bool sums_in_l2 = wanted_parts <= 1 || parts > 1;
   const int64_t fewest = sums_in_l2 ? kListWgmmaHeads : kListWgmmaHeadsBeyondL2;
   if (lies.dout && has_list_backward_sm90(route.head_dim) && may_use_wgmma(p, device, lies, fewest))
     take_wgmma(&route, p);
+  route.key_parts = route.kernel == ListKernel::mma ? max64(1, parts) : 1;
+  route.part_keys = ceil_div(p.keys, route.key_parts);
+  route.pass_blocks = route.blocks;
+  if (route.key_parts > 1) route.pass_blocks = total_rows(p) * route.tiles.head_tiles;
   const int64_t key_rows = p.k.shape[0] * p.k.shape[1] * p.kv_heads,
                 biases = max64(elements(p.bias), elements(p.index_bias));
-  WorkspaceParts parts;
-  route.key_sums = parts.take<float>(key_rows * route.head_dim);
-  route.value_sums = parts.take<float>(key_rows * route.head_dim);
-  route.bias_sums = parts.take<float>(elements(p.bias));
-  route.index_sums = parts.take<float>(elements(p.index_bias));
-  route.sink_sums = parts.take<float>(elements(p.sink));
-  route.workspace_bytes = parts.bytes;
+  WorkspaceParts workspace;
+  route.key_sums = workspace.take<float>(key_rows * route.head_dim);
+  route.value_sums = workspace.take<float>(key_rows * route.head_dim);
+  route.bias_sums = workspace.take<float>(elements(p.bias));
+  route.index_sums = workspace.take<float>(elements(p.index_bias));
+  route.sink_sums = workspace.take<float>(elements(p.sink));
+  route.cleared_bytes = workspace.bytes;
+  if (route.key_parts > 1)
+    route.query_sums = workspace.take<float>(route.pass_blocks * route.tiles.heads_per_tile * route.head_dim);
+  route.workspace_bytes = workspace.bytes;
   route.key_rounding_blocks = rounding_blocks(ceil_div(key_rows, kBandRows));
   route.bias_rounding_blocks = ceil_div(max64(biases, elements(p.sink)), kFillThreads);
   if (route.blocks > 0)

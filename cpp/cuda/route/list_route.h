@@ -51,6 +51,20 @@ struct ListTiles {
   int32_t head_tiles;     // of a KV head
 };
 
+// What a launch of the backward kernel with mma.sync computes. Where L2 does not hold the sums of a KV head, launches one
+// after another go through parts of its keys. Each leaves its sums of dq to the next one.
+struct ListPass {
+  int64_t first_tile;          // of all tiles
+  int32_t first_key, past_key; // of each sequence: those whose gradients are summed
+  bool is_first, is_last;      // of the passes of these tiles
+};
+
+// The longest list of which a thread block of several passes notes what is of its pass. On sm80, notes of more would
+// leave room for one thread block on an SM.
+constexpr int list_places(int arch) { return arch == 80 ? 1024 : 4096; }
+// The fewest entries of a list for a pass. Each reads the whole list and the rows of Q and dO.
+constexpr int64_t kListPassEntries = 256;
+
 enum class ListKernel : uint8_t {
   mma,  // lists/forward.cuh
   wgmma // lists/sm90
@@ -71,12 +85,22 @@ struct ListRoute {
   int64_t rows;   // of all sequences, those of none included
   int64_t count;  // of tiles
   int64_t blocks; // of threads
-  // Backward: float32 sums, which begin as zeros. Those of dk and dv are [batch, or 1 for varlen][key][KV head][D of
-  // the instantiation], those of biases have their shapes, and that of the sink its.
+  // Backward: the passes of each KV head, the keys of each, and its thread blocks.
+  int64_t key_parts, part_keys, pass_blocks;
+  // Float32 sums, the first cleared_bytes of the workspace. Those of dk and dv are [batch, or 1 for varlen][key][KV
+  // head][D of the instantiation], those of biases have their shapes, and that of the sink its.
   Part key_sums, value_sums, bias_sums, index_sums, sink_sums;
+  Part query_sums; // of passes, float32 [tile of a KV head][head][D]; the first pass writes them
   int64_t key_rounding_blocks, bias_rounding_blocks;
-  int64_t workspace_bytes;
+  int64_t cleared_bytes, workspace_bytes;
   Launches launches;
+
+  ListPass pass(int64_t n) const {
+    const int64_t part = n % key_parts;
+    const bool is_last = part == key_parts - 1;
+    return {n / key_parts * pass_blocks, int32_t(part * part_keys),
+            is_last ? INT32_MAX : int32_t((part + 1) * part_keys), part == 0, is_last};
+  }
 };
 
 // Whether 32 bits hold the bytes from head to head of a (B, rows, heads, D) tensor.
