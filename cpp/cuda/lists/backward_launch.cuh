@@ -36,9 +36,9 @@ cudaError_t launch_list_backward(const ListBackwardLaunch &work, cudaStream_t st
       }
     return cudaSuccess;
   };
-  if (work.route.heads == ListHeads::few || kHeadDim > 128)
-    return start(TypeOf<ListConfigOf<Element, kHeadDim, list_backward_tile, ListHeads::few>>{});
-  return start(TypeOf<ListConfigOf<Element, kHeadDim, list_backward_tile, ListHeads::many>>{});
+  if (work.route.heads <= ListHeads::up_to_32 || kHeadDim > 128)
+    return start(TypeOf<ListConfigOf<Element, kHeadDim, list_backward_tile, ListHeads::up_to_16>>{});
+  return start(TypeOf<ListConfigOf<Element, kHeadDim, list_backward_tile, ListHeads::any>>{});
 }
 
 } // namespace fdm::cuda

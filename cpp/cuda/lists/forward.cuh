@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Forward pass of queries that list their keys, with mma.sync. See list_tile.cuh.
 //
-// Where few heads share a list, each warp has columns of its own, and its own sums of all rows, which are merged at the
-// end. Where many do, each warp has rows of its own.
+// A warp has 16 or 32 rows of a tile. Warps with the same rows have different columns. Each keeps its own sums, which are
+// merged after the last step.
 #pragma once
 
 #include "../forward/running_rows.cuh"
@@ -12,16 +12,14 @@
 namespace fdm::cuda {
 
 template <class Config> struct ListForwardShared : ListShared<Config> {
-  // The pitch of a row of results in shared memory, in the place of keys. With it, the writes of a warp meet all banks.
-  static constexpr int kPitch = Config::kHeadDim + 8;
-  static constexpr bool kMerges = Config::kKeyWarps > 1;
-  static_assert(!kMerges || Config::kKeyWarps * Config::kRows * kPitch * int(sizeof(float)) <=
-                                Config::kStages * 2 * Config::kKeyBytes);
-  static constexpr int kMergedRows = kMerges ? Config::kRows : 1;
-  float maximum[Config::kKeyWarps][kMergedRows], sum[Config::kKeyWarps][kMergedRows];
+  // The sums that a warp hands to another one with the same rows, in place of K and V. Each thread stores, for each tile
+  // of 16 rows, a float4 of maxima and sums, and a float4 for each 8 columns of accumulators.
+  static constexpr int kWarpParts = Config::kRowTiles * (Config::kHeadDim / 8 + 1);
+  static_assert(Config::kKeyWarps / 2 * Config::kRowWarps * kWarpParts * 32 * int(sizeof(float4)) <=
+                Config::kStages * 2 * Config::kKeyBytes);
 
-  __device__ float *results(int warp, int row) {
-    return reinterpret_cast<float *>(this->sKV) + (warp * Config::kRows + row) * kPitch;
+  __device__ float4 &part(int warp, int number) {
+    return reinterpret_cast<float4 *>(this->sKV)[(warp * kWarpParts + number) * 32 + threadIdx.x % 32];
   }
 };
 
@@ -32,7 +30,11 @@ template <class Config> struct ListForward : ListTile<Config> {
   using Element = typename Config::Element;
   using Tile = typename Config::Tile;
 
+  // Q stays in registers where a warp has 32 rows and the scores of 16 columns.
+  static constexpr bool kHoldsQuery = Config::kRowTiles == 2 && Config::kPartColumns == 16;
+
   Shared &smem;
+  LeftOperand<Element, Config::kHeadDim, Config::kRowTiles, kHoldsQuery> query;
   RunningRows<typename Config::Element, Config::kRowTiles, Base::kColumnTiles, Config::kHeadDim / 8> rows;
 
   __device__ ListForward(const ListParams &parameters, Shared &memory) : Base(parameters, memory), smem(memory) {}
@@ -41,23 +43,25 @@ template <class Config> struct ListForward : ListTile<Config> {
     this->load_rows(params.p.q, smem.sQ, params.aligned);
     ptx::cp_async_fence();
     rows.start();
+    query.left = Tile::left(ptx::shared_address(smem.sQ), this->row_warp() * (16 * Config::kRowTiles));
+    if constexpr (kHoldsQuery) {
+      ptx::cp_async_wait<0>();
+      __syncthreads();
+      query.load();
+    }
     this->for_steps([&](int step) {
       if (!this->has_rows_of_warp()) return;
 #pragma unroll 1
       for (int first = 0; first < Config::kWarpColumns; first += Config::kPartColumns) attend(step, first);
     });
     rows.finish_sums();
-    if constexpr (Shared::kMerges) {
-      store_results();
-      __syncthreads();
-      write_merged();
-    } else {
-      write();
-    }
+    merge();
+    if (this->key_warp() == 0) write();
   }
 
   __device__ void attend(int step, int first) {
-    this->multiply(rows.scores, smem.sQ, step, 0, first);
+    clear(rows.scores);
+    query.multiply(rows.scores, Tile::right_rows(this->columns_of_warp(step, 0, first)));
     const auto ignore = [](int, int, int, float) {};
     if (params.p.softcap > 0)
       this->template finish_scores<true>(rows.scores, step, first, ignore);
@@ -92,40 +96,54 @@ template <class Config> struct ListForward : ListTile<Config> {
       }
   }
 
-  __device__ void store_results() {
+  // Adds the sums of warps with the same rows to those of the first one. In each round, the upper half of the remaining
+  // warps hand theirs to the lower half.
+  __device__ void merge() {
+    static_assert((Config::kKeyWarps & (Config::kKeyWarps - 1)) == 0);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int r = this->row(0, half);
-      float *to = smem.results(this->key_warp(), r) + accumulator_column();
+    for (int kept = Config::kKeyWarps / 2; kept > 0; kept /= 2) {
+      const int upper = this->key_warp() - kept;
+      if (upper >= 0 && upper < kept) store_rows(upper * Config::kRowWarps + this->row_warp());
+      __syncthreads();
+      if (upper < 0) add_rows(this->warp());
+      __syncthreads();
+    }
+  }
+  __device__ void store_rows(int to) {
 #pragma unroll
-      for (int d = 0; d < Config::kHeadDim / 8; ++d)
-        *reinterpret_cast<float2 *>(to + 8 * d) = make_float2(rows.out[0][d][2 * half], rows.out[0][d][2 * half + 1]);
-      if (threadIdx.x % 4 == 0) {
-        smem.maximum[this->key_warp()][r] = rows.maximum[0][half];
-        smem.sum[this->key_warp()][r] = rows.sum[0][half];
+    for (int m = 0; m < Config::kRowTiles; ++m) {
+      const int first = m * (Config::kHeadDim / 8 + 1);
+      smem.part(to, first) = {rows.maximum[m][0], rows.maximum[m][1], rows.sum[m][0], rows.sum[m][1]};
+#pragma unroll
+      for (int d = 0; d < Config::kHeadDim / 8; ++d) {
+        const float (&out)[4] = rows.out[m][d];
+        smem.part(to, first + 1 + d) = {out[0], out[1], out[2], out[3]};
       }
     }
   }
-
-  // Sums over the warps, in their order.
-  __device__ void write_merged() const {
-    const int head_dim = int(params.p.head_dim);
-    for (int i = threadIdx.x; i < task.heads * Config::kHeadDim; i += Config::kThreads) {
-      const int r = i / Config::kHeadDim, d = i % Config::kHeadDim;
-      float maximum = -INFINITY, sum = 0.0f, value = 0.0f;
+  __device__ void add_rows(int from) {
 #pragma unroll
-      for (int w = 0; w < Config::kKeyWarps; ++w) maximum = fmaxf(maximum, smem.maximum[w][r]);
-      const float shift = maximum == -INFINITY ? 0.0f : maximum;
+    for (int m = 0; m < Config::kRowTiles; ++m) {
+      const int first = m * (Config::kHeadDim / 8 + 1);
+      const float4 other = smem.part(from, first);
+      float factor[2], other_factor[2];
 #pragma unroll
-      for (int w = 0; w < Config::kKeyWarps; ++w) {
-        const float factor = ptx::exp2_approximate(smem.maximum[w][r] - shift);
-        sum += smem.sum[w][r] * factor;
-        value += smem.results(w, r)[d] * factor;
+      for (int half = 0; half < 2; ++half) {
+        const float own_maximum = rows.maximum[m][half], other_maximum = half ? other.y : other.x;
+        const float maximum = fmaxf(own_maximum, other_maximum), shift = maximum == -INFINITY ? 0.0f : maximum;
+        factor[half] = ptx::exp2_approximate(own_maximum - shift);
+        other_factor[half] = ptx::exp2_approximate(other_maximum - shift);
+        rows.maximum[m][half] = maximum;
+        rows.sum[m][half] = rows.sum[m][half] * factor[half] + (half ? other.w : other.z) * other_factor[half];
       }
-      if (d < head_dim)
-        store_element(params.forward.out, this->row_place(params.forward.out, r) + d * params.forward.out.stride[3],
-                      sum == 0.0f ? 0.0f : value * row_normalizer(sink_score(params.p, task.head + r), maximum, sum));
-      if (d == 0) write_lse(r, maximum, sum);
+#pragma unroll
+      for (int d = 0; d < Config::kHeadDim / 8; ++d) {
+        const float4 added = smem.part(from, first + 1 + d);
+        const float terms[4] = {added.x, added.y, added.z, added.w};
+        float (&out)[4] = rows.out[m][d];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) out[i] = out[i] * factor[i / 2] + terms[i] * other_factor[i / 2];
+      }
     }
   }
 };

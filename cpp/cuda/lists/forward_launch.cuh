@@ -55,9 +55,16 @@ template <class Element, int kHeadDim> cudaError_t launch_list_forward(const Lis
     return launch_with_shared<ListForwardShared<Config>, list_forward_kernel<Config>>(work.params, work.route.blocks,
                                                                                       Config::kThreads, stream);
   };
-  if (work.route.heads == ListHeads::few)
-    return start(TypeOf<ListConfigOf<Element, kHeadDim, list_forward_tile, ListHeads::few>>{});
-  return start(TypeOf<ListConfigOf<Element, kHeadDim, list_forward_tile, ListHeads::many>>{});
+  switch (work.route.heads) {
+  case ListHeads::up_to_16:
+    return start(TypeOf<ListConfigOf<Element, kHeadDim, list_forward_tile, ListHeads::up_to_16>>{});
+  case ListHeads::up_to_32:
+    return start(TypeOf<ListConfigOf<Element, kHeadDim, list_forward_tile, ListHeads::up_to_32>>{});
+  case ListHeads::up_to_64:
+    return start(TypeOf<ListConfigOf<Element, kHeadDim, list_forward_tile, ListHeads::up_to_64>>{});
+  default:
+    return start(TypeOf<ListConfigOf<Element, kHeadDim, list_forward_tile, ListHeads::any>>{});
+  }
 }
 
 } // namespace fdm::cuda

@@ -2,8 +2,8 @@
 // The tile of a query that lists its keys: some of the query heads of a KV head are its rows, listed keys its columns.
 // Rows of K and V are gathered once for all of them.
 //
-// Steps of columns go through a ring. While a step is computed, the rows of the next one are on their way, and so are
-// the index and the biases of the one after that, and the index of the one behind it.
+// Steps of columns go through a ring of two stages. While a step is computed, the rows of the next step are copied, and
+// the indices and biases of the two steps after it are loaded.
 #pragma once
 
 #include "../tile/column_ring.cuh"
@@ -122,7 +122,7 @@ struct ListConfig {
   static constexpr int kWarpColumns = kColumns / kKeyWarps;
   // The columns whose scores a warp has at a time: the registers hold no more beside the accumulators of 32 rows of 128
   // columns.
-  static constexpr int kPartColumns = kRowTiles > 1 && kHeadDim > 64 ? kWarpColumns / 2 : kWarpColumns;
+  static constexpr int kPartColumns = kRowTiles > 1 && kHeadDim > 64 && kWarpColumns > 32 ? 32 : kWarpColumns;
   static constexpr int kStages = 2, kSlots = 3;
   static constexpr int kKeyBytes = Tile::bytes(kColumns);
   static_assert(kThreads >= kColumns, "each thread has a column at most");

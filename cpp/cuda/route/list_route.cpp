@@ -37,7 +37,7 @@ ListRoute route_of(const fdm_problem &p, const DeviceFacts &device,
   ListRoute route{};
   const int64_t group = group_size(p), together = heads_share_keys(p) ? group : 1;
   route.head_dim = device.built->all.serving(p.head_dim);
-  route.heads = together <= kListFewHeads ? ListHeads::few : ListHeads::many;
+  route.heads = list_heads(together);
   route.tile = tile(route.head_dim, route.heads);
   route.rows = (is_varlen(p) ? 1 : p.batch) * total_rows(p);
   divide(&route, p, std::min<int64_t>(together, route.tile.rows()));
@@ -54,7 +54,7 @@ ListRoute list_forward_route(const fdm_problem &p, const DeviceFacts &device, co
   ListRoute route = route_of(p, device, list_forward_tile);
   // Lookup warps read lists that have no gaps.
   const bool contiguous = p.indices.shape[3] == 1 || p.indices.stride[3] == 1;
-  if (contiguous && has_list_forward_sm90(route.head_dim) && may_use_wgmma(p, device, lies, kListWgmmaHeads)) {
+  if (contiguous && has_list_forward_sm90(route.head_dim) && may_use_wgmma(p, device, lies, list_forward_wgmma_heads(route.head_dim))) {
     take_wgmma(&route, p);
     route.blocks = std::min<int64_t>(route.count, device.sms);
   }
@@ -67,11 +67,11 @@ ListRoute list_backward_route(const fdm_problem &p, const DeviceFacts &device, c
   ListRoute route = route_of(p, device, list_backward_tile);
   // Thread blocks that run at a time add to the sums of one KV head, beside what they read.
   const int64_t sum_bytes = 2 * p.keys * route.head_dim * int64_t(sizeof(float));
-  const int64_t wanted_parts = ceil_div(sum_bytes, device.table->l2_bytes), length = p.indices.shape[3];
-  const bool has_places = route.heads == ListHeads::few && length <= list_places(device.built->tile_arch);
+  const int64_t wanted_parts = ceil_div(sum_bytes, device.table->list_sum_bytes), length = p.indices.shape[3];
+  const bool has_places = route.heads <= ListHeads::up_to_32 && length <= list_places(device.built->tile_arch);
   const int64_t parts = has_places && route.rows > 0 ? std::min(wanted_parts, length / kListPassEntries) : 1;
   const bool sums_in_l2 = wanted_parts <= 1 || parts > 1;
-  const int64_t fewest = sums_in_l2 ? kListWgmmaHeads : kListWgmmaHeadsBeyondL2;
+  const int64_t fewest = sums_in_l2 ? kListBackwardWgmmaHeads : kListWgmmaHeadsBeyondL2;
   if (lies.dout && has_list_backward_sm90(route.head_dim) && may_use_wgmma(p, device, lies, fewest))
     take_wgmma(&route, p);
   route.key_parts = route.kernel == ListKernel::mma ? max64(1, parts) : 1;

@@ -7,8 +7,13 @@
 
 namespace fdm::cuda {
 
-// The heads of a tile: few, whose warps have keys of their own, or many, whose warps have rows of their own.
-enum class ListHeads : uint8_t { few, many };
+// How many heads share a list.
+enum class ListHeads : uint8_t { up_to_16, up_to_32, up_to_64, any };
+constexpr ListHeads list_heads(int64_t together) {
+  if (together <= 16) return ListHeads::up_to_16;
+  if (together <= 32) return ListHeads::up_to_32;
+  return together <= 64 ? ListHeads::up_to_64 : ListHeads::any;
+}
 
 // A thread block computes some query heads of one query, which share a KV head and a list, as the rows of its tile: row
 // tiles of 16 rows for each warp, warps with other rows, warps with other columns, and the columns of a step, each a
@@ -20,17 +25,20 @@ struct ListTileChoice {
   constexpr int threads() const { return 32 * row_warps * key_warps; }
 };
 
+// A tile has the fewest rows that the heads fit, so that each of its four warps has some of them. A warp of 32 rows reads
+// a fragment of K or V from shared memory once for two products. Accumulators of 32 rows of more than 128 columns exceed
+// the registers. Shared memory of 99 KB holds two stages of 64 columns (benchmarks/profiles/h200-lists.json).
 constexpr ListTileChoice list_forward_tile(int head_dim, ListHeads heads) {
-  // Each warp has 16 columns of a step. Two stages of more columns would not fit 99 KB of shared memory.
-  if (heads == ListHeads::few) return head_dim <= 128 ? ListTileChoice{1, 1, 4, 64} : ListTileChoice{1, 1, 2, 32};
-  // With 32 rows a warp, a fragment of K or V is read from shared memory once and serves two products. The accumulators
-  // of 32 rows of more than 128 columns do not fit the registers.
-  return head_dim <= 128 ? ListTileChoice{2, 4, 1, 64} : ListTileChoice{1, 4, 1, 32};
+  // Up to 32 wide heads are two tiles of 16 rows: half of the warps of a tile of 64 rows would have no head.
+  if (head_dim > 128) return heads <= ListHeads::up_to_32 ? ListTileChoice{1, 1, 2, 32} : ListTileChoice{1, 4, 1, 32};
+  if (heads == ListHeads::up_to_16) return {1, 1, 4, 64};
+  if (heads == ListHeads::up_to_32) return {2, 1, 4, 64};
+  return heads == ListHeads::up_to_64 ? ListTileChoice{2, 2, 2, 64} : ListTileChoice{2, 4, 1, 64};
 }
 
 // Shared memory also holds dO, P and dS. Larger heads leave room for few rows only.
 constexpr ListTileChoice list_backward_tile(int head_dim, ListHeads heads) {
-  if (heads == ListHeads::few || head_dim > 128) return list_forward_tile(head_dim, ListHeads::few);
+  if (heads <= ListHeads::up_to_32 || head_dim > 128) return list_forward_tile(head_dim, ListHeads::up_to_16);
   return {1, 4, 1, 32};
 }
 
@@ -40,10 +48,6 @@ constexpr ListTileChoice list_backward_tile(int head_dim, ListHeads heads) {
 constexpr bool has_list_forward_sm90(int head_dim) { return head_dim <= 192; }
 constexpr bool has_list_backward_sm90(int head_dim) { return head_dim == 64 || head_dim == 128; }
 constexpr int kListColumnsSm90 = 64;
-
-// The most heads of a group for which few rows are a tile. Two tiles gather their keys twice, which 32 heads of a tile
-// for 64 to 128 do not make up for: half of its warps, or more, would have no rows.
-constexpr int64_t kListFewHeads = 32;
 
 // What divides the heads of a KV head into tiles.
 struct ListTiles {
@@ -70,11 +74,12 @@ enum class ListKernel : uint8_t {
   wgmma // lists/sm90
 };
 
-// The fewest heads of a group for kernels with wgmma, most of whose rows are then none: gathered rows and additions to
-// sums take longer than products. Up to 16 heads are one tile of mma.sync, whose thread blocks gather more rows at a
-// time (benchmarks/profiles/h200-steps.json). But in the backward pass so many blocks add to sums of keys that 16 heads
-// are faster with wgmma where L2 does not hold these.
-constexpr int64_t kListWgmmaHeads = 17, kListWgmmaHeadsBeyondL2 = 16;
+// The fewest heads of a group for kernels with wgmma, whose tiles have 128 rows. Fewer heads are one tile of mma.sync,
+// whose thread blocks gather more rows at a time (benchmarks/profiles/h200-steps.json, h200-lists.json).
+constexpr int64_t list_forward_wgmma_heads(int head_dim) { return head_dim <= 128 ? 33 : 17; }
+constexpr int64_t kListBackwardWgmmaHeads = 17;
+// With this many heads, wgmma is faster in the backward pass where L2 does not hold the sums of keys.
+constexpr int64_t kListWgmmaHeadsBeyondL2 = 16;
 
 struct ListRoute {
   ListKernel kernel;
