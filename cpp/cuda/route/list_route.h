@@ -27,7 +27,7 @@ struct ListTileChoice {
 
 // A tile has the fewest rows that the heads fit, so that each of its four warps has some of them. A warp of 32 rows reads
 // a fragment of K or V from shared memory once for two products. Accumulators of 32 rows of more than 128 columns exceed
-// the registers. Shared memory of 99 KB holds two stages of 64 columns (benchmarks/profiles/h200-lists.json).
+// the registers. Shared memory of 99 KB holds two stages of 64 columns (benchmarks/profiles/h200-list-tiles.json).
 constexpr ListTileChoice list_forward_tile(int head_dim, ListHeads heads) {
   // Up to 32 wide heads are two tiles of 16 rows: half of the warps of a tile of 64 rows would have no head.
   if (head_dim > 128) return heads <= ListHeads::up_to_32 ? ListTileChoice{1, 1, 2, 32} : ListTileChoice{1, 4, 1, 32};
@@ -75,7 +75,7 @@ enum class ListKernel : uint8_t {
 };
 
 // The fewest heads of a group for kernels with wgmma, whose tiles have 128 rows. Fewer heads are one tile of mma.sync,
-// whose thread blocks gather more rows at a time (benchmarks/profiles/h200-steps.json, h200-lists.json).
+// whose thread blocks gather more rows at a time (benchmarks/profiles/h200-steps.json, h200-list-tiles.json).
 constexpr int64_t list_forward_wgmma_heads(int head_dim) { return head_dim <= 128 ? 33 : 17; }
 constexpr int64_t kListBackwardWgmmaHeads = 17;
 // With this many heads, wgmma is faster in the backward pass where L2 does not hold the sums of keys.
