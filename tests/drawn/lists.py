@@ -49,6 +49,8 @@ def draw_listed(
         batch = 1 if sizes.packed else sizes.batch
         if batch * sizes.queries * sizes.heads * length * sizes.head_dim <= MOST_GATHERED:
             break
+    if not small:
+        sizes, length = _with_many_keys(seed, sizes, length)
     call = draw_tensors(source, sizes, dtype)
     change_width(seed, call)
     draw_scores(source, call)
@@ -86,6 +88,21 @@ def draw_listed(
     )
     call.key_mass = not paged and source.chance(0.15)
     return drawn
+
+
+def _with_many_keys(seed: int, sizes: Sizes, length: int) -> tuple[Sizes, int]:
+    """Give some calls more keys than L2 holds sums of; all else is drawn as without it."""
+    source = Source(seed + 2**41)
+    if not source.chance(0.02):
+        return sizes, length
+    head_dim, keys = source.choice([(64, 82_000), (128, 41_000), (256, 20_500)])
+    k_lengths = [*sizes.k_lengths[:-1], keys + source.integer(0, 2000)]
+    q_lengths = [0] * (len(k_lengths) - 1) + [source.integer(1, 2)]
+    changed = {"kv_heads": source.integer(1, 2), "group": source.choice([1, 4])}
+    sizes = dataclasses.replace(
+        sizes, q_lengths=q_lengths, k_lengths=k_lengths, head_dim=head_dim, batch=1, **changed
+    )
+    return sizes, source.integer(512, 1200)
 
 
 def _lead(sizes: Sizes) -> tuple[int, ...]:
