@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// How a key-stationary kernel works on a key block: the order of its steps through query heads and row tiles, and what
-// shared memory holds of its keys.
+// The key block of a key-stationary kernel: the order of its steps through query heads and row tiles, and the facts
+// about its keys in shared memory.
 #pragma once
 
 #include "key_places.cuh"
 
 namespace fdm::cuda {
 
-// The maps of a block tell which of the first so many tiles of kTileRows rows keep none or all of its keys. Tiles
-// beyond them, from a quarter of a million rows on, are computed and tested.
+// A block maps the first kMappedTiles tiles of kTileRows rows: which keep any of its keys, and which keep all. Later
+// tiles, from row 262,144 on, are computed and tested.
 constexpr int kMappedTiles = 2048;
 
 struct KeySteps {
@@ -27,12 +27,12 @@ struct KeyTask {
   int64_t sequence_index, kv_head;
   int64_t first_head; // the first query head of the group
   KeySteps steps;
-  int64_t begin, end;   // the steps of this part
-  bool heads_inside;    // as HeadsInside says
+  int64_t begin, end;   // steps of this part
+  bool heads_inside;    // the order of HeadsInside::all
   bool same_rows;       // the rows of a key are the same for all query heads of the group
-  bool test_all;        // no step is known to keep all pairs
+  bool test_all;        // every step tests its pairs
   const RowWord *words; // not null: a row plan
-  float *part_sums;     // the sums of this part; null: it is the only one of its block
+  float *part_sums;     // sums of this part; null: the block has one part
   int64_t key_head;     // of segments: counted over sequences unless these are packed
 };
 
@@ -41,7 +41,7 @@ struct KeyStep {
   int32_t head, tile; // the query head of the group, and the tile of the dkdv kernel's rows
   int32_t buffer;     // the buffer of per-head facts about keys
   bool valid;
-  bool tests; // its pairs may be dropped, whatever the ranges of rows say
+  bool tests; // pairs may be dropped inside of the keys' ranges of rows, too
 };
 
 // The team of a key block: all threads of the thread block.
@@ -51,8 +51,7 @@ template <int kThreadCount> struct WholeBlock {
   __device__ static __forceinline__ void sync() { __syncthreads(); }
 };
 
-// kBuffers is one more than the number of heads whose steps may be under way at a time. kHasRowPlans says that there
-// may be a row plan.
+// kBuffers is one more than the heads whose steps may be in flight. With kHasRowPlans there may be a row plan.
 template <int kKeys, int kBufferCount, bool kHasRowPlans, int kGroupKeys> struct KeyBlockShared {
   static constexpr int kBuffers = kBufferCount;
   KeyTask task;
@@ -61,16 +60,17 @@ template <int kKeys, int kBufferCount, bool kHasRowPlans, int kGroupKeys> struct
   bool readable[kKeys];           // some query head keeps it
   RowRange rows[kBuffers][kKeys]; // the rows that keep a key for the head of a step
   float bias[kBuffers][kKeys];    // the bias to base 2; -inf: the key is not kept
-  // Row plans: the tiles of kTileRows rows that keep any key, and those of which all rows keep all keys.
+  // Row plans: bit maps of the tiles that keep any key, and of those whose rows all keep all keys.
   uint32_t active[kHasRowPlans ? kMappedTiles / 32 : 1], full[kHasRowPlans ? kMappedTiles / 32 : 1];
-  int32_t dropping_head[kBuffers];            // a query head that drops a key by a bias of -inf that another keeps
-  alignas(16) RowRange full_rows[kKeys / 16]; // rows from the one to the other keep every one of 16 keys
+  int32_t dropping_head[kBuffers];            // a query head whose bias of -inf drops a key that another head keeps
+  alignas(16) RowRange full_rows[kKeys / 16]; // the rows that keep all of 16 keys
   // Rows that may keep any of kGroupKeys keys, for all query heads of the group.
   RowRange group_rows[(kKeys + kGroupKeys - 1) / kGroupKeys];
 };
 
-// What a key block may need: row plans; KeySegments, to whose sums it adds gradients; or both. A block of few steps may
-// need segments only, is one part, and its query heads keep the same keys: its kernel would mostly wait for the rest.
+// What a key block supports: row plans, KeySegments to whose sums it adds gradients, or both. few_steps supports
+// segments only, one part, and query heads that keep the same keys, since other cases cost latency in kernels of few
+// steps.
 enum class KeyBlockUse { row_plans, segments, segments_and_row_plans, few_steps };
 
 template <int kKeys, class Team, int kBuffers, KeyBlockUse kUse, int kGroupKeyCount = 64> struct KeyBlock {
@@ -95,7 +95,7 @@ template <int kKeys, class Team, int kBuffers, KeyBlockUse kUse, int kGroupKeyCo
            own_task.kv_head * t.stride[2];
   }
 
-  // `clears_bias` says that the bias sums of a part are cleared.
+  // With `clears_bias`, clears the bias sums of a part.
   __device__ void start(const KeyItem &item, bool clears_bias) {
     start(item, key_block_place(params, item.block), clears_bias);
   }
@@ -106,7 +106,7 @@ template <int kKeys, class Team, int kBuffers, KeyBlockUse kUse, int kGroupKeyCo
       key_rows[n] = {-1, 0, 0, -1};
       if (params.keys.takes_planned_keys) key_rows[n] = listed_key(params, place, r);
     });
-    // While the loads are under way, by two warps.
+    // Two warps do this while the loads are in flight.
     static_assert(Team::kThreads > 32);
     if (Team::thread() == 0) make_task(item, place);
     if (Team::thread() == 32) clear_ranges();
@@ -120,11 +120,11 @@ template <int kKeys, class Team, int kBuffers, KeyBlockUse kUse, int kGroupKeyCo
     Team::sync();
   }
 
-  // Whether the query head of a step drops a key that is not zeros here.
+  // Whether the query head of a step drops a key whose rows of K and V are not cleared.
   __device__ bool drops_keys(int head_of_group, int buffer) const {
     return shared.dropping_head[buffer] == head_of_group;
   }
-  // Whether all keys of these groups of 16, apart from keys that are zeros here, keep the rows from `first` on.
+  // Whether all keys of these groups of 16, except cleared ones, keep the rows from `first` on.
   __device__ bool keep_all(int first_group, int groups, int first, int rows) const {
     bool all = true;
     for (int n = first_group; n < first_group + groups; ++n) {
@@ -134,7 +134,7 @@ template <int kKeys, class Team, int kBuffers, KeyBlockUse kUse, int kGroupKeyCo
     return all;
   }
 
-  // Whether a row of the tile of a step may keep one of a group of kGroupKeys keys of the block.
+  // Whether a row of a step may keep a key of a group of kGroupKeys keys.
   __device__ bool concerns(int group, const KeyStep &step, int tile_rows) const {
     const RowRange &rows = shared.group_rows[group];
     const int first = step.tile * tile_rows;
@@ -146,15 +146,15 @@ template <int kKeys, class Team, int kBuffers, KeyBlockUse kUse, int kGroupKeyCo
                       plan_tile(step, tile_rows));
   }
 
-  // These find the first step of this part that may keep something, and the first such step after another. All threads
-  // of the team call them. Their stores are visible after the next barrier.
+  // Return the first step of this part that may keep a pair, and the first such step after `before`. All threads of the
+  // team call them. Their stores are visible after the next barrier.
   __device__ KeyStep first_step(int tile_rows) {
     const KeyTask &own_task = shared.task;
     KeyStep step{};
     step.number = own_task.begin;
     step.tile = own_task.steps.first_tile;
     if (own_task.heads_inside) {
-      const auto done = static_cast<int32_t>(own_task.begin / params.group); // tiles from the last one on
+      const auto done = static_cast<int32_t>(own_task.begin / params.group); // tiles, counted from the last one
       step.head = static_cast<int32_t>(own_task.begin - int64_t(done) * params.group);
       step.tile += own_task.steps.tiles - 1 - done;
     } else if (own_task.begin > 0 && own_task.begin < own_task.end) {
@@ -173,7 +173,7 @@ template <int kKeys, class Team, int kBuffers, KeyBlockUse kUse, int kGroupKeyCo
     if (kSameKeys || !shared.task.part_sums) return nullptr;
     return shared.task.part_sums + (int64_t(which) * kKeys + r) * params.keys.sum_dim;
   }
-  // The sums of a key that several segments keep.
+  // The sums of a key that belongs to several segments.
   __device__ float *segment_sums(int r) const {
     return key_segment_sums(params.keys, shared.task.key_head, shared.sum[r]);
   }
@@ -187,7 +187,7 @@ template <int kKeys, class Team, int kBuffers, KeyBlockUse kUse, int kGroupKeyCo
   }
 
 private:
-  // Calls function(n, r) for the n-th key of this thread, in row r of the block.
+  // Calls function(n, r) for the n-th key of this thread, which is row r of the block.
   template <class Function> __device__ static void for_each_key(const Function &function) {
 #pragma unroll
     for (int n = 0; n < kOwnKeys; ++n) {
@@ -201,7 +201,7 @@ private:
     const int64_t first_head = place.kv_head * params.group;
     const bool consecutive = !params.keys.takes_planned_keys && int64_t(place.block) * kKeys + r < place.s.k_count;
     if (consecutive) key_rows.key = place.block * kKeys + r;
-    // The bias is loaded before the rows, so that both are waited for at once.
+    // The bias is loaded before the rows, so the latencies overlap.
     ScoreView view{};
     uint32_t bits = 0;
     if (bias_is_of_keys() && key_rows.key >= 0) {
@@ -247,7 +247,7 @@ private:
     own_task.begin = 0;
     own_task.end = own_task.steps.count;
     if (!kSameKeys && item.parts > 1) { // divisions of 64 bits
-      // With heads inside, those of a row tile are steps of the same part.
+      // With heads inside, all heads of a row tile are in the same part.
       const int64_t together = own_task.heads_inside ? params.group : 1, count = own_task.steps.count / together;
       own_task.begin = count * item.part / item.parts * together;
       own_task.end = count * (item.part + 1) / item.parts * together;
@@ -275,14 +275,14 @@ private:
   __device__ bool bias_is_of_heads() const { return bias_is_of_keys() && params.p.bias.shape[1] == params.p.heads; }
   __device__ bool has_same_rows() const { return kSameKeys || group_shares_interval_plan(params.p); }
 
-  // The bias of a key for a head and the rows of a tile of the plan, to base 2; -inf: there is no key.
+  // The base-2 bias of a key for a head and a tile of the plan; -inf without a key.
   __device__ float bias_of(const Sequence &s, int64_t sequence_index, int64_t head, int32_t tile, int32_t key) const {
     if (key < 0) return -INFINITY;
     return bias_is_of_keys() ? to_base_2(bias_view(params.p, s, sequence_index, head, tile).load(0, key)) : 0.0f;
   }
 
-  // Whether a query head keeps a key, as far as can be told without looking at the mask's rows. `bias` is that of the
-  // first head, as are the key's rows.
+  // Whether a query head may keep a key, judged without the rows of the mask. `bias` and the key's rows are those of
+  // the first head.
   __device__ bool is_readable(const KeyBlockPlace &place, int64_t first_head, const KeyRows &key_rows,
                               float bias) const {
     const fdm_problem &p = params.p;
@@ -301,7 +301,7 @@ private:
     return false;
   }
 
-  // Loads what a query head of the group and the rows of a tile of the plan know of a key.
+  // Loads the bias and the rows of a key for a query head of the group and a tile of the plan.
   __device__ void load_head(int32_t head_of_group, int32_t tile, int buffer, int r) {
     const int32_t key = shared.key[r];
     const int64_t head = shared.task.first_head + head_of_group;
@@ -326,13 +326,13 @@ private:
     }
   }
 
-  // The tile of the plan in which the rows of a step lie.
+  // The tile of the plan that has the rows of a step.
   __device__ static int32_t plan_tile(const KeyStep &step, int tile_rows) {
     return int32_t(uint32_t(step.tile) * tile_rows / kTileRows);
   }
 
-  // Finds this step or the first after it that may keep something. The step's buffer holds the facts of `loaded_head`,
-  // and its biases, if those of other rows differ, are those of the rows of `loaded_tile`.
+  // Returns the first step from this one on that may keep a pair. The step's buffer holds the facts of `loaded_head`;
+  // if biases depend on the rows, they are those of `loaded_tile`.
   __device__ KeyStep find_step(KeyStep step, int32_t loaded_head, int32_t loaded_tile, int tile_rows) {
     const KeyTask &own_task = shared.task;
     if constexpr (kRowPlans)
@@ -352,7 +352,7 @@ private:
     return step;
   }
 
-  // Goes on to the first step of this part that is in an active tile of the plan.
+  // Advances to the first step of this part in a tile of the plan that keeps any key.
   __device__ void skip_inactive(KeyStep &step, int tile_rows) {
     const KeyTask &own_task = shared.task;
     const int32_t past_tiles = own_task.steps.first_tile + own_task.steps.tiles;
@@ -366,7 +366,7 @@ private:
         advance(step);
         continue;
       }
-      // The first step of the next active tile, or of the next 32 tiles.
+      // The first step of the next active tile, or else of the next word of the map.
       const int32_t next_tile = active ? tile + __ffs(active) - 1 : (tile / 32 + 1) * 32;
       const int32_t next = min(past_tiles, next_tile * kTileRows / tile_rows);
       step.number += next - step.tile;
@@ -377,7 +377,7 @@ private:
       }
     }
   }
-  // skip_inactive() found the step.
+  // skip_inactive() has mapped the tile.
   __device__ bool is_full(const KeyStep &step, int tile_rows) const {
     const int32_t tile = plan_tile(step, tile_rows);
     return tile < kMappedTiles && (shared.full[tile / 32] >> (tile % 32) & 1);
@@ -398,7 +398,7 @@ private:
     const uint8_t *keeps =
         plan.tile_keeps + first_key / kKeysPerByte +
         (list * plan.tiles + tile_number(params.p, s, shared.task.sequence_index, 0)) * plan.keeps_per_tile;
-    Team::sync(); // no thread reads the maps of the last list any more
+    Team::sync(); // all threads have read the maps of the previous list
     for (int first = Team::thread() / 32 * 32; first < tiles; first += Team::kThreads) {
       const int tile = first + int(threadIdx.x) % 32;
       uint32_t any = 0, all = tile < tiles ? kKeptByAll : 0;

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Backward pass of queries that list their keys, with mma.sync. See list_tile.cuh.
 //
-// A block has all rows of a query's tile, so dq and what it adds to the gradients of its keys are products of its own.
-// For a step of columns, each warp computes P and dS of its rows and columns. Through shared memory, warps then have
-// others: for dq their rows, and a part of the head's dimensions; for dk and dv 16 of the step's columns, and perhaps a
-// part of the dimensions. Those are added to float32 sums in global memory, in any order.
+// A thread block has all rows of a tile. In each step, a warp computes P and dS of its rows and columns, and stores
+// them in shared memory. For dQ, a warp then has its rows and a part of the head dimension. For dK and dV, it has 16
+// of the step's columns, and all or a part of the head dimension. dK and dV are added to float32 sums in global
+// memory, in no fixed order.
+//
+// If L2 does not hold the sums of a KV head, one launch per part of the keys computes them (ListPass).
 #pragma once
 
 #include "row_gradients.cuh"
@@ -18,7 +20,7 @@ template <class Config> struct ListBackwardShared : ListShared<Config> {
   alignas(128) char sdS[ScoreTile::bytes(Config::kRows)];
   ListRow rows[Config::kRows];
   float column_sums[Config::kRowWarps][Config::kColumns];
-  int32_t pass_entries[Config::kThreads / 32]; // of the part of the list of each warp
+  int32_t pass_entries[Config::kThreads / 32]; // of each warp's share of the list
   uint16_t places[list_places(FDM_TILE_ARCH)];
 };
 
@@ -30,11 +32,12 @@ template <class Config> struct ListBackward : ListTile<Config> {
   using Tile = typename Config::Tile;
   using ScoreTile = typename Shared::ScoreTile;
   static constexpr int kHeadDim = Config::kHeadDim, kWarps = Config::kThreads / 32;
-  // Warps with the same rows of dq have other dimensions, if there are so many times 32.
+  // Warps with the same rows of dQ divide the head dimension, in parts of at least 32.
   static constexpr int kDqParts = kHeadDim / 32 < Config::kKeyWarps ? kHeadDim / 32 : Config::kKeyWarps;
   static constexpr int kDqDims = kHeadDim / kDqParts;
   static_assert(kHeadDim % kDqParts == 0 && kDqDims % 32 == 0);
-  // Warps with the same columns, which have other dimensions of dk and dv. So many dimensions are summed at a time.
+  // kKeyParts warps with the same columns divide the head dimension of dK and dV. Each computes kDimsAtOnce
+  // dimensions at a time.
   static constexpr int kKeyParts = kWarps / (kColumns / 16), kKeyDims = kHeadDim / kKeyParts;
   static constexpr int kDimsAtOnce = kKeyDims % 32 == 0 ? 32 : 16;
   static_assert(kWarps % (kColumns / 16) == 0 && kKeyDims % kDimsAtOnce == 0);
@@ -58,7 +61,7 @@ template <class Config> struct ListBackward : ListTile<Config> {
     const auto load = [&](const fdm_tensor &t, const char *tile, bool aligned) {
       copy_rows<Tile, Config::kRows, Config::kThreads>(
           ptx::shared_address(tile), aligned, int(params.p.head_dim), t.stride[3], [&](int r) -> const uint16_t * {
-            // What rows without keys hold must reach nothing.
+            // Rows without keys may hold NaN.
             return smem.rows[r].keeps() ? static_cast<const uint16_t *>(t.data) + this->row_place(t, r) : kZeroRow;
           });
     };
@@ -83,13 +86,13 @@ template <class Config> struct ListBackward : ListTile<Config> {
     write();
   }
 
-  // Leaves of the list what is of this pass, in its order. Each warp counts the entries of its part of the list, and
-  // then numbers them.
+  // Finds the list entries whose keys this pass has, in the order of the list. Each warp counts those of its share of
+  // the list, then stores them.
   __device__ void find_places() {
     const ListPass &pass = params.pass;
     const int lane = threadIdx.x % 32, length = task.length;
     const int share = (length + Config::kThreads - 1) / Config::kThreads * 32, first = Base::warp() * share;
-    const auto entries_of_pass = [&](int c) { // of 32 from c on
+    const auto entries_of_pass = [&](int c) { // of the 32 entries from c on
       const int32_t index = c + lane < length ? task.indices[(c + lane) * params.p.indices.stride[3]] : -1;
       return __ballot_sync(0xffffffffu, index >= pass.first_key && index < pass.past_key);
     };
@@ -107,7 +110,7 @@ template <class Config> struct ListBackward : ListTile<Config> {
       if (entries >> lane & 1) smem.places[number + __popc(entries & ((1u << lane) - 1))] = uint16_t(c + lane);
       number += __popc(entries);
     }
-    __syncthreads(); // no thread reads the task's length any more
+    __syncthreads(); // all threads have read the task's length
     if (threadIdx.x == 0) {
       smem.task.length = all;
       smem.task.places = smem.places;
@@ -115,7 +118,7 @@ template <class Config> struct ListBackward : ListTile<Config> {
     __syncthreads();
   }
 
-  // A warp has some rows, of each of which its lanes have elements.
+  // The lanes of a warp share the elements of a row.
   __device__ void find_statistics() {
     const fdm_backward_args &a = params.backward;
     const int lane = threadIdx.x % 32;
@@ -136,7 +139,7 @@ template <class Config> struct ListBackward : ListTile<Config> {
 
   __device__ bool adds_to_biases() const { return params.sums.bias || params.sums.index; }
 
-  // Leaves P and dS of the warp's rows and columns in shared memory, and the sums of dS over its rows.
+  // Stores P and dS of the warp's rows and columns in shared memory, and the sums of dS over its rows.
   template <bool kHasSoftcap> __device__ void find_scores(int step) {
     float p[kRowTiles][kColumnTiles][4], ds[kRowTiles][kColumnTiles][4], slopes[kRowTiles][kColumnTiles][4];
     this->multiply(p, smem.sQ, step, 0, 0);
@@ -154,7 +157,7 @@ template <class Config> struct ListBackward : ListTile<Config> {
           const float score = p[m][n][i];
           p[m][n][i] = row.exponential(score);
           row.finish(p[m][n][i], ds[m][n][i]);
-          // What has no key has no gradient, whatever the row's gradients are.
+          // Without a key the gradient is zero, even if the row's gradients are non-finite.
           if (score == -INFINITY) p[m][n][i] = ds[m][n][i] = 0.0f;
           sums[i % 2] += ds[m][n][i];
           if (kHasSoftcap) ds[m][n][i] *= slopes[m][n][i];
@@ -182,7 +185,7 @@ template <class Config> struct ListBackward : ListTile<Config> {
   __device__ static int first_row() { return Base::row_warp() * (16 * kRowTiles); }
   __device__ static int first_column() { return Base::key_warp() * Config::kWarpColumns; }
 
-  // Each thread adds what its column has to the gradients of biases.
+  // Each thread adds the sum of its column to the gradients of the biases.
   __device__ void add_biases(int step) const {
     const int c = threadIdx.x;
     if (c >= kColumns || !adds_to_biases()) return;
@@ -199,7 +202,7 @@ template <class Config> struct ListBackward : ListTile<Config> {
     if (params.sums.key) add_products(step, smem.sdS, smem.sQ, params.sums.key);
   }
 
-  // Adds the products of 16 columns of P or dS with all rows of dO or Q to the sums of their keys.
+  // Multiplies 16 columns of P or dS by all rows of dO or Q, and adds the products to the sums of the columns' keys.
   __device__ void add_products(int step, const char *left, const char *rows, float *sums) const {
     const int first_key = Base::warp() / kKeyParts * 16, first_dim = Base::warp() % kKeyParts * kKeyDims;
     const auto &slot = this->shared.slots[step % Config::kSlots];
@@ -211,7 +214,7 @@ template <class Config> struct ListBackward : ListTile<Config> {
           (task.s.batch * params.p.k.shape[1] + task.s.k_begin + key) * params.p.kv_heads + task.kv_head;
       to[half] = key < 0 ? nullptr : sums + row * kHeadDim + first_dim + 4 * (threadIdx.x % 4);
     }
-    // Rows of the stored tile are rows of the product's right operand, so the left one is loaded transposed.
+    // P and dS are stored by rows, which the product sums over, so the left operand is loaded transposed.
     const uint32_t left_fragment = ScoreTile::right_rows(ptx::shared_address(left));
     const uint32_t right_fragment = Tile::right_columns(ptx::shared_address(rows));
 #pragma unroll 1
@@ -227,7 +230,7 @@ template <class Config> struct ListBackward : ListTile<Config> {
       for (int half = 0; half < 2; ++half)
 #pragma unroll
         for (int n = 0; n < kDimsAtOnce / 8; n += 2) {
-          // Four neighbours of the sums are two columns of a tile of 8, and two of the next.
+          // Four adjacent sums take two columns of a tile of 8, and two of the next tile.
           const float four[4] = {products[0][n][2 * half], products[0][n][2 * half + 1], products[0][n + 1][2 * half],
                                  products[0][n + 1][2 * half + 1]};
           if (to[half]) add_neighbours(to[half] + dim + 8 * n, four);
@@ -235,7 +238,7 @@ template <class Config> struct ListBackward : ListTile<Config> {
     }
   }
 
-  // dq += dS K, of the warp's rows and dimensions.
+  // dQ += dS K, for the warp's rows and dimensions.
   __device__ void sum_queries(int step) {
     const uint32_t left = ScoreTile::left(ptx::shared_address(smem.sdS), first_row());
     const uint32_t right = Tile::right_columns(this->stage(step, 0));
@@ -247,7 +250,7 @@ template <class Config> struct ListBackward : ListTile<Config> {
         });
   }
 
-  // Adds what the pass before left of dq, and leaves the sum to the next one.
+  // Adds the dQ sums of the previous pass, and stores the sums for the next pass.
   __device__ void pass_sums() {
     const int column = dq_part() * kDqDims + accumulator_column();
     float *tile = params.query_sums + int64_t(blockIdx.x) * params.tiles.heads_per_tile * kHeadDim + column;

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The launch of the backward kernels of one instantiation. Generated files hold nothing but an include of this and a
-// line for each.
+// Launches the backward kernels of one instantiation. Generated files include this file and instantiate the function.
 #pragma once
 
 #include "../host/dispatch.h"

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Forward pass of queries that list their keys, with mma.sync. See list_tile.cuh.
 //
-// A warp has 16 or 32 rows of a tile. Warps with the same rows have different columns. Each keeps its own sums, which are
-// merged after the last step.
+// A warp has 16 or 32 rows of a tile. Warps with the same rows have different columns. Each keeps its own sums, which
+// are merged after the last step.
 #pragma once
 
 #include "../forward/running_rows.cuh"
@@ -12,8 +12,8 @@
 namespace fdm::cuda {
 
 template <class Config> struct ListForwardShared : ListShared<Config> {
-  // The sums that a warp hands to another one with the same rows, in place of K and V. Each thread stores, for each tile
-  // of 16 rows, a float4 of maxima and sums, and a float4 for each 8 columns of accumulators.
+  // The sums that a warp hands to another one with the same rows, in place of K and V. Each thread stores, for each
+  // tile of 16 rows, a float4 of maxima and sums, and a float4 for each 8 columns of accumulators.
   static constexpr int kWarpParts = Config::kRowTiles * (Config::kHeadDim / 8 + 1);
   static_assert(Config::kKeyWarps / 2 * Config::kRowWarps * kWarpParts * 32 * int(sizeof(float4)) <=
                 Config::kStages * 2 * Config::kKeyBytes);

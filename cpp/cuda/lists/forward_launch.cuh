@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The launch of the forward kernels of one instantiation. Generated files hold nothing but an include of this and a
-// line for each.
+// Launches the forward kernels of one instantiation. Generated files include this file and instantiate the function.
 #pragma once
 
 #include <utility>
@@ -17,7 +16,7 @@
 namespace fdm::cuda {
 
 #if FDM_TILE_ARCH == 90
-// The parameters of the persistent kernel, to which heads are rows.
+// The parameters of the persistent kernel, whose rows are heads.
 inline ListForwardParamsSm90 list_forward_params_sm90(const ListLaunch &work) {
   ListForwardParamsSm90 params{};
   ForwardParams &forward = params.forward;
@@ -26,7 +25,7 @@ inline ListForwardParamsSm90 list_forward_params_sm90(const ListLaunch &work) {
   std::swap(forward.p.q.stride[1], forward.p.q.stride[2]);
   std::swap(forward.a.out.stride[1], forward.a.out.stride[2]);
   std::swap(forward.a.lse.stride[1], forward.a.lse.stride[2]);
-  forward.a.out_rest = {}; // none is asked for
+  forward.a.out_rest = {}; // not computed
   forward.factors = work.params.factors;
   forward.bias_factor = forward.factors.can_fold_bias() ? 1.0f / forward.factors.scale : 0.0f;
   forward.heads_per_tile = forward.splits = 1;

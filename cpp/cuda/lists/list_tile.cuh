@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The tile of a query that lists its keys: some of the query heads of a KV head are its rows, listed keys its columns.
-// Rows of K and V are gathered once for all of them.
+// The tile of one query with a key list. Its rows are query heads of one KV head, its columns the listed keys. The rows
+// of K and V are gathered once for all heads of the tile.
 //
 // Steps of columns go through a ring of two stages. While a step is computed, the rows of the next step are copied, and
 // the indices and biases of the two steps after it are loaded.
@@ -16,14 +16,14 @@ namespace fdm::cuda {
 
 // The columns of a step.
 template <class Ring> struct ListSlot {
-  // The row of each key among those of K and V of its sequence, or of all pages, at its Ring::copy_index(); -1: no key.
+  // At Ring::place(c): the row of column c in K and V, counted in its sequence or over all pages; -1: no key.
   alignas(16) int32_t row[Ring::kRowsAtOnce * Ring::kSteps];
   alignas(8) float bias[Ring::kColumns]; // to base 2; -inf: no key
 
   __device__ int32_t key(int c) const { return row[Ring::copy_index(c)]; }
 };
 
-// A block's part of the problem. It lies in shared memory: it is read seldom, and registers are scarce.
+// The tile of a thread block. It is in shared memory to save registers.
 struct ListTask {
   Sequence s;
   int64_t sequence_index;
@@ -31,19 +31,19 @@ struct ListTask {
   int64_t head, kv_head; // the first of the tile's heads
   int32_t heads;         // rows of the tile
   int32_t limit;         // keys of the sequence that the query may see
-  int32_t length;        // of the list, or of places; 0 where the query can see no key
+  int32_t length;        // entries of the list, or of places; 0 if the query sees no key
   const int32_t *indices;
-  const uint16_t *places; // entries of the list that are those of a pass; null: all are
-  ScoreView bias;        // of keys
-  ScoreView index_bias;  // of what is listed
-  const uint16_t *k, *v; // place 0
+  const uint16_t *places; // the list entries of this pass; null: all entries
+  ScoreView bias;         // per key
+  ScoreView index_bias;   // per list entry
+  const uint16_t *k, *v;  // row 0
 
   __device__ void set(const fdm_problem &p, const ListTiles &tiles, int64_t number);
 
-  // The entry of the list in column c.
+  // The list entry of column c.
   __device__ int64_t entry(int32_t c) const { return places ? places[c] : c; }
 
-  // Returns the bias to base 2 of column c, whose key becomes -1 if there is none; the bias is then -inf.
+  // Returns the base-2 bias of column c and sets its key. Without a key, the bias is -inf and the key is -1.
   __device__ float column(int32_t c, int64_t stride, int32_t *key) const {
     *key = c < length ? indices[c * stride] : -1;
     float sum = 0.0f;
@@ -59,7 +59,7 @@ struct ListTask {
   }
 };
 
-// The sequence that a packed row belongs to, if it belongs to any: the first one that ends behind it.
+// The first sequence that ends after a packed row. The row may also lie before this sequence.
 __device__ inline int64_t sequence_of_row(const fdm_problem &p, int64_t row) {
   int64_t first = 0, last = p.batch - 1;
   while (first < last) {
@@ -72,7 +72,7 @@ __device__ inline int64_t sequence_of_row(const fdm_problem &p, int64_t row) {
   return first;
 }
 
-// Blocks are numbered so that those which run at a time read the keys of one KV head.
+// The KV head varies slowest with the number, so concurrent thread blocks read the keys of one KV head.
 __device__ inline void ListTask::set(const fdm_problem &p, const ListTiles &tiles, int64_t number) {
   const int64_t of_tile = quotient(number, tiles.head_tiles), rows = total_rows(p);
   const int64_t of_head = quotient(of_tile, rows), row = of_tile - of_head * rows;
@@ -85,7 +85,7 @@ __device__ inline void ListTask::set(const fdm_problem &p, const ListTiles &tile
   if (is_varlen(p)) sequence_index = p.batch > 0 ? sequence_of_row(p, row) : -1;
   if (sequence_index >= 0) s = sequence(p, sequence_index);
   if (sequence_index < 0 || row < s.q_begin || row >= s.q_begin + s.q_count) {
-    // A row of no sequence has results, too.
+    // A row outside all sequences is a query without keys.
     s = {0, row, 1, 0, 0, 0};
     sequence_index = 0;
   }
@@ -118,10 +118,9 @@ struct ListConfig {
   static constexpr int kHeadDim = kHeadDimension, kRowTiles = kRowTileCount, kRowWarps = kRowWarpCount,
                        kKeyWarps = kKeyWarpCount, kColumns = kColumnCount;
   static constexpr int kRows = 16 * kRowTiles * kRowWarps, kThreads = 32 * kRowWarps * kKeyWarps;
-  using Ring = ColumnRing<Tile, kColumns, kThreads>; // of which the slots are others
+  using Ring = ColumnRing<Tile, kColumns, kThreads>; // for its copies; the slots are ListSlot
   static constexpr int kWarpColumns = kColumns / kKeyWarps;
-  // The columns whose scores a warp has at a time: the registers hold no more beside the accumulators of 32 rows of 128
-  // columns.
+  // The columns whose scores a warp holds at a time. Registers that hold accumulators of 32 x 128 have room for 32.
   static constexpr int kPartColumns = kRowTiles > 1 && kHeadDim > 64 && kWarpColumns > 32 ? 32 : kWarpColumns;
   static constexpr int kStages = 2, kSlots = 3;
   static constexpr int kKeyBytes = Tile::bytes(kColumns);
@@ -132,7 +131,7 @@ template <class Element, int kHeadDim, ListTileChoice (*kTile)(int, ListHeads), 
 using ListConfigOf = ListConfig<Element, kHeadDim, kTile(kHeadDim, kHeads).row_tiles, kTile(kHeadDim, kHeads).row_warps,
                                 kTile(kHeadDim, kHeads).key_warps, kTile(kHeadDim, kHeads).columns>;
 
-// The shared memory that both passes have.
+// The shared memory of both passes.
 template <class Config> struct ListShared {
   alignas(1024) char sQ[Config::Tile::bytes(Config::kRows)];
   char sKV[Config::kStages][2][Config::kKeyBytes]; // K and V
@@ -152,7 +151,7 @@ template <class Config> struct ListTile {
   ListShared<Config> &shared;
   const ListTask &task;
 
-  // What a thread fetches for its column. It is used only when the latency of the loads has passed.
+  // The loads of a thread for its column. They are read a step later, when they have arrived.
   struct Entry {
     int32_t index; // -1: no key
     uint32_t bias_bits, index_bits;
@@ -164,13 +163,13 @@ template <class Config> struct ListTile {
   __device__ static int warp() { return threadIdx.x / 32; }
   __device__ static int row_warp() { return warp() % Config::kRowWarps; }
   __device__ static int key_warp() { return warp() / Config::kRowWarps; }
-  // The row that this thread accumulates in tile m of its warp, half 0 or 1.
+  // The row of this thread's accumulators in row tile m of its warp; half is 0 or 1.
   __device__ static int row(int m, int half) { return row_warp() * (16 * kRowTiles) + 16 * m + accumulator_row(half); }
-  // Whether the warp has any row. All threads copy keys, and come to barriers.
+  // Whether the warp has any row. Warps without rows still copy keys and join barriers.
   __device__ bool has_rows_of_warp() const { return row_warp() * (16 * kRowTiles) < task.heads; }
   __device__ int steps() const { return (task.length + kColumns - 1) / kColumns; }
 
-  // Rows of a (B, rows, heads, D) tensor that are the rows of the tile.
+  // The offset of row r of the tile in a (B, rows, heads, D) tensor.
   __device__ int64_t row_place(const fdm_tensor &t, int r) const {
     return row_offset(t, task.s, task.query, task.head + r);
   }
@@ -193,7 +192,8 @@ template <class Config> struct ListTile {
       return entry;
     }
     if (task.bias.data) entry.bias_bits = task.bias.load_bits(index);
-    if (task.index_bias.data) entry.index_bits = task.index_bias.load_bits(task.entry(step * kColumns + int(threadIdx.x)));
+    if (task.index_bias.data)
+      entry.index_bits = task.index_bias.load_bits(task.entry(step * kColumns + int(threadIdx.x)));
     return entry;
   }
   __device__ void store(int step, const Entry &entry) {
@@ -219,7 +219,7 @@ template <class Config> struct ListTile {
     return int32_t(page) * params.page_rows + index % page_size;
   }
 
-  // Where a row lies that threads copy element by element.
+  // The offset of a row that is copied element by element.
   __device__ int64_t offset(const fdm_tensor &t, int32_t row) const {
     if (!present(params.p.block_table)) return row * t.stride[1];
     return row / params.page_rows * t.stride[0] + row % params.page_rows * t.stride[1];
@@ -229,7 +229,7 @@ template <class Config> struct ListTile {
     return ptx::shared_address(shared.sKV[step % Config::kStages][values]);
   }
 
-  // Begins to copy the rows of K and V of a step.
+  // Starts the copies of a step's rows of K and V.
   __device__ void load_keys(int step) const {
     const fdm_problem &p = params.p;
     const Slot &slot = shared.slots[step % Config::kSlots];
@@ -255,8 +255,8 @@ template <class Config> struct ListTile {
     }
   }
 
-  // Calls work(step) for each step, with its K, V and slot in shared memory. The rows of the tile are there, too: their
-  // copies are in a group that was closed before. All threads of the block call this.
+  // Calls work(step) for each step, when its K, V and slot are in shared memory. The caller has committed the copies of
+  // Q before, so they are complete, too. All threads of the block call this.
   template <class Work> __device__ void for_steps(const Work &work) {
     const int count = steps();
     store(0, fetch(0, fetch_index(0)));
@@ -276,7 +276,7 @@ template <class Config> struct ListTile {
       next = fetch_index(step + 3);
       work(step);
       store(step + 2, entry);
-      __syncthreads(); // no thread reads the stage any more, and what the next copies go by is there
+      __syncthreads(); // all threads have read the stage, and the slot of the next copies is stored
       if (step + Config::kStages < count) load_keys(step + Config::kStages);
       ptx::cp_async_fence();
     }
@@ -284,12 +284,12 @@ template <class Config> struct ListTile {
     __syncthreads();
   }
 
-  // Rows of K or V that are columns of this warp, from its column `first` on.
+  // The address of this warp's columns in K or V, from its column `first` on.
   __device__ uint32_t columns_of_warp(int step, int values, int first) const {
     return stage(step, values) + (key_warp() * Config::kWarpColumns + first) * Tile::kRowBytes;
   }
 
-  // Products of the warp's rows of a tile with its columns of K or V, from its column `first` on.
+  // Computes the products of the warp's rows with its columns of K or V, from its column `first` on.
   __device__ void multiply(float (&sums)[kRowTiles][kColumnTiles][4], const char *rows, int step, int values,
                            int first) const {
     clear(sums);
@@ -297,8 +297,8 @@ template <class Config> struct ListTile {
     gemm_ss<Element, Config::kHeadDim>(sums, left, Tile::right_rows(columns_of_warp(step, values, first)));
   }
 
-  // Turns these products into scores to base 2, -inf where there is no key. slopes(m, n, i, slope) is told their slopes
-  // by the softcap.
+  // Turns the products into base-2 scores, -inf for columns without a key. Calls slopes(m, n, i, slope) with the
+  // derivative of the softcap.
   template <bool kHasSoftcap, class Slopes>
   __device__ void finish_scores(float (&scores)[kRowTiles][kColumnTiles][4], int step, int first,
                                 const Slopes &slopes) const {
@@ -314,7 +314,7 @@ template <class Config> struct ListTile {
           const float column_bias = i % 2 ? bias.y : bias.x;
           float slope;
           const float score = params.factors.score<kHasSoftcap>(scores[m][n][i], column_bias, &slope);
-          scores[m][n][i] = column_bias == -INFINITY ? column_bias : score; // also where the query holds NaN
+          scores[m][n][i] = column_bias == -INFINITY ? column_bias : score; // even if the query holds NaN
           slopes(m, n, i, slope);
         }
     }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The host side of calls whose queries list their keys: it fills in the parameters of the kernels that the route names.
+// The host side of calls with key lists: makes the route, and the parameters of its kernels.
 #include "lists.h"
 
 #include "../host/dispatch.h"

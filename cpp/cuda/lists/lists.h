@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Calls whose queries list their keys: the parameters of the kernels.
+// The kernel parameters of calls with key lists.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -14,12 +14,12 @@ struct ListParams {
   fdm_forward_args forward;
   ScoreFactors factors;
   ListTiles tiles;
-  bool aligned;      // what rows_are_aligned says of q, k and v
-  bool copies_rows;  // of k and v, 16 bytes at a time, which lie as tile/row_places.cuh needs it
-  int32_t page_rows; // from one page to the next, in the numbers of rows
+  bool aligned;      // rows_are_aligned() for q, k and v
+  bool copies_rows;  // rows of k and v are copied 16 bytes at a time, as tile/row_places.cuh allows
+  int32_t page_rows; // row numbers from one page to the next
 };
 
-// Float32 sums that thread blocks add to; null where a gradient is not wanted.
+// Float32 sums that thread blocks add to; null for gradients that are not wanted.
 struct ListSums {
   float *key, *value, *bias, *index, *sink;
 };
@@ -28,9 +28,9 @@ struct ListBackwardParams : ListParams {
   fdm_backward_args backward;
   ListSums sums;
   ListPass pass;     // of kernels with mma.sync
-  float *query_sums; // of several passes; null: there is one, or dq is not wanted
-  int32_t sum_dim;   // columns of a row of the sums of keys: D of the instantiation
-  bool dout_aligned; // what rows_are_aligned says of dout
+  float *query_sums; // the dQ sums between passes; null: one pass, or dQ is not wanted
+  int32_t sum_dim;   // columns of the sums of keys: D of the instantiation
+  bool dout_aligned; // rows_are_aligned() for dout
 };
 
 // The parameters of a launch.

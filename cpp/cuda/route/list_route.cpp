@@ -8,8 +8,7 @@
 namespace fdm::cuda {
 namespace {
 
-// A key that one head of a group drops by its bias may hold NaN, and another head may keep it, so the heads of a tile
-// have the same biases.
+// Heads of a tile have the same biases: a key that one head drops may hold NaN, and another head may keep it.
 bool heads_share_keys(const fdm_problem &p) {
   const auto shared = [&](const fdm_tensor &bias) { return !present(bias) || bias.shape[1] <= p.kv_heads; };
   return p.heads == p.kv_heads || (shared(p.bias) && shared(p.index_bias));
@@ -21,7 +20,7 @@ void divide(ListRoute *route, const fdm_problem &p, int64_t heads_per_tile) {
   route->count = route->blocks = route->rows * p.kv_heads * route->tiles.head_tiles;
 }
 
-// Whether kernels with wgmma serve a call. Their rows are heads.
+// Whether the kernels with wgmma, whose rows are heads, can serve a call.
 bool may_use_wgmma(const fdm_problem &p, const DeviceFacts &device, const Alignment &lies, int64_t fewest_heads) {
   return group_size(p) >= fewest_heads && heads_share_keys(p) && device.has_wgmma() && lies.inputs && lies.out &&
          lies.row_places && has_head_places(p.q);
@@ -52,9 +51,10 @@ bool has_head_places(const fdm_tensor &t) { return 2 * t.stride[2] == int32_t(2 
 
 ListRoute list_forward_route(const fdm_problem &p, const DeviceFacts &device, const Alignment &lies) {
   ListRoute route = route_of(p, device, list_forward_tile);
-  // Lookup warps read lists that have no gaps.
+  // Lookup warps read contiguous lists.
   const bool contiguous = p.indices.shape[3] == 1 || p.indices.stride[3] == 1;
-  if (contiguous && has_list_forward_sm90(route.head_dim) && may_use_wgmma(p, device, lies, list_forward_wgmma_heads(route.head_dim))) {
+  if (contiguous && has_list_forward_sm90(route.head_dim) &&
+      may_use_wgmma(p, device, lies, list_forward_wgmma_heads(route.head_dim))) {
     take_wgmma(&route, p);
     route.blocks = std::min<int64_t>(route.count, device.sms);
   }
@@ -65,7 +65,7 @@ ListRoute list_forward_route(const fdm_problem &p, const DeviceFacts &device, co
 
 ListRoute list_backward_route(const fdm_problem &p, const DeviceFacts &device, const Alignment &lies) {
   ListRoute route = route_of(p, device, list_backward_tile);
-  // Thread blocks that run at a time add to the sums of one KV head, beside what they read.
+  // Concurrent thread blocks add to the sums of one KV head.
   const int64_t sum_bytes = 2 * p.keys * route.head_dim * int64_t(sizeof(float));
   const int64_t wanted_parts = ceil_div(sum_bytes, device.table->list_sum_bytes), length = p.indices.shape[3];
   const bool has_places = route.heads <= ListHeads::up_to_32 && length <= list_places(device.built->tile_arch);
