@@ -72,9 +72,9 @@ template <class Config> struct ListBackward : ListTile<Config> {
     this->for_steps([&](int step) {
       if (this->has_rows_of_warp()) {
         if (params.p.softcap > 0)
-          find_scores<true>(step);
+          compute_p_and_ds<true>(step);
         else
-          find_scores<false>(step);
+          compute_p_and_ds<false>(step);
       } else {
         clear_scores();
       }
@@ -140,7 +140,7 @@ template <class Config> struct ListBackward : ListTile<Config> {
   __device__ bool adds_to_biases() const { return params.sums.bias || params.sums.index; }
 
   // Stores P and dS of the warp's rows and columns in shared memory, and the sums of dS over its rows.
-  template <bool kHasSoftcap> __device__ void find_scores(int step) {
+  template <bool kHasSoftcap> __device__ void compute_p_and_ds(int step) {
     float p[kRowTiles][kColumnTiles][4], ds[kRowTiles][kColumnTiles][4], slopes[kRowTiles][kColumnTiles][4];
     this->multiply(p, smem.sQ, step, 0, 0);
     this->template finish_scores<kHasSoftcap>(p, step, 0,
@@ -155,7 +155,7 @@ template <class Config> struct ListBackward : ListTile<Config> {
         for (int i = 0; i < 4; ++i) {
           const ListRow row = smem.rows[this->row(m, i / 2)];
           const float score = p[m][n][i];
-          p[m][n][i] = row.exponential(score);
+          p[m][n][i] = row.unnormalized_p(score);
           row.finish(p[m][n][i], ds[m][n][i]);
           // Without a key the gradient is zero, even if the row's gradients are non-finite.
           if (score == -INFINITY) p[m][n][i] = ds[m][n][i] = 0.0f;
@@ -198,8 +198,8 @@ template <class Config> struct ListBackward : ListTile<Config> {
   }
 
   __device__ void add_keys(int step) const {
-    if (params.sums.value) add_products(step, smem.sP, smem.sdO, params.sums.value);
-    if (params.sums.key) add_products(step, smem.sdS, smem.sQ, params.sums.key);
+    if (params.sums.dv) add_products(step, smem.sP, smem.sdO, params.sums.dv);
+    if (params.sums.dk) add_products(step, smem.sdS, smem.sQ, params.sums.dk);
   }
 
   // Multiplies 16 columns of P or dS by all rows of dO or Q, and adds the products to the sums of the columns' keys.

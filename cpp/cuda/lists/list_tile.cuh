@@ -16,7 +16,7 @@ namespace fdm::cuda {
 
 // The columns of a step.
 template <class Ring> struct ListSlot {
-  // At Ring::place(c): the row of column c in K and V, counted in its sequence or over all pages; -1: no key.
+  // At Ring::copy_index(c): the row of column c in K and V, counted in its sequence or over all pages; -1: no key.
   alignas(16) int32_t row[Ring::kRowsAtOnce * Ring::kSteps];
   alignas(8) float bias[Ring::kColumns]; // to base 2; -inf: no key
 

@@ -8,13 +8,13 @@
 namespace fdm::cuda {
 namespace {
 
-ListParams make_params(const fdm_problem &p, const ListRoute &route, const Alignment &lies) {
+ListParams make_params(const fdm_problem &p, const ListRoute &route, const Alignment &alignment) {
   ListParams params{};
   params.p = p;
   params.factors = ScoreFactors(p);
   params.tiles = route.tiles;
-  params.aligned = lies.inputs;
-  params.copies_rows = lies.inputs && lies.row_places;
+  params.aligned = alignment.inputs;
+  params.copies_rows = alignment.inputs && alignment.row_places;
   params.page_rows = params.copies_rows ? RowPlaces(p).page_rows : int32_t(p.k.shape[1]);
   return params;
 }
@@ -22,9 +22,9 @@ ListParams make_params(const fdm_problem &p, const ListRoute &route, const Align
 } // namespace
 
 cudaError_t run_list_forward(const fdm_problem &p, const fdm_forward_args &args, const DeviceFacts &device) {
-  const Alignment lies = forward_alignment(p, args);
-  const ListRoute route = list_forward_route(p, device, lies);
-  ListParams params = make_params(p, route, lies);
+  const Alignment alignment = forward_alignment(p, args);
+  const ListRoute route = list_forward_route(p, device, alignment);
+  ListParams params = make_params(p, route, alignment);
   params.forward = args;
   return with_kernel_types(p, route.head_dim, [&](auto element, auto dim) {
     using Element = typename decltype(element)::Type;
@@ -35,13 +35,13 @@ cudaError_t run_list_forward(const fdm_problem &p, const fdm_forward_args &args,
 
 cudaError_t run_list_backward(const fdm_problem &p, const fdm_backward_args &args, const DeviceFacts &device,
                               void *workspace) {
-  Alignment lies = backward_alignment(p, args);
-  const bool dout_aligned = lies.dout;
-  lies.dout &= has_head_places(args.dout);
-  const ListRoute route = list_backward_route(p, device, lies);
+  Alignment alignment = backward_alignment(p, args);
+  const bool dout_aligned = alignment.dout;
+  alignment.dout &= has_head_places(args.dout);
+  const ListRoute route = list_backward_route(p, device, alignment);
   const auto stream = static_cast<cudaStream_t>(p.context.stream);
   ListBackwardParams params{};
-  static_cast<ListParams &>(params) = make_params(p, route, lies);
+  static_cast<ListParams &>(params) = make_params(p, route, alignment);
   params.backward = args;
   params.sum_dim = route.head_dim;
   params.dout_aligned = dout_aligned;

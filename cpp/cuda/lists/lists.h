@@ -21,7 +21,7 @@ struct ListParams {
 
 // Float32 sums that thread blocks add to; null for gradients that are not wanted.
 struct ListSums {
-  float *key, *value, *bias, *index, *sink;
+  float *dk, *dv, *bias, *index, *sink;
 };
 
 struct ListBackwardParams : ListParams {

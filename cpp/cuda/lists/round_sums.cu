@@ -25,7 +25,7 @@ struct ListBands {
     exists = present(t) && number * kBandRows < count;
     if (!exists) return;
     ptx::wait_for_kernel_ahead();
-    const float *first = KeyBand::is_dv() ? params.sums.value : params.sums.key;
+    const float *first = KeyBand::is_dv() ? params.sums.dv : params.sums.dk;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int64_t row = number * kBandRows + accumulator_row(half);
@@ -47,9 +47,9 @@ struct ListBands {
 
 // blockIdx.y selects contiguous sums and the tensor of the same shape that they are rounded to.
 struct ListRounding {
-  static constexpr int kMost = 3;
-  fdm_tensor to[kMost];
-  const float *sums[kMost];
+  static constexpr int kMaxTensors = 3;
+  fdm_tensor to[kMaxTensors];
+  const float *sums[kMaxTensors];
 };
 
 __global__ void __launch_bounds__(kFillThreads) round_list_sums(const __grid_constant__ ListRounding work) {
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kFillThreads) round_list_sums(const __grid_con
 cudaError_t launch_list_rounding(const ListBackwardLaunch &work, cudaStream_t stream) {
   const ListBackwardParams &params = work.params;
   const fdm_backward_args &a = params.backward;
-  if (params.sums.key || params.sums.value) {
+  if (params.sums.dk || params.sums.dv) {
     const Grid grid(work.route.key_rounding_blocks, 2);
     if (cudaError_t error = launch(round_sums<ListBands>, grid, kRoundingThreads, 0, stream, params)) return error;
   }

@@ -10,9 +10,9 @@
 namespace fdm::cuda {
 
 struct ListRow {
-  float lse;   // base-2 LSE without the sink; infinity: the row keeps no key
-  float share; // the keys' share of the softmax; the sink has the rest
-  float shift; // dlse - share * delta
+  float lse;       // base-2 LSE without the sink; infinity: the row keeps no key
+  float share;     // the keys' share of the softmax; the sink has the rest
+  float ds_offset; // dlse - share * delta
 
   __device__ static ListRow none() { return {INFINITY, 0.0f, 0.0f}; }
 
@@ -33,10 +33,12 @@ struct ListRow {
   }
 
   // A score exceeds lse only by rounding errors, which grow with the magnitude of biases.
-  __device__ float exponential(float score) const { return ptx::exp2_approximate(ptx::min_or_nan(score - lse, 0.0f)); }
+  __device__ float unnormalized_p(float score) const {
+    return ptx::exp2_approximate(ptx::min_or_nan(score - lse, 0.0f));
+  }
   // Turns an exponential and dO . V into P and dS.
   __device__ void finish(float &p, float &ds) const {
-    ds = p * fmaf(share, ds, shift);
+    ds = p * fmaf(share, ds, ds_offset);
     p *= share;
   }
   __device__ bool keeps() const { return lse < INFINITY; }

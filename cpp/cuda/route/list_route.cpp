@@ -21,9 +21,9 @@ void divide(ListRoute *route, const fdm_problem &p, int64_t heads_per_tile) {
 }
 
 // Whether the kernels with wgmma, whose rows are heads, can serve a call.
-bool may_use_wgmma(const fdm_problem &p, const DeviceFacts &device, const Alignment &lies, int64_t fewest_heads) {
-  return group_size(p) >= fewest_heads && heads_share_keys(p) && device.has_wgmma() && lies.inputs && lies.out &&
-         lies.row_places && has_head_places(p.q);
+bool may_use_wgmma(const fdm_problem &p, const DeviceFacts &device, const Alignment &alignment, int64_t fewest_heads) {
+  return group_size(p) >= fewest_heads && heads_share_keys(p) && device.has_wgmma() && alignment.inputs &&
+         alignment.out && alignment.row_places && has_head_places(p.q);
 }
 
 void take_wgmma(ListRoute *route, const fdm_problem &p) {
@@ -49,12 +49,12 @@ int64_t elements(const fdm_tensor &t) { return present(t) ? t.shape[0] * t.shape
 
 bool has_head_places(const fdm_tensor &t) { return 2 * t.stride[2] == int32_t(2 * t.stride[2]); }
 
-ListRoute list_forward_route(const fdm_problem &p, const DeviceFacts &device, const Alignment &lies) {
+ListRoute list_forward_route(const fdm_problem &p, const DeviceFacts &device, const Alignment &alignment) {
   ListRoute route = route_of(p, device, list_forward_tile);
   // Lookup warps read contiguous lists.
   const bool contiguous = p.indices.shape[3] == 1 || p.indices.stride[3] == 1;
   if (contiguous && has_list_forward_sm90(route.head_dim) &&
-      may_use_wgmma(p, device, lies, list_forward_wgmma_heads(route.head_dim))) {
+      may_use_wgmma(p, device, alignment, list_forward_wgmma_heads(route.head_dim))) {
     take_wgmma(&route, p);
     route.blocks = std::min<int64_t>(route.count, device.sms);
   }
@@ -63,7 +63,7 @@ ListRoute list_forward_route(const fdm_problem &p, const DeviceFacts &device, co
   return route;
 }
 
-ListRoute list_backward_route(const fdm_problem &p, const DeviceFacts &device, const Alignment &lies) {
+ListRoute list_backward_route(const fdm_problem &p, const DeviceFacts &device, const Alignment &alignment) {
   ListRoute route = route_of(p, device, list_backward_tile);
   // Concurrent thread blocks add to the sums of one KV head.
   const int64_t sum_bytes = 2 * p.keys * route.head_dim * int64_t(sizeof(float));
@@ -72,7 +72,7 @@ ListRoute list_backward_route(const fdm_problem &p, const DeviceFacts &device, c
   const int64_t parts = has_places && route.rows > 0 ? std::min(wanted_parts, length / kListPassEntries) : 1;
   const bool sums_in_l2 = wanted_parts <= 1 || parts > 1;
   const int64_t fewest = sums_in_l2 ? kListBackwardWgmmaHeads : kListWgmmaHeadsBeyondL2;
-  if (lies.dout && has_list_backward_sm90(route.head_dim) && may_use_wgmma(p, device, lies, fewest))
+  if (alignment.dout && has_list_backward_sm90(route.head_dim) && may_use_wgmma(p, device, alignment, fewest))
     take_wgmma(&route, p);
   route.key_parts = route.kernel == ListKernel::mma ? max64(1, parts) : 1;
   route.part_keys = ceil_div(p.keys, route.key_parts);

@@ -31,7 +31,7 @@ template <class Config> struct ListBackwardSharedSm90 {
   char sK[Config::kStages][Config::KeyTile::kBytes], sV[Config::kStages][Config::KeyTile::kBytes];
   char sP[Config::ScoreTile::kBytes], sdS[Config::ScoreTile::kBytes];
   // The rows that each consumer warpgroup adds to the sums of a step's keys.
-  alignas(16) float additions[Roles::kConsumerGroups][Config::kColumns][Config::kHeadDim];
+  alignas(16) float staged_rows[Roles::kConsumerGroups][Config::kColumns][Config::kHeadDim];
   alignas(16) float bias[Config::kStages][Config::kColumns];   // to base 2; -inf: no key
   alignas(16) int32_t keys[Config::kStages][Config::kColumns]; // each at its RowGather::list_index(); -1: none
   ListTask task;
@@ -180,7 +180,7 @@ template <class Config> struct ListConsumerSm90 {
     const int stage = state.index;
     uint32_t own_ds[kColumns / 16][4];
     Roles::consumer_wait(shared.full[stage], state.phase);
-    find_scores<kHasSoftcap>(step, stage, own_ds);
+    compute_p_and_ds<kHasSoftcap>(step, stage, own_ds);
     float sums[kDimTiles][4];
     ptx::warpgroup_fence_operand(own_ds);
     ptx::warpgroup_fence_operand(dq);
@@ -198,12 +198,13 @@ template <class Config> struct ListConsumerSm90 {
     ptx::warpgroup_fence_operand(own_ds);
     ptx::warpgroup_fence_operand(sums);
     Roles::consumer_release(shared.empty[stage]);
-    if (float *to = group ? params.sums.key : params.sums.value) add_rows(to, key, sums);
+    if (float *to = group ? params.sums.dk : params.sums.dv) add_rows(to, key, sums);
   }
 
   // Stores P and dS of the warpgroup's rows in smem, and adds dS to the bias gradients. own_ds returns the A fragments
   // of dS.
-  template <bool kHasSoftcap> __device__ void find_scores(int step, int stage, uint32_t (&own_ds)[kColumns / 16][4]) {
+  template <bool kHasSoftcap>
+  __device__ void compute_p_and_ds(int step, int stage, uint32_t (&own_ds)[kColumns / 16][4]) {
     float p[kColumnTiles][4], ds[kColumnTiles][4], slopes[kColumnTiles][4];
     const uint64_t own_rows = RowTile::offset(64 * uniform(group), 0);
     ptx::warpgroup_arrive();
@@ -221,7 +222,7 @@ template <class Config> struct ListConsumerSm90 {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         p[n][i] = params.factors.score<kHasSoftcap>(p[n][i], i % 2 ? bias.y : bias.x, &slopes[n][i]);
-        p[n][i] = rows[i / 2].exponential(p[n][i]);
+        p[n][i] = rows[i / 2].unnormalized_p(p[n][i]);
       }
     }
     ptx::warpgroup_wait<0>();
@@ -287,7 +288,7 @@ template <class Config> struct ListConsumerSm90 {
     for (int half = 0; half < 2; ++half) {
       const int r = row_of_group + accumulator_row(half);
       const bool odd = r % 2; // odd rows store their upper 64 bytes first, to avoid bank conflicts
-      auto *quads = reinterpret_cast<float4 *>(shared.additions[group][r]) + lane;
+      auto *quads = reinterpret_cast<float4 *>(shared.staged_rows[group][r]) + lane;
 #pragma unroll
       for (int n = 0; n < kDimTiles; n += 4) {
         const auto quad = [&](int first) {
@@ -304,7 +305,7 @@ template <class Config> struct ListConsumerSm90 {
     if (key < 0) return;
     const int64_t place =
         (task.s.batch * params.p.k.shape[1] + task.s.k_begin + key) * params.p.kv_heads + task.kv_head;
-    ptx::add_global_bulk(to + place * kHeadDim, ptx::shared_address(shared.additions[group][group_thread()]),
+    ptx::add_global_bulk(to + place * kHeadDim, ptx::shared_address(shared.staged_rows[group][group_thread()]),
                          kHeadDim * sizeof(float));
   }
 
