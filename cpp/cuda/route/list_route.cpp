@@ -67,7 +67,7 @@ ListRoute list_backward_route(const fdm_problem &p, const DeviceFacts &device, c
   ListRoute route = route_of(p, device, list_backward_tile);
   // Concurrent thread blocks add to the sums of one KV head.
   const int64_t sum_bytes = 2 * p.keys * route.head_dim * int64_t(sizeof(float));
-  const int64_t wanted_parts = ceil_div(sum_bytes, device.table->list_sum_bytes), length = p.indices.shape[3];
+  const int64_t wanted_parts = ceil_div(sum_bytes, kListSumBytes), length = p.indices.shape[3];
   const bool has_places = route.heads <= ListHeads::up_to_32 && length <= list_places(device.built->tile_arch);
   const int64_t parts = has_places && route.rows > 0 ? std::min(wanted_parts, length / kListPassEntries) : 1;
   const bool sums_in_l2 = wanted_parts <= 1 || parts > 1;

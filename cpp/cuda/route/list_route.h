@@ -66,6 +66,9 @@ struct ListPass {
 // Maximum list length with several passes: shared memory holds the places of a pass's entries. On sm80, more places
 // would leave room for one thread block per SM.
 constexpr int list_places(int arch) { return arch == 80 ? 1024 : 4096; }
+// Maximum bytes of the float32 sums of a pass: L2 of an H200 holds them beside the rows that are read
+// (benchmarks/profiles/h200-list-tiles.json).
+constexpr int64_t kListSumBytes = 40 << 20;
 // Minimum mean number of list entries per pass: each pass reads the whole list, Q and dO.
 constexpr int64_t kListPassEntries = 256;
 

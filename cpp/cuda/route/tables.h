@@ -17,8 +17,6 @@ struct RouteTable {
   // Bytes of K and V that concurrent tiles may read. An H100 has 50 MB of L2, and each L2 half keeps a copy of data
   // that all SMs read [head-groups]
   int64_t l2_bytes = 20 << 20;
-  // Float32 sums of keys that L2 holds beside the rows that blocks read [list-key-parts]
-  int64_t list_sum_bytes = 40 << 20;
   // SMs of an H100 or H200, for choices that must not depend on the device
   int64_t usual_sms = 0;
   // Minimum tiles of a group of heads: several tiles per SM let short tiles balance long ones [head-groups]
