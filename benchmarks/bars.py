@@ -147,6 +147,8 @@ def _shape_bars() -> Iterator[Bar]:
             for which, limit in zip(("forward", "backward"), _UNMASKED, strict=True):
                 about = "speed of dense cuDNN"
                 yield Bar(f"{name} no_mask {which}", limit, about, "dense_cudnn", speed=True)
+            about = "of FlashAttention-4's"
+            yield Bar(f"{name} no_mask forward_backward", 1.05, about, "dense_fa4")
         if kind == "short":
             ours, about = f"{name} window_size end_to_end", "speed of dense cuDNN's two passes"
             yield Bar(ours, 1.0, about, "dense_cudnn", than="forward_backward", speed=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -277,18 +279,31 @@ def dense(case: Case, inputs: Inputs, backend: str | None) -> Contestant:
     return Sdpa(case, replace(inputs, bias=None), "views", backend)
 
 
-def compact(case: Case, inputs: Inputs, backend: str) -> Contestant:
+class FlashAttention4(Contestant):
+    """FlashAttention-4 (``flash-attn-4``) over all keys, without bias or mask: a reference line."""
+
+    def __init__(self, case: Case, inputs: Inputs) -> None:
+        self.function: Any = importlib.import_module("flash_attn.cute").flash_attn_func
+        super().__init__(case, replace(inputs, bias=None))
+
+    def attend(self) -> torch.Tensor:
+        found = self.function(self.query, self.key, self.value, causal=self.case.causal)
+        out: torch.Tensor = found[0] if isinstance(found, tuple) else found
+        return out
+
+
+def compact(case: Case, inputs: Inputs, make: Callable[[Case, Inputs], Contestant]) -> Contestant:
     """Return dense attention of all queries over only ``window`` keys, as a reference cost.
 
-    Each head has the keys with its largest biases, gathered before the call. For a per-query bias
-    the first query decides.
+    ``make`` makes the contestant for these keys. Each head has the keys with its largest biases,
+    gathered before the call. For a per-query bias the first query decides.
     """
     assert inputs.bias is not None
     assert case.window is not None
     kept = inputs.bias.detach()[:, :, 0].topk(min(case.window, case.length)).indices
     rows = kept.sort().values.transpose(1, 2)[..., None].expand(-1, -1, -1, case.head_dim)
     key, value = (tensor.gather(1, rows) for tensor in (inputs.key, inputs.value))
-    return dense(replace(case, causal=False), replace(inputs, key=key, value=value), backend)
+    return make(replace(case, causal=False), replace(inputs, key=key, value=value))
 
 
 class SdpaAugmented(Sdpa):

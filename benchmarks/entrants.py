@@ -11,6 +11,7 @@ from typing import Any, Literal
 from .cases import Case, Inputs
 from .contestants import (
     Contestant,
+    FlashAttention4,
     FlashDmattn,
     Flex,
     Sdpa,
@@ -50,13 +51,12 @@ def _ours(form: str, about: str, mask: str = TOP_KEYS_OF_EACH_QUERY, **fields: b
     return Entrant(partial(FlashDmattn, form=form), about, mask, "ours", **fields)
 
 
-def _dense(backend: str | None, about: str) -> Entrant:
-    return Entrant(partial(dense, backend=backend), about, ALL_KEYS, dense=True, decode=True)
+def _dense(make: Callable[[Case, Inputs], Contestant], about: str) -> Entrant:
+    return Entrant(make, about, ALL_KEYS, dense=True, decode=True)
 
 
-def _compact(backend: str, about: str) -> Entrant:
-    make = partial(compact, backend=backend)
-    return Entrant(make, about, ONLY_KEPT_KEYS, "information", decode=True)
+def _compact(make: Callable[[Case, Inputs], Contestant], about: str) -> Entrant:
+    return Entrant(partial(compact, make=make), about, ONLY_KEPT_KEYS, "information", decode=True)
 
 
 def _sdpa(about: str, layout: str = "grouped", backend: str | None = None) -> Entrant:
@@ -67,6 +67,10 @@ def _sdpa(about: str, layout: str = "grouped", backend: str | None = None) -> En
 def _pair(make: Callable[[Case, Inputs], Contestant], about: str, **fields: Any) -> Entrant:
     return Entrant(make, about, KEYS_OF_THE_MASK, pair=True, **fields)
 
+
+_FLASH, _CUDNN, _SDPA = (
+    partial(dense, backend=backend) for backend in ("FLASH_ATTENTION", "CUDNN_ATTENTION", None)
+)
 
 ENTRANTS: dict[str, Entrant] = {
     "intervals": _ours("selected", "flash_dmattn, two integers for each key", per_query=False),
@@ -89,12 +93,14 @@ ENTRANTS: dict[str, Entrant] = {
         alone=True,
         compiled=True,
     ),
-    "dense_flash": _dense("FLASH_ATTENTION", "FlashAttention of torch, no mask"),
-    "dense_cudnn": _dense("CUDNN_ATTENTION", "cuDNN, no mask"),
+    "dense_flash": _dense(_FLASH, "FlashAttention of torch, no mask"),
+    "dense_cudnn": _dense(_CUDNN, "cuDNN, no mask"),
+    "dense_fa4": _dense(FlashAttention4, "FlashAttention-4, no mask"),
     # Binding SDPA to a backend costs host time that calls without a preference do not have.
-    "dense_sdpa": _dense(None, "SDPA on a kernel of PyTorch's choice, no mask"),
-    "compact_flash": _compact("FLASH_ATTENTION", "FlashAttention of torch over w keys, no mask"),
-    "compact_cudnn": _compact("CUDNN_ATTENTION", "cuDNN over w keys, no mask"),
+    "dense_sdpa": _dense(_SDPA, "SDPA on a kernel of PyTorch's choice, no mask"),
+    "compact_flash": _compact(_FLASH, "FlashAttention of torch over w keys, no mask"),
+    "compact_cudnn": _compact(_CUDNN, "cuDNN over w keys, no mask"),
+    "compact_fa4": _compact(FlashAttention4, "FlashAttention-4 over w keys, no mask"),
     "sdpa": _sdpa("SDPA, mask shared by a group of heads"),
     "sdpa_expanded": _sdpa("SDPA, keys, values and mask repeated for heads", layout="expanded"),
     "sdpa_gqa": _sdpa("SDPA with enable_gqa", layout="gqa"),

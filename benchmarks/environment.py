@@ -30,7 +30,12 @@ _SMI_FIELDS = {
 
 
 # Distributions of optional contestants.
-_PEERS = ("cuequivariance-ops-torch-cu12", "cuequivariance-ops-torch-cu13", "trifast")
+_PEERS = (
+    "cuequivariance-ops-torch-cu12",
+    "cuequivariance-ops-torch-cu13",
+    "flash-attn-4",
+    "trifast",
+)
 
 
 def describe_environment(

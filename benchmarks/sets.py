@@ -194,7 +194,9 @@ _UNMASKED = (
     (1, 8, 2, 256, 8192),
     (4, 16, 16, 128, 4096),
     (8, 16, 4, 64, 2048),
+    (16, 12, 12, 64, 1024),
     (32, 12, 12, 64, 512),
+    (1, 32, 8, 128, 32768),
 )
 _SHORT = (
     (32, 12, 12, 64, 512, 128),
@@ -211,10 +213,14 @@ SIZES = ("batch", "heads", "kv_heads", "head_dim", "length", "window")
 _SHAPES: dict[str, tuple[tuple[tuple[int, ...], ...], tuple[str, ...], tuple[str, ...]]] = {
     "compact": (
         _COMPACT,
-        ("intervals", "compact_cudnn", "compact_flash"),
+        ("intervals", "compact_cudnn", "compact_flash", "compact_fa4"),
         ("forward", "backward"),
     ),
-    "unmasked": (_UNMASKED, ("no_mask", "dense_cudnn"), ("forward", "backward")),
+    "unmasked": (
+        _UNMASKED,
+        ("no_mask", "dense_cudnn", "dense_fa4"),
+        ("forward", "backward", "forward_backward"),
+    ),
     "short": (
         _SHORT,
         ("window_size", "dense_cudnn"),
@@ -226,7 +232,7 @@ _SHAPES: dict[str, tuple[tuple[tuple[int, ...], ...], tuple[str, ...], tuple[str
         ("host", "host_forward_backward"),
     ),
 }
-# CPUs have no cuDNN, and get smaller problems of the same kinds.
+# CPUs have neither cuDNN nor FlashAttention-4, and get smaller problems of the same kinds.
 _ON_CPU_SHAPES = {
     "compact": ((1, 8, 2, 64, 512, 64), (1, 2, 1, 32, 1024, 64), (2, 4, 4, 32, 256, 32)),
     "unmasked": ((1, 8, 2, 64, 512), (2, 4, 4, 32, 256), (4, 3, 3, 32, 128)),
@@ -239,7 +245,11 @@ def shapes(gpu: bool) -> WorkloadSet:
     """Return calls and the fastest kernels for comparable work, over the shapes of models."""
     workloads = []
     for kind, (problems, contestants, quantities) in _SHAPES.items():
-        entered = [name if gpu else name.replace("cudnn", "flash") for name in contestants]
+        entered = [
+            name if gpu else name.replace("cudnn", "flash")
+            for name in contestants
+            if gpu or not name.endswith("fa4")
+        ]
         for sizes in problems if gpu else _ON_CPU_SHAPES[kind]:
             fields: dict[str, Any] = dict(zip(SIZES, sizes, strict=False))
             case = Case(shape_name(kind, *sizes), "bfloat16", **fields)
