@@ -93,7 +93,7 @@ def check_dtypes(query: Tensor, key: Tensor, value: Tensor, backend: str) -> Non
 
 # torch.is_autocast_enabled raises for device types without autocast, such as meta. Compiled code
 # cannot call is_autocast_available, so the set is computed at import.
-_AUTOCAST_DEVICES = frozenset(
+AUTOCAST_DEVICES = frozenset(
     name
     for name in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia")
     if torch.amp.is_autocast_available(name)
@@ -101,7 +101,7 @@ _AUTOCAST_DEVICES = frozenset(
 
 
 def _ask_each_device() -> bool:
-    return any(map(torch.is_autocast_enabled, _AUTOCAST_DEVICES))
+    return any(map(torch.is_autocast_enabled, AUTOCAST_DEVICES))
 
 
 # Whether autocast is enabled for any device type. The function for all types at once is private.
@@ -114,7 +114,7 @@ def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     if not torch.compiler.is_compiling() and not any_autocast():
         return None
     device = tensor.device.type
-    if device not in _AUTOCAST_DEVICES or not torch.is_autocast_enabled(device):
+    if device not in AUTOCAST_DEVICES or not torch.is_autocast_enabled(device):
         return None
     return torch.get_autocast_dtype(device)
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from .arguments import AUTOCAST_DEVICES
 from .checks import is_one_of
 from .masks import IntervalMask, intervals_to_bool
 from .record import AttentionInputs, Gradients, Packing
@@ -336,9 +337,8 @@ def attend(part: Sequence, inputs: AttentionInputs) -> Attended:
 
 def without_autocast(device_type: str) -> AbstractContextManager[object]:
     """Return a context without autocast. It also serves device types that have no autocast."""
-    if torch.amp.is_autocast_available(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return nullcontext()
+    has_autocast = device_type in AUTOCAST_DEVICES
+    return torch.autocast(device_type, enabled=False) if has_autocast else nullcontext()
 
 
 def sink_share(sink: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
