@@ -38,15 +38,15 @@ def mask_of_blocks(
     """
     _check(block_mask, query, key)
     blocks = _Blocks.of(block_mask, query.shape[1], key.shape[1])
-    is_read = type(blocks.partial) in PLAIN_TYPES and has_values(blocks.partial)
-    if torch.compiler.is_compiling() or not is_read:
-        return _whole(block_mask, blocks)
-    at = blocks.partial.nonzero(as_tuple=True)
-    bits = _bits(block_mask, blocks, at)
+    is_readable = type(blocks.partial) in PLAIN_TYPES and has_values(blocks.partial)
+    if torch.compiler.is_compiling() or not is_readable:
+        return _mask_of_all_pairs(block_mask, blocks)
+    partial_blocks = blocks.partial.nonzero(as_tuple=True)
+    contents = _contents_of_partial_blocks(block_mask, blocks, partial_blocks)
     found = None
     if not as_tensor and blocks.queries and blocks.keys:
-        found = _intervals(blocks, at, bits)
-    return blocks.to_bool(at, bits) if found is None else found
+        found = _intervals(blocks, partial_blocks, contents)
+    return blocks.to_bool(partial_blocks, contents) if found is None else found
 
 
 def plain_mask(
@@ -56,12 +56,12 @@ def plain_mask(
     if plan is None:
         check_tensors(query, key=key)
         return mask_of_blocks(mask, query, key, as_tensor=as_tensor)
-    made_of = getattr(plan, "block_mask", None)
-    if made_of is mask:
+    plan_mask = getattr(plan, "block_mask", None)
+    if plan_mask is mask:
         return None
-    told = "another mask" if made_of is None else "another BlockMask"
+    made_from = "another mask" if plan_mask is None else "another BlockMask"
     raise ValueError(
-        f"attn_mask must be None or the very mask that plan was made from, {told}, got a "
+        f"attn_mask must be None or the very mask that plan was made from, {made_from}, got a "
         f"BlockMask of shape {tuple(mask.shape)}"
     )
 
@@ -85,15 +85,15 @@ class _Blocks(NamedTuple):
         full = _dense(mask.full_kv_num_blocks, mask.full_kv_indices, columns)
         return cls(partial & ~full, full, size, queries, keys)
 
-    def to_bool(self, at: tuple[Tensor, ...], bits: Tensor) -> Tensor:
+    def to_bool(self, partial_blocks: tuple[Tensor, ...], contents: Tensor) -> Tensor:
         """Return the mask, bool ``(B|1, H|1, Q, K)``.
 
         Args:
-            at: the places of the partial blocks.
-            bits: their contents.
+            partial_blocks: the indices of the partial blocks.
+            contents: the mask inside of them.
         """
         kept = self.full[..., None, None].repeat(1, 1, 1, 1, *self.size)
-        kept[at] = bits
+        kept[partial_blocks] = contents
         kept = kept.transpose(3, 4).flatten(4, 5).flatten(2, 3)
         return kept[:, :, : self.queries, : self.keys]
 
@@ -131,7 +131,7 @@ def _check(mask: Any, query: Tensor, key: Tensor) -> None:
         )
 
 
-def _whole(mask: Any, blocks: _Blocks) -> Tensor:
+def _mask_of_all_pairs(mask: Any, blocks: _Blocks) -> Tensor:
     """Return the mask by a call of the mask_mod for every pair of query and key."""
     from torch.nn.attention.flex_attention import create_mask
 
@@ -147,26 +147,30 @@ def _whole(mask: Any, blocks: _Blocks) -> Tensor:
     return full | (partial & kept)
 
 
-def _bits(mask: Any, blocks: _Blocks, at: tuple[Tensor, ...]) -> Tensor:
+def _contents_of_partial_blocks(
+    mask: Any, blocks: _Blocks, partial_blocks: tuple[Tensor, ...]
+) -> Tensor:
     """Return bool ``(n, rows, columns)``: the partial blocks' contents, False beyond Q or K."""
     device, (rows, columns) = blocks.partial.device, blocks.size
     row, column = (torch.arange(n, device=device) for n in blocks.size)
     function = mask.mask_mod
-    for places in ((None, None, None, 0), (None, None, 0, None), (0, 0, 0, 0)):
-        function = torch.vmap(function, in_dims=places)
-    bits = torch.empty((at[0].shape[0], rows, columns), dtype=torch.bool, device=device)
+    for in_dims in ((None, None, None, 0), (None, None, 0, None), (0, 0, 0, 0)):
+        function = torch.vmap(function, in_dims=in_dims)
+    contents = torch.empty(
+        (partial_blocks[0].shape[0], rows, columns), dtype=torch.bool, device=device
+    )
     step = max(1, _ELEMENTS_AT_ONCE // (rows * columns))
-    for begin in range(0, bits.shape[0], step):
-        own = tuple(place[begin : begin + step] for place in at)
-        queries = own[2].unsqueeze(1) * rows + row
-        keys = own[3].unsqueeze(1) * columns + column
+    for begin in range(0, contents.shape[0], step):
+        chunk = tuple(place[begin : begin + step] for place in partial_blocks)
+        queries = chunk[2].unsqueeze(1) * rows + row
+        keys = chunk[3].unsqueeze(1) * columns + column
         inside = (queries < blocks.queries).unsqueeze(2) & (keys < blocks.keys).unsqueeze(1)
         # Tensors that the mask_mod indexes have no elements beyond Q and K.
         limits = max(blocks.queries - 1, 0), max(blocks.keys - 1, 0)
         with _indexing():
-            kept = function(*own[:2], queries.clamp(max=limits[0]), keys.clamp(max=limits[1]))
-        bits[begin : begin + step] = kept & inside
-    return bits
+            kept = function(*chunk[:2], queries.clamp(max=limits[0]), keys.clamp(max=limits[1]))
+        contents[begin : begin + step] = kept & inside
+    return contents
 
 
 def _indexing() -> contextlib.AbstractContextManager[Any]:
@@ -177,32 +181,34 @@ def _indexing() -> contextlib.AbstractContextManager[Any]:
     return mode
 
 
-def _intervals(blocks: _Blocks, at: tuple[Tensor, ...], bits: Tensor) -> IntervalMask | None:
+def _intervals(
+    blocks: _Blocks, partial_blocks: tuple[Tensor, ...], contents: Tensor
+) -> IntervalMask | None:
     """Return the mask as intervals, or None if some key is kept by separate runs of queries.
 
     Work and memory are those of the blocks and of the contents of partial blocks.
     """
     batch, heads, rows, columns = blocks.full.shape
     block_rows, block_keys = blocks.size
-    begins = torch.arange(rows, device=bits.device, dtype=torch.int32)[:, None] * block_rows
+    begins = torch.arange(rows, device=contents.device, dtype=torch.int32)[:, None] * block_rows
     ends = (begins + block_rows).clamp(max=blocks.queries)
-    full, nothing = blocks.full, blocks.queries
+    full, no_row = blocks.full, blocks.queries
     # Of each key: the first query that keeps it, one past the last, and how many do.
-    first = begins.where(full, nothing).amin(2)
+    first = begins.where(full, no_row).amin(2)
     past = ends.where(full, 0).amax(2)
     total = ((ends - begins) * full).sum(2, dtype=torch.int32)
     first, past, total = (
         t.unsqueeze(-1).repeat(1, 1, 1, block_keys).flatten(0, 2) for t in (first, past, total)
     )
-    if bits.shape[0]:
-        count = bits.sum(1, dtype=torch.int32)
-        flags, row = bits.byte(), begins[at[2]]
-        own_first = (flags.argmax(1).int() + row).where(count > 0, nothing)
-        own_past = (row + block_rows - flags.flip(1).argmax(1).int()).where(count > 0, 0)
-        place = (at[0] * heads + at[1]) * columns + at[3]
+    if contents.shape[0]:
+        count = contents.sum(1, dtype=torch.int32)
+        flags, row = contents.byte(), begins[partial_blocks[2]]
+        block_first = (flags.argmax(1).int() + row).where(count > 0, no_row)
+        block_past = (row + block_rows - flags.flip(1).argmax(1).int()).where(count > 0, 0)
+        place = (partial_blocks[0] * heads + partial_blocks[1]) * columns + partial_blocks[3]
         place = place.unsqueeze(1).expand_as(count)
-        first = first.scatter_reduce(0, place, own_first, "amin")
-        past = past.scatter_reduce(0, place, own_past, "amax")
+        first = first.scatter_reduce(0, place, block_first, "amin")
+        past = past.scatter_reduce(0, place, block_past, "amax")
         total = total.scatter_add(0, place, count)
     if not ((past - first == total) | (total == 0)).all():
         return None

@@ -56,7 +56,7 @@ class Explanation:
         for name in ("selection", "plan", "forward", "backward", "key_mass"):
             step = getattr(self, name)
             if step is not None:
-                lines.append(f"  {name.replace('_', ' ') + ':':<11}{_told(step)}")
+                lines.append(f"  {name.replace('_', ' ') + ':':<11}{_describe_step(step)}")
         if self.backward is None:
             lines.append("  backward:  none, since no gradient is wanted")
         elif self.gradients:
@@ -91,32 +91,32 @@ def explain(
     else:
         arguments, named = _with_plain_mask(query, key, arguments, named)
     inputs, name, keep = _recorded(function, (query, key, value, *arguments), named)
-    widths = _widths(inputs, key, value)
+    width_obstacles = _width_obstacles(inputs, key, value)
     wants_mass = flag("return_key_mass", named.get("return_key_mass", False))
     if isinstance(inputs, KeyListInputs):
         gradients = _gradients(inputs, KEY_LISTS.differentiable)
-        return _explain_lists(inputs, name, gradients, widths, wants_mass=wants_mass)
+        return _explain_lists(inputs, name, gradients, width_obstacles, wants_mass=wants_mass)
     chosen = select_backend(inputs.query.device, name)
     if inputs.window >= 0 and not chosen.selects():
         with recorded_calls():
             inputs = interface._selected(inputs, name)
     gradients = _gradients(inputs, ATTENTION.differentiable)
-    obstacles = (*widths, *_obstacles(inputs, chosen.name, name))
+    obstacles = (*width_obstacles, *_obstacles(inputs, chosen.name, name))
     key_mass = _kernel(chosen.key_mass_kernel(inputs)) if wants_mass else None
-    told: dict[str, Any] = json.loads(chosen.describe(inputs, gradients, keep))
+    description: dict[str, Any] = json.loads(chosen.describe(inputs, gradients, keep))
     pack = getattr(chosen, "pack", None)
     if pack is None:
         step = _kernel(f"those of the {chosen.name} backend")
         steps = (None, None, step, step if gradients else None)
         return Explanation(chosen.name, None, *steps, gradients, obstacles, key_mass)
-    told_steps = {
-        step: types.MappingProxyType(told[step]) if _is_step(told.get(step)) else None
+    described_steps = {
+        step: types.MappingProxyType(description[step]) if _is_step(description.get(step)) else None
         for step in ("selection", "plan", "forward", "backward")
     }
     return Explanation(
         chosen.name,
         f"{pack.name} ({pack.path})",
-        **told_steps,
+        **described_steps,
         gradients=gradients,
         obstacles=obstacles,
         key_mass=key_mass,
@@ -154,16 +154,16 @@ def _recorded(
     try:
         with recorded_calls() as selections:
             function(*arguments, **named)
-    except RecordedError as found:
-        return found.inputs, found.backend, selections[-1] if selections else None
+    except RecordedError as record:
+        return record.inputs, record.backend, selections[-1] if selections else None
     raise AssertionError("a call did not come to its computation")
 
 
 def _explain_lists(
     inputs: KeyListInputs,
-    asked: str,
+    requested: str,
     gradients: tuple[str, ...],
-    widths: tuple[Obstacle, ...],
+    width_obstacles: tuple[Obstacle, ...],
     *,
     wants_mass: bool,
 ) -> Explanation:
@@ -174,37 +174,42 @@ def _explain_lists(
         uses_triton,
     )
 
-    check_call(inputs, asked)
-    by_triton, packed = uses_triton(inputs, asked), serving_pack(inputs, asked)
+    check_call(inputs, requested)
+    is_triton, pack_backend = uses_triton(inputs, requested), serving_pack(inputs, requested)
     kernels: tuple[str, ...] = (
         "list_forward_kernel",
         "list_backward_kernel",
         "list_mass_kernel",
     )
-    if not by_triton:
+    if not is_triton:
         kernels = ("PyTorch operations",) * 3
-    if packed is not None:
-        own = tuple(f"list_{which} of {packed.pack.name}" for which in ("forward", "backward"))
-        has_backward = serving_pack(inputs, asked, backward=True) is not None
+    if pack_backend is not None:
+        pack_kernels = tuple(
+            f"list_{which} of {pack_backend.pack.name}" for which in ("forward", "backward")
+        )
+        has_backward = serving_pack(inputs, requested, backward=True) is not None
         count = 2 if has_backward else 1
-        kernels = (*own[:count], *kernels[count:])
+        kernels = (*pack_kernels[:count], *kernels[count:])
     forward, backward, key_mass = map(_kernel, kernels)
-    obstacles = [*widths]
-    if asked == "triton" and max(inputs.query.shape[-1], inputs.value.shape[-1]) > MOST_HEAD_DIM:
+    obstacles = [*width_obstacles]
+    if (
+        requested == "triton"
+        and max(inputs.query.shape[-1], inputs.value.shape[-1]) > MOST_HEAD_DIM
+    ):
         obstacles.append(
             Obstacle(
                 f"head dimensions above {MOST_HEAD_DIM} are computed by PyTorch operations",
                 "there is no other way to compute them",
             )
         )
-    elif asked == "triton" and not by_triton:
+    elif requested == "triton" and not is_triton:
         obstacles.append(
             Obstacle(
                 "deterministic calls with key_indices are computed by PyTorch operations",
                 "pass deterministic=False where equal bits are not needed",
             )
         )
-    elif not by_triton and packed is None and inputs.query.is_cuda:
+    elif not is_triton and pack_backend is None and inputs.query.is_cuda:
         obstacles.append(
             Obstacle(
                 "PyTorch operations compute calls with key_indices unless a backend is named",
@@ -212,8 +217,10 @@ def _explain_lists(
             )
         )
     return Explanation(
-        "triton" if by_triton else "reference" if packed is None else packed.name,
-        pack=None if packed is None else f"{packed.pack.name} ({packed.pack.path})",
+        "triton" if is_triton else "reference" if pack_backend is None else pack_backend.name,
+        pack=None
+        if pack_backend is None
+        else f"{pack_backend.pack.name} ({pack_backend.pack.path})",
         selection=None,
         plan=None,
         forward=forward,
@@ -224,7 +231,7 @@ def _explain_lists(
     )
 
 
-def _widths(
+def _width_obstacles(
     inputs: AttentionInputs | KeyListInputs, key: Tensor, value: Tensor
 ) -> tuple[Obstacle, ...]:
     """Return the copies that a call needs if value's head dimension differs from key's."""
@@ -250,16 +257,16 @@ def _gradients(inputs: AttentionInputs | KeyListInputs, names: tuple[str, ...]) 
     """Return the names of the fields whose gradients a backward pass computes."""
     if not torch.is_grad_enabled():
         return ()
-    given = {name: getattr(inputs, name) for name in names}
-    return tuple(name for name, t in given.items() if t is not None and t.requires_grad)
+    fields = {name: getattr(inputs, name) for name in names}
+    return tuple(name for name, t in fields.items() if t is not None and t.requires_grad)
 
 
-def _obstacles(inputs: AttentionInputs, backend: str, asked: str) -> Iterator[Obstacle]:
+def _obstacles(inputs: AttentionInputs, backend: str, requested: str) -> Iterator[Obstacle]:
     """Return the properties of a call that make it slower."""
     head_dim = inputs.query.shape[-1]
-    if asked != "auto" and backend not in ("cuda", "cpu"):
+    if requested != "auto" and backend not in ("cuda", "cpu"):
         yield Obstacle(
-            f"backend={asked!r} was asked for, and kernel packs are faster",
+            f"backend={requested!r} was asked for, and kernel packs are faster",
             "leave backend out, which then follows the device",
         )
     if backend == "cuda":
@@ -318,7 +325,7 @@ def _is_step(step: dict[str, Any] | None) -> bool:
     return step is not None and step.get("kernel") != "none"
 
 
-def _told(step: Mapping[str, Any]) -> str:
+def _describe_step(step: Mapping[str, Any]) -> str:
     """Return a step as text."""
     kernels = step.get("launches", [step.get("kernel")])
     words = [", ".join(kernels) if kernels else "no launch of its own"]

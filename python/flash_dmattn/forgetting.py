@@ -20,8 +20,8 @@ from .arguments import resolved_deterministic, scale_of
 from .forgetting_formula import plain_results, read_by
 from .interface import flash_dmattn_func
 from .mask_checks import check_token_mask
-from .masks import IntervalMask, telling_runs
-from .wrong_keywords import refuse_keywords, without_unknown
+from .masks import IntervalMask, mark_runs
+from .wrong_keywords import hide_unknown_keywords, refuse_keywords
 
 __all__ = [
     "check_gates",
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 
-@without_unknown
+@hide_unknown_keywords
 def forgetting_bias(
     log_forget: Tensor,
     prune: float | None = None,
@@ -137,7 +137,7 @@ def _bias_and_mask(
         return bias, None
     length = log_forget.shape[-1] if cu_seqlens is None else None
     # Later keys decay later, so each query keeps one run of keys. Only padding interrupts it.
-    return bias, telling_runs(IntervalMask(start, end, query_length=length))
+    return bias, mark_runs(IntervalMask(start, end, query_length=length))
 
 
 def pruning_threshold(score_bound: float, length: int, *, error: float = 1e-4) -> float:

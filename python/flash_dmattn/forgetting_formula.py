@@ -9,7 +9,7 @@ from torch import Tensor
 from .arguments import backend_name
 from .backends import portable
 from .loader import environment
-from .masks import IntervalMask, telling_runs
+from .masks import IntervalMask, mark_runs
 
 __all__ = [
     "Results",
@@ -153,7 +153,7 @@ def remembered(
         end = torch.minimum(end, row + capacity)
     start = row.clamp(min=0).to(torch.int32).expand_as(end).contiguous()
     end = end.clamp(min=0).to(torch.int32)
-    return telling_runs(IntervalMask(start, end, query_length=count))
+    return mark_runs(IntervalMask(start, end, query_length=count))
 
 
 def _intervals(

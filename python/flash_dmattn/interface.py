@@ -51,7 +51,7 @@ from .selection import (
     selectable_bias,
     without_nan,
 )
-from .wrong_keywords import refuse_keywords, without_unknown
+from .wrong_keywords import hide_unknown_keywords, refuse_keywords
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -66,7 +66,7 @@ __all__ = [
 Output = Tensor | tuple[Tensor, ...]
 
 
-@without_unknown
+@hide_unknown_keywords
 def flash_dmattn_func(
     query: Tensor,
     key: Tensor,
@@ -252,7 +252,7 @@ def flash_dmattn_func(
     )
 
 
-@without_unknown
+@hide_unknown_keywords
 def flash_dmattn_varlen_func(
     query: Tensor,
     key: Tensor,
@@ -485,7 +485,7 @@ def flash_dmattn_func_auto(backend: str | None = None, **kwargs: Any) -> Callabl
     bound.__doc__ = flash_dmattn_func.__doc__
     bound.__annotations__ = dict(flash_dmattn_func.__annotations__)
     bound.__module__ = flash_dmattn_func.__module__
-    return without_unknown(bound)
+    return hide_unknown_keywords(bound)
 
 
 def _attention(

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from . import checks
 from .mask_checks import check_integers, checked_length, checked_side, last_bound
-from .wrong_keywords import refuse_keywords, telling_keywords, without_unknown
+from .wrong_keywords import hide_unknown_keywords, refuse_keywords, with_keyword_hints
 
 
 def intervals_to_bool(start: Tensor, end: Tensor, query_length: int) -> Tensor:
@@ -20,7 +20,7 @@ def intervals_to_bool(start: Tensor, end: Tensor, query_length: int) -> Tensor:
     return (start.unsqueeze(-2) <= row) & (row < end.unsqueeze(-2))
 
 
-@telling_keywords
+@with_keyword_hints
 class IntervalMask:
     """A mask that keeps each key for one contiguous range of queries: O(K) memory.
 
@@ -173,7 +173,7 @@ class IntervalMask:
             )
 
     @classmethod
-    @without_unknown
+    @hide_unknown_keywords
     def from_key_padding(
         cls,
         mask: Tensor,
@@ -197,7 +197,7 @@ class IntervalMask:
         return cls(torch.zeros_like(end), end, query_length=query_length)
 
     @classmethod
-    @without_unknown
+    @hide_unknown_keywords
     def sliding_window(
         cls,
         left: int | None,
@@ -236,7 +236,7 @@ class IntervalMask:
         )
 
     @classmethod
-    @without_unknown
+    @hide_unknown_keywords
     def documents(
         cls,
         document_ids: Tensor | None = None,
@@ -306,7 +306,7 @@ class IntervalMask:
         )
 
     @classmethod
-    @without_unknown
+    @hide_unknown_keywords
     def prefix_lm(
         cls,
         prefix_lengths: Tensor,
@@ -336,7 +336,7 @@ class IntervalMask:
         return cls(start, torch.full_like(start, query_length), query_length=query_length)
 
     @classmethod
-    @without_unknown
+    @hide_unknown_keywords
     def delayed_eviction(
         cls,
         keep: Tensor,
@@ -375,7 +375,7 @@ class IntervalMask:
         return cls(key.to(torch.int32).expand_as(end).contiguous(), end, query_length=length)
 
     @classmethod
-    @without_unknown
+    @hide_unknown_keywords
     def tree(
         cls,
         parents: Tensor,
@@ -469,7 +469,7 @@ def _refuse_to_combine(other: object) -> NoReturn:
     )
 
 
-def telling_runs(mask: IntervalMask) -> IntervalMask:
+def mark_runs(mask: IntervalMask) -> IntervalMask:
     """Mark a mask as one that keeps runs of keys, for the kernels, and return it."""
     mask._keeps_runs = True
     return mask

@@ -13,7 +13,7 @@ from . import checks
 from .arguments import check_tensors, number, without_expansion
 from .bias_columns import with_bias_columns
 from .interface import flash_dmattn_func
-from .wrong_keywords import refuse_keywords, without_unknown
+from .wrong_keywords import hide_unknown_keywords, refuse_keywords
 
 __all__ = ["pair_bias_attention"]
 
@@ -27,7 +27,7 @@ class _Sizes(NamedTuple):
     kv_heads: int
 
 
-@without_unknown
+@hide_unknown_keywords
 def pair_bias_attention(
     query: Tensor,
     key: Tensor,

@@ -24,7 +24,7 @@ from .arguments import (
 from .checks import MOST_ROWS, described
 from .masks import IntervalMask
 from .record import DENSE, AttentionInputs, Packing
-from .wrong_keywords import refuse_keywords, without_unknown
+from .wrong_keywords import hide_unknown_keywords, refuse_keywords
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -172,7 +172,7 @@ def is_changed(value: Tensor, mark: int | Tensor | None) -> bool:
     return not torch.equal(value, mark)
 
 
-@without_unknown
+@hide_unknown_keywords
 def make_plan(
     query: Tensor,
     key: Tensor,

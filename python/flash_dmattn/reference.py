@@ -19,7 +19,7 @@ from .arguments import AUTOCAST_DEVICES
 from .checks import is_one_of
 from .masks import IntervalMask, intervals_to_bool
 from .record import AttentionInputs, Gradients, Packing
-from .wrong_keywords import refuse_keywords, without_unknown
+from .wrong_keywords import hide_unknown_keywords, refuse_keywords
 
 __all__ = ["attention_probabilities", "attention_reference", "key_mass"]
 
@@ -47,7 +47,7 @@ class Attended(NamedTuple):
     probabilities: Tensor  # (B, H, Q, K); with a sink, a row sums to less than 1
 
 
-@without_unknown
+@hide_unknown_keywords
 def attention_reference(
     query: Tensor,
     key: Tensor,

@@ -22,7 +22,7 @@ from .arguments import (
 from .checks import MOST_ROWS
 from .masks import IntervalMask
 from .record import DENSE, KeyCounts, Packing, SelectionInputs
-from .wrong_keywords import refuse_keywords, without_unknown
+from .wrong_keywords import hide_unknown_keywords, refuse_keywords
 
 __all__ = [
     "CallShape",
@@ -47,7 +47,7 @@ __all__ = [
 _is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
 
 
-@without_unknown
+@hide_unknown_keywords
 def dynamic_mask(
     attn_bias: Tensor,
     window_size: int,

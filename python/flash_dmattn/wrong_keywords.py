@@ -8,13 +8,13 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
-__all__ = ["refuse_keywords", "telling_keywords", "without_unknown"]
+__all__ = ["hide_unknown_keywords", "refuse_keywords", "with_keyword_hints"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Class = TypeVar("_Class", bound=type)
 
 # Names of the same argument. An error suggests the first name that the function has.
-_NAMES_OF_ONE = (
+_SYNONYMS = (
     ("is_causal", "causal"),
     ("softmax_scale", "scale", "sm_scale", "scaling"),
     ("attn_mask", "attention_mask", "mask", "padding", "key_padding_mask", "block_mask"),
@@ -45,7 +45,7 @@ _NAMES_OF_ONE = (
     ("group", "process_group", "cp_group"),
 )
 # Hints for keywords. A hint applies if the function has the argument that is named, if any.
-_INSTEAD: dict[str, tuple[str | None, str]] = {
+_HINTS: dict[str, tuple[str | None, str]] = {
     **dict.fromkeys(
         ("dropout_p", "p", "dropout", "attention_dropout"),
         (None, "there is no dropout of probabilities"),
@@ -82,23 +82,23 @@ _INSTEAD: dict[str, tuple[str | None, str]] = {
 
 
 def refuse_keywords(
-    function: Callable[..., Any], unknown: dict[str, Any], called: str | None = None
+    function: Callable[..., Any], unknown: dict[str, Any], callee: str | None = None
 ) -> NoReturn:
     """Raise TypeError for keywords that a function does not have, with a hint for the first."""
     name = next(iter(unknown))
-    own = inspect.signature(function).parameters
-    same = (other for names in _NAMES_OF_ONE if name in names for other in names)
-    needed, hint = _INSTEAD.get(name, (None, ""))
-    if needed is not None and needed not in own:
+    parameters = inspect.signature(function).parameters
+    synonyms = (other for names in _SYNONYMS if name in names for other in names)
+    needed, hint = _HINTS.get(name, (None, ""))
+    if needed is not None and needed not in parameters:
         hint = ""
-    other = next((other for other in same if other in own), None)
+    other = next((other for other in synonyms if other in parameters), None)
     if other is not None:
         hint = f"it is called {other} here"
-    text = f"{called or function.__qualname__}() got an unexpected keyword argument {name!r}"
+    text = f"{callee or function.__qualname__}() got an unexpected keyword argument {name!r}"
     raise TypeError(f"{text}: {hint}" if hint else text)
 
 
-def without_unknown(function: _Function) -> _Function:
+def hide_unknown_keywords(function: _Function) -> _Function:
     """Remove the last parameter, of refused keywords, from a function's signature."""
     signature = inspect.signature(function)
     known = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
@@ -106,7 +106,7 @@ def without_unknown(function: _Function) -> _Function:
     return function
 
 
-def telling_keywords(cls: _Class) -> _Class:
+def with_keyword_hints(cls: _Class) -> _Class:
     """Let a class's constructor give hints for keywords that it does not have."""
     make: Callable[..., None] = cls.__init__  # type: ignore[misc]
     known = frozenset(inspect.signature(make).parameters)

@@ -39,22 +39,25 @@ def check_attention(
         most_head_dim: upper bound for query and key, and with ``any_width`` for value.
     """
     _check(
-        "check_attention", inputs, read_lengths, _told(inputs, most_head_dim) if any_width else {}
+        "check_attention",
+        inputs,
+        read_lengths,
+        _head_dims_for_core(inputs, most_head_dim) if any_width else {},
     )
 
 
-def _told(inputs: AttentionInputs, most_head_dim: int) -> dict[str, int]:
+def _head_dims_for_core(inputs: AttentionInputs, most_head_dim: int) -> dict[str, int]:
     """Return the head dimensions to pass to the core instead of those that it does not support.
 
     It supports one head dimension for all tensors, of at most 256.
     """
-    told = {}
+    head_dims = {}
     of_query, of_key = inputs.query.shape[-1:], inputs.key.shape[-1:]
     if of_query == of_key and any(MOST_HEAD_DIM < size <= most_head_dim for size in of_key):
-        told = dict.fromkeys(("query", "key", "value"), MOST_HEAD_DIM)
+        head_dims = dict.fromkeys(("query", "key", "value"), MOST_HEAD_DIM)
     if has_other_width(inputs, most_head_dim):
-        told["value"] = told.get("key", inputs.key.shape[-1])
-    return told
+        head_dims["value"] = head_dims.get("key", inputs.key.shape[-1])
+    return head_dims
 
 
 def has_other_width(inputs: AttentionInputs | KeyListInputs, most: int = MOST_HEAD_DIM) -> bool:
@@ -93,7 +96,7 @@ def _check(
     rule: str,
     inputs: AttentionInputs | SelectionInputs,
     read_lengths: bool,
-    told: dict[str, int] | None = None,
+    head_dims: dict[str, int] | None = None,
 ) -> None:
     try:
         from flash_dmattn import _core
@@ -109,14 +112,16 @@ def _check(
             raise ValueError(
                 f"{name} has shape {tuple(tensor.shape)}, but must have {rank} dimensions {form}"
             )
-    kept: list[Any] = []  # keeps values alive while the core reads them
-    described = (
-        _described(name, field, kept if read_lengths else None, (told or {}).get(name))
+    value_arrays: list[Any] = []  # keeps values alive while the core reads them
+    fields = (
+        _describe_tensor(
+            name, field, value_arrays if read_lengths else None, (head_dims or {}).get(name)
+        )
         if isinstance(field, Tensor)
         else field
         for name, field in zip(inputs._fields, inputs, strict=True)
     )
-    getattr(_core, rule)(tuple(described), _READABLE if read_lengths else _NOT_READABLE)
+    getattr(_core, rule)(tuple(fields), _READABLE if read_lengths else _NOT_READABLE)
 
 
 def _has_known_sizes(inputs: AttentionInputs | SelectionInputs) -> bool:
@@ -130,24 +135,24 @@ def _has_known_sizes(inputs: AttentionInputs | SelectionInputs) -> bool:
     )
 
 
-def _described(
-    name: str, tensor: Tensor, kept: list[Any] | None, width: int | None
+def _describe_tensor(
+    name: str, tensor: Tensor, value_arrays: list[Any] | None, head_dim: int | None
 ) -> tuple[Any, ...]:
     """Return the core's description of a tensor.
 
     Args:
         name, tensor: of the field.
-        kept: receives values that must live while the core reads; None if no values are read.
-        width: size to pass in place of the last one, or None.
+        value_arrays: receives values that must live while the core reads; None if none are read.
+        head_dim: size to pass in place of the last one, or None.
     """
     shape, strides, address = tuple(tensor.shape), tensor.stride(), None
-    if width is not None:
-        shape = (*shape[:-1], width)
-    if kept is not None and name in _WITH_VALUES and tensor.dtype == torch.int32:
+    if head_dim is not None:
+        shape = (*shape[:-1], head_dim)
+    if value_arrays is not None and name in _WITH_VALUES and tensor.dtype == torch.int32:
         values = array("i", tensor.flatten().tolist() or [0])
-        kept.append(values)
+        value_arrays.append(values)
         address = values.buffer_info()[0]
         if name == "block_table" and len(shape) == 2:
             strides = (shape[1], 1)
-    device = _NOT_READABLE if kept is None else _READABLE
+    device = _NOT_READABLE if value_arrays is None else _READABLE
     return (address, str(tensor.dtype).removeprefix("torch."), shape, strides, device, 0)

@@ -17,7 +17,7 @@ from ..record import KeyCounts
 from ..selection import key_counts
 from ..state.chunks import as_rows, check_heads
 from ..state.rows import Rows, concatenated, empty_rows, kept_rows, marked
-from ..wrong_keywords import refuse_keywords, without_unknown
+from ..wrong_keywords import hide_unknown_keywords, refuse_keywords
 from .exchange import exchanged, planned
 from .packed import packed_best, packed_shard, together
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["checked_group", "context_parallel_dmattn"]
 
 
-@without_unknown
+@hide_unknown_keywords
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def context_parallel_dmattn(
     query: Tensor,

@@ -16,7 +16,7 @@ from ..interface import flash_dmattn_func
 from ..modules import ForgettingAttention
 from ..modules.forgetting_cache import check_tokens
 from ..state.chunks import check_heads
-from ..wrong_keywords import refuse_keywords, without_unknown
+from ..wrong_keywords import hide_unknown_keywords, refuse_keywords
 from .context_parallel import checked_group
 from .layer import shard_positions
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["ContextParallelForgetting", "context_parallel_forgetting"]
 
 
-@without_unknown
+@hide_unknown_keywords
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def context_parallel_forgetting(
     query: Tensor,
@@ -175,7 +175,7 @@ class ContextParallelForgetting(ForgettingAttention):
             )
         return super().forward(hidden_states, **options)
 
-    @without_unknown
+    @hide_unknown_keywords
     def attend(
         self,
         query: Tensor,

@@ -13,7 +13,7 @@ from ..masks import IntervalMask
 from ..modules import DynamicMaskAttention
 from ..modules.arguments import check_cu_seqlens
 from ..modules.rotary import packed_positions
-from ..wrong_keywords import refuse_keywords, without_unknown
+from ..wrong_keywords import hide_unknown_keywords, refuse_keywords
 from .context_parallel import checked_group, context_parallel_dmattn
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class ContextParallelAttention(DynamicMaskAttention):
             )
         return super().forward(hidden_states, **options)
 
-    @without_unknown
+    @hide_unknown_keywords
     def attend(
         self,
         query: Tensor,

@@ -11,7 +11,7 @@ from flash_dmattn.arguments import check_together
 from flash_dmattn.forgetting import forgetting_attention, forgetting_bias
 from flash_dmattn.forgetting_formula import read_by
 from flash_dmattn.interface import flash_dmattn_func, flash_dmattn_varlen_func
-from flash_dmattn.masks import IntervalMask, telling_runs
+from flash_dmattn.masks import IntervalMask, mark_runs
 from flash_dmattn.modules.rotary import packed_positions
 
 from .structural_biology import backend_of
@@ -112,5 +112,5 @@ def _within(window_size: int, mask: IntervalMask | None, row: Tensor) -> Interva
     """
     start = row.to(torch.int32).unsqueeze(0)
     end = (start.long() + window_size).clamp(max=checks.MOST_ROWS).int()
-    window = telling_runs(IntervalMask(start, end))
+    window = mark_runs(IntervalMask(start, end))
     return window if mask is None else window & mask

@@ -47,30 +47,30 @@ def mask_and_bias(
     if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
         # If a cache has spare room, the mask shows how far it is written. If a sliding window has
         # cut a cache, the mask has more keys than are left.
-        batch, told = attention_mask.shape
-        padding = attention_mask if told <= keys else attention_mask[:, told - keys :]
-        keys = min(told, keys)
-        bias = _fitted(attention_bias, keys, dtype)
-        return MaskAndBias(_as_bool(padding).view(batch, 1, 1, keys), bias, keys)
-    bias = _fitted(attention_bias, keys, dtype)
+        batch, mask_length = attention_mask.shape
+        padding = attention_mask if mask_length <= keys else attention_mask[:, mask_length - keys :]
+        keys = min(mask_length, keys)
+        bias = _fit_bias(attention_bias, keys, dtype)
+        return MaskAndBias(_to_bool(padding).view(batch, 1, 1, keys), bias, keys)
+    bias = _fit_bias(attention_bias, keys, dtype)
     if not isinstance(attention_mask, Tensor):
         return MaskAndBias(attention_mask, bias, keys)
-    given = _up_to(keys, _four_dimensional("attention_mask", attention_mask))
-    if not given.is_floating_point():
-        return MaskAndBias(_as_bool(given), bias, keys)
-    kept = given > torch.finfo(given.dtype).min / 2
-    added = _fitted(given, keys, dtype)
+    mask = _cut_to(keys, _to_4d("attention_mask", attention_mask))
+    if not mask.is_floating_point():
+        return MaskAndBias(_to_bool(mask), bias, keys)
+    kept = mask > torch.finfo(mask.dtype).min / 2
+    added = _fit_bias(mask, keys, dtype)
     assert added is not None
-    return MaskAndBias(kept, added if bias is None else _sum(bias, added), keys)
+    return MaskAndBias(kept, added if bias is None else _add_biases(bias, added), keys)
 
 
 def sum_of_biases(**biases: Tensor | None) -> Tensor | None:
     """Add what is there of biases, in any of the forms that `mask_and_bias` takes one in."""
-    given = {name: bias for name, bias in biases.items() if bias is not None}
-    if len(given) < 2:
-        return next(iter(given.values()), None)
-    each = (_four_dimensional(name, checks.tensor(name, bias)) for name, bias in given.items())
-    return functools.reduce(_sum, each)
+    present = {name: bias for name, bias in biases.items() if bias is not None}
+    if len(present) < 2:
+        return next(iter(present.values()), None)
+    each = (_to_4d(name, checks.tensor(name, bias)) for name, bias in present.items())
+    return functools.reduce(_add_biases, each)
 
 
 def has_rows(tensor: Mask) -> bool:
@@ -78,19 +78,19 @@ def has_rows(tensor: Mask) -> bool:
     return isinstance(tensor, Tensor) and tensor.shape[-2] != 1
 
 
-def _as_bool(mask: Tensor) -> Tensor:
+def _to_bool(mask: Tensor) -> Tensor:
     return mask if mask.dtype == torch.bool else mask != 0
 
 
-def _fitted(bias: Tensor | None, keys: int, dtype: torch.dtype) -> Tensor | None:
+def _fit_bias(bias: Tensor | None, keys: int, dtype: torch.dtype) -> Tensor | None:
     """Return a bias for these keys, in query's dtype or float32."""
     if bias is None:
         return None
-    bias = _up_to(keys, _four_dimensional("attention_bias", bias))
+    bias = _cut_to(keys, _to_4d("attention_bias", bias))
     return bias if bias.dtype in (dtype, torch.float32) else bias.to(torch.float32)
 
 
-def _four_dimensional(name: str, tensor: Tensor) -> Tensor:
+def _to_4d(name: str, tensor: Tensor) -> Tensor:
     if tensor.dim() == 4:
         return tensor
     if tensor.dim() not in (2, 3):
@@ -100,12 +100,12 @@ def _four_dimensional(name: str, tensor: Tensor) -> Tensor:
     return tensor[:, None, None] if tensor.dim() == 2 else tensor.unsqueeze(2)
 
 
-def _up_to(keys: int, tensor: Tensor) -> Tensor:
+def _cut_to(keys: int, tensor: Tensor) -> Tensor:
     """Cut off columns beyond the keys, without a slice if there are none."""
     return tensor if tensor.shape[-1] <= keys else tensor[..., :keys]
 
 
-def _sum(bias: Tensor, added: Tensor) -> Tensor:
+def _add_biases(bias: Tensor, added: Tensor) -> Tensor:
     """Add two biases; of two head counts the smaller one is that of the KV heads."""
     heads = max(bias.shape[1], added.shape[1])
     bias, added = (

@@ -18,7 +18,7 @@ _ATTRIBUTE = "flash_dmattn_unsaved"
 # Attribute of a config, and of its file: what the model needs that no file holds.
 _NOTE = "needs_apply_flash_dmattn"
 # The config of the last warning. The parts of a model are made with the same config.
-_last_told: Callable[[], Any] | None = None
+_last_warned: Callable[[], Any] | None = None
 # PEFT's prefix of the names of a wrapped model.
 _PEFT_PREFIX = "base_model.model."
 
@@ -65,11 +65,11 @@ def forget_note(config: Any) -> None:
 
 def warn_of_note(config: Any) -> None:
     """Warn when a model is made from files that lack a part of it."""
-    global _last_told
+    global _last_warned
     lost = getattr(config, _NOTE, None)
-    if lost is None or (_last_told is not None and _last_told() is config):
+    if lost is None or (_last_warned is not None and _last_warned() is config):
         return
-    _last_told = weakref.ref(config)
+    _last_warned = weakref.ref(config)
     warnings.warn(
         f"this model was saved without the {lost} that it computed with: call apply_flash_dmattn "
         "with the same arguments, until when it computes without",

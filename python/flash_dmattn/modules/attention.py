@@ -18,7 +18,7 @@ from ..record import KeyCounts
 from ..reference import per_query_head
 from ..selection import keeps_all, key_counts, longest, refuse_without_window, without_nan
 from ..state.chunks import described_call
-from ..wrong_keywords import refuse_keywords, telling_keywords, without_unknown
+from ..wrong_keywords import hide_unknown_keywords, refuse_keywords, with_keyword_hints
 from .arguments import (
     check_backend,
     check_bias_form,
@@ -39,7 +39,7 @@ from .projections import check_states, draw_parameters, projected
 __all__ = ["DynamicMaskAttention"]
 
 
-@telling_keywords
+@with_keyword_hints
 class DynamicMaskAttention(nn.Module):
     """Self-attention of each query to the last keys, and to those others with the largest bias.
 
@@ -198,7 +198,7 @@ class DynamicMaskAttention(nn.Module):
             f"sink={self.sink is not None}"
         )
 
-    @without_unknown
+    @hide_unknown_keywords
     def forward(
         self,
         hidden_states: Tensor,
@@ -302,7 +302,7 @@ class DynamicMaskAttention(nn.Module):
             bias = bias.exp()
         return bias.unsqueeze(-2)
 
-    @without_unknown
+    @hide_unknown_keywords
     def attend(
         self,
         query: Tensor,

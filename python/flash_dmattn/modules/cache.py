@@ -19,7 +19,7 @@ from ..state import KeptKeys
 from ..state.chunks import check_left, check_sequences
 from ..state.rows import Rows, chosen
 from ..state.stored import check_names, check_setting, with_added
-from ..wrong_keywords import telling_keywords
+from ..wrong_keywords import with_keyword_hints
 from .arguments import check_tokens
 
 __all__ = ["AttentionCache"]
@@ -29,7 +29,7 @@ _LENGTH_DIMENSION = {"key": 1, "value": 1, "bias": 3}
 _SETTINGS = ("rollback", "every_key", "length")
 
 
-@telling_keywords
+@with_keyword_hints
 class AttentionCache:
     """The tokens that one layer keeps for decoding, in order.
 

@@ -17,7 +17,7 @@ from ..forgetting_formula import read_by
 from ..interface import flash_dmattn_func, flash_dmattn_varlen_func
 from ..masks import IntervalMask
 from ..selection import longest
-from ..wrong_keywords import refuse_keywords, telling_keywords, without_unknown
+from ..wrong_keywords import hide_unknown_keywords, refuse_keywords, with_keyword_hints
 from .arguments import (
     check_backend,
     check_padding,
@@ -35,7 +35,7 @@ from .projections import check_states, draw_parameters, projected
 __all__ = ["ForgettingAttention"]
 
 
-@telling_keywords
+@with_keyword_hints
 class ForgettingAttention(nn.Module):
     """Causal self-attention whose weights decay by learned forget gates.
 
@@ -156,7 +156,7 @@ class ForgettingAttention(nn.Module):
             f"rotary_base={self.rotary_base}"
         )
 
-    @without_unknown
+    @hide_unknown_keywords
     def forward(
         self,
         hidden_states: Tensor,
@@ -233,7 +233,7 @@ class ForgettingAttention(nn.Module):
         states = states.to(torch.promote_types(states.dtype, torch.float32)).contiguous()
         return logsigmoid(states)
 
-    @without_unknown
+    @hide_unknown_keywords
     def attend(
         self,
         query: Tensor,

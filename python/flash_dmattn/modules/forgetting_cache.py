@@ -19,7 +19,7 @@ from ..refusals import current_backward, refuse_recomputation
 from ..state.chunks import check_left, check_sequences
 from ..state.rows import chosen
 from ..state.stored import check_names, check_setting
-from ..wrong_keywords import telling_keywords
+from ..wrong_keywords import with_keyword_hints
 
 __all__ = ["ForgettingCache", "check_tokens"]
 
@@ -77,7 +77,7 @@ class _Held(NamedTuple):
         return left._replace(buffers=left.filled()) if self.rows == self.room else left
 
 
-@telling_keywords
+@with_keyword_hints
 class ForgettingCache:
     """The cache of one `ForgettingAttention`: the tokens that have not decayed for all its heads.
 

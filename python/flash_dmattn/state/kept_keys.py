@@ -12,13 +12,13 @@ from torch import Tensor
 from .. import checks
 from ..arguments import backend_name, flag
 from ..interface import Output, flash_dmattn_func
-from ..wrong_keywords import refuse_keywords, telling_keywords, without_unknown
+from ..wrong_keywords import hide_unknown_keywords, refuse_keywords, with_keyword_hints
 from .chunks import check_heads, check_like, described_call
 from .held_rows import HeldRows
 from .rows import Rows, concatenated, in_order, kept_rows, marked
 
 
-@telling_keywords
+@with_keyword_hints
 class KeptKeys(HeldRows):
     """The ``window_size`` keys with the largest bias so far: all that later queries can see.
 
@@ -46,7 +46,7 @@ class KeptKeys(HeldRows):
         rollback: number of last tokens that `forget` can remove.
     """
 
-    @without_unknown
+    @hide_unknown_keywords
     def attend(
         self,
         query: Tensor,
@@ -117,7 +117,7 @@ class KeptKeys(HeldRows):
         call = described_call(query, sink, settings)
         return self._taken_in(chunk, backend_name(backend), attend, call)
 
-    @without_unknown
+    @hide_unknown_keywords
     def update(
         self,
         key: Tensor,
@@ -147,7 +147,7 @@ class KeptKeys(HeldRows):
         seen = self._taken_in(chunk, backend_name(backend), lambda rows: rows)
         return seen.key, seen.value, seen.bias
 
-    @without_unknown
+    @hide_unknown_keywords
     def visible(
         self,
         key: Tensor,
@@ -184,7 +184,7 @@ class KeptKeys(HeldRows):
             return None
         return bias.detach() != -torch.inf
 
-    @without_unknown
+    @hide_unknown_keywords
     def updated(
         self,
         key: Tensor,
@@ -204,7 +204,7 @@ class KeptKeys(HeldRows):
             refuse_keywords(KeptKeys.updated, unknown)
         return self.extended(key, value, bias, padding, backend=backend)[1]
 
-    @without_unknown
+    @hide_unknown_keywords
     def extended(
         self,
         key: Tensor,
