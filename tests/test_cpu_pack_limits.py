@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flash_dmattn import _core, flash_dmattn_func
-from flash_dmattn.backends.torch_memory import exchanged
+from flash_dmattn.backends.torch_memory import to_core
 from flash_dmattn.loader import pack_for
 from support import Target, check, rand_bool, randn, simple_problem
 
@@ -58,7 +58,7 @@ def test_more_scores_than_the_backward_pass_saves(softcap: float, value: float) 
 def test_plan_that_was_not_filled() -> None:
     """A plan of zeros is refused: its zeros must not become divisors."""
     query, mask = torch.randn(1, 9, 1, 8), torch.ones(1, 1, 9, 9, dtype=torch.bool)
-    fields, of_mask = [exchanged(query)] * 3, exchanged(mask)
+    fields, of_mask = [to_core(query)] * 3, to_core(mask)
     problem = _core.Problem(
         pack_for("cpu"), *fields, mask=of_mask, scale=1.0, causal=False, softcap=0.0
     )
@@ -66,4 +66,4 @@ def test_plan_that_was_not_filled() -> None:
     workspace = torch.empty(problem.forward_workspace_bytes, dtype=torch.uint8)
     results = torch.empty_like(query), torch.empty(1, 1, 9)
     with pytest.raises(ValueError, match="not filled"):
-        problem.forward(*map(exchanged, (*results, plan, workspace)))
+        problem.forward(*map(to_core, (*results, plan, workspace)))

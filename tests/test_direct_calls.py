@@ -427,7 +427,7 @@ def test_parameters_whose_memory_has_moved(target: Target) -> None:
 def as_tuple(tensor: Tensor) -> tuple[Any, ...]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_memory, "CORE_READS_TENSORS", False)
-        described: tuple[Any, ...] = torch_memory.exchanged(tensor)
+        described: tuple[Any, ...] = torch_memory.to_core(tensor)
     return described
 
 

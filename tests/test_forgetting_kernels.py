@@ -15,7 +15,7 @@ from torch.nn.functional import logsigmoid
 import flash_dmattn
 from direct import HAS_DIRECT_CALLS
 from flash_dmattn import _core, forgetting, forgetting_bias, forgetting_ops, loader
-from flash_dmattn.backends.torch_memory import exchanged
+from flash_dmattn.backends.torch_memory import to_core
 from flash_dmattn.forgetting_formula import plain_gradient, plain_results
 from flash_dmattn.integrations import parallel_forgetting_attn
 from support import Target, core_without_allocator, randn
@@ -411,7 +411,7 @@ def test_wrong_calls_of_the_core() -> None:
     pack, gates = loader.pack_for("cpu"), torch.zeros(2, 3, CHUNK + 7)
     bias = torch.zeros(2, 3, 1, CHUNK + 7)
     rows = torch.zeros(2, 3, CHUNK + 7, dtype=torch.int32)
-    call = _core.Forgetting(pack, exchanged(gates), None, None, -1.0)
+    call = _core.Forgetting(pack, to_core(gates), None, None, -1.0)
     work = torch.zeros(call.workspace_bytes, dtype=torch.uint8)
     for wrong, kind, text in (
         ((bias.half(), rows, rows, -1.0, work), TypeError, "bias has dtype float16"),
@@ -424,20 +424,20 @@ def test_wrong_calls_of_the_core() -> None:
         ((bias, rows, rows, -1.0, work[:-1]), ValueError, "workspace has shape"),
     ):
         with pytest.raises(kind, match=text):
-            call.forget(*map(exchanged, wrong))  # type: ignore[arg-type]
+            call.forget(*map(to_core, wrong))  # type: ignore[arg-type]
     assert not bias.any()
     with pytest.raises(TypeError, match="dlog_forget has dtype float64"):
-        call.forget_backward(*map(exchanged, (bias, gates.double(), work)))
+        call.forget_backward(*map(to_core, (bias, gates.double(), work)))
     with pytest.raises(TypeError, match="log_forget has dtype int32"):
-        _core.Forgetting(pack, exchanged(rows), None, None, -1.0)
+        _core.Forgetting(pack, to_core(rows), None, None, -1.0)
     with pytest.raises(ValueError, match=r"padding has shape \(2, 6\)"):
-        _core.Forgetting(pack, *map(exchanged, (gates, torch.ones(2, 6).bool())), None, -1.0)
+        _core.Forgetting(pack, *map(to_core, (gates, torch.ones(2, 6).bool())), None, -1.0)
     for ends, text in (
         (bounds(0, 9, 7), "falls from 9 to 7 at index 2"),
         (bounds(0, 6), "ends with 6, but must end with"),
     ):
         with pytest.raises(ValueError, match=f"cu_seqlens {text}"):
-            _core.Forgetting(pack, exchanged(gates[0]), None, exchanged(ends), -1.0)
+            _core.Forgetting(pack, to_core(gates[0]), None, to_core(ends), -1.0)
     assert flash_dmattn.forgetting_bias(gates)[0].shape == bias.shape
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flash_dmattn import _core
-from flash_dmattn.backends.torch_memory import exchanged
+from flash_dmattn.backends.torch_memory import to_core
 from flash_dmattn.loader import pack_for
 from support import Problem, Target, randn
 
@@ -110,9 +110,9 @@ def test_bounds_that_change_after_they_were_checked(pack_target: Target) -> None
             bias = randn(*shape[1:]).to(device, pack_target.dtypes[-1])
             selection = _core.Selection(
                 pack_for(device),
-                exchanged(bias),
-                cu_seqlens_q=exchanged(cu_seqlens),
-                cu_seqlens_k=exchanged(cu_seqlens),
+                to_core(bias),
+                cu_seqlens_q=to_core(cu_seqlens),
+                cu_seqlens_k=to_core(cu_seqlens),
                 batch=2,
                 heads=2,
                 kv_heads=2,
@@ -131,9 +131,9 @@ def test_bounds_that_change_after_they_were_checked(pack_target: Target) -> None
             workspace = torch.empty(selection.workspace_bytes, dtype=torch.uint8, device=device)
             if rows == 1:
                 views = [view.squeeze(1) for view in views]
-                selection.intervals(*map(exchanged, (*views, workspace)))
+                selection.intervals(*map(to_core, (*views, workspace)))
             else:
-                selection.keep(exchanged(views[0]), exchanged(workspace))
+                selection.keep(to_core(views[0]), to_core(workspace))
             for buffer in buffers:
                 assert (buffer[:guard] == 1).all()
                 assert (buffer[guard + size :] == 1).all()

@@ -12,8 +12,8 @@ from torch import Tensor
 from .dispatch_state import has_values
 
 # IntervalMask and cu_seqlens store row and key counts as int32.
-MOST_ROWS = 2**31 - 1
-_MOST = 2**63 - 1
+MAX_ROWS = 2**31 - 1
+_INT64_MAX = 2**63 - 1
 _LONGEST_TEXT = 60
 _SCALARS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _STRIDED = torch.strided
@@ -138,12 +138,12 @@ def bounds(name: str, value: Any) -> Tensor:
     return cu_seqlens
 
 
-def index(name: str, value: Any, least: int = -_MOST - 1, most: int = _MOST) -> int:
+def index(name: str, value: Any, minimum: int = -_INT64_MAX - 1, maximum: int = _INT64_MAX) -> int:
     """Return an integer argument, kept symbolic under torch.compile.
 
     Raises:
         TypeError: it is not an integer, or it is a bool.
-        ValueError: it is below ``least`` or above ``most``. Compiled code does not check this.
+        ValueError: it is below ``minimum`` or above ``maximum``. Compiled code does not check this.
     """
     if isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool):
         raise TypeError(f"{name} must be an integer, got {described(value)}")
@@ -157,10 +157,10 @@ def index(name: str, value: Any, least: int = -_MOST - 1, most: int = _MOST) -> 
             if name == "window_size" and isinstance(value, tuple):
                 hint = "; IntervalMask.sliding_window(left, right, ...) makes an attn_mask"
             raise TypeError(f"{name} must be an integer, got {described(value)}{hint}") from None
-    if torch.compiler.is_compiling() or least <= value <= most:
+    if torch.compiler.is_compiling() or minimum <= value <= maximum:
         length: int = value
         return length
-    wanted = f"at least {least}" if value < least else f"at most {most}"
+    wanted = f"at least {minimum}" if value < minimum else f"at most {maximum}"
     raise ValueError(f"{name} must be {wanted}, got {described(value)}")
 
 

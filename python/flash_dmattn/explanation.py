@@ -15,7 +15,7 @@ from torch import Tensor
 from . import interface
 from .arguments import is_block_mask
 from .backends import select_backend
-from .backends.shapes import MOST_HEAD_DIM
+from .backends.shapes import MAX_HEAD_DIM
 from .checks import flag
 from .ops import RecordedError
 from .record import ATTENTION, KEY_LISTS, AttentionInputs, KeyListInputs, SelectionInputs
@@ -192,13 +192,10 @@ def _explain_lists(
         kernels = (*pack_kernels[:count], *kernels[count:])
     forward, backward, key_mass = map(_kernel, kernels)
     obstacles = [*width_obstacles]
-    if (
-        requested == "triton"
-        and max(inputs.query.shape[-1], inputs.value.shape[-1]) > MOST_HEAD_DIM
-    ):
+    if requested == "triton" and max(inputs.query.shape[-1], inputs.value.shape[-1]) > MAX_HEAD_DIM:
         obstacles.append(
             Obstacle(
-                f"head dimensions above {MOST_HEAD_DIM} are computed by PyTorch operations",
+                f"head dimensions above {MAX_HEAD_DIM} are computed by PyTorch operations",
                 "there is no other way to compute them",
             )
         )

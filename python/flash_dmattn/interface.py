@@ -32,7 +32,7 @@ from .arguments import (
     without_expansion,
 )
 from .backends import available_backends, check_backend_name, require_available
-from .checks import MOST_ROWS
+from .checks import MAX_ROWS
 from .masks import IntervalMask
 from .plan import AttentionPlan, checked_mask
 from .record import DENSE, AttentionInputs, KeyCounts, Packing
@@ -340,8 +340,8 @@ def flash_dmattn_varlen_func(
         cu_seqlens_q,
         cu_seqlens_k,
         block_table,
-        index("max_seqlen_q", max_seqlen_q, 0, MOST_ROWS),
-        index("max_seqlen_k", max_seqlen_k, 0, MOST_ROWS),
+        index("max_seqlen_q", max_seqlen_q, 0, MAX_ROWS),
+        index("max_seqlen_k", max_seqlen_k, 0, MAX_ROWS),
     )
     if block_indices is not None or block_size is not None:
         key_indices, attn_mask = _blocks(

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from . import checks
-from .checks import MOST_ROWS
+from .checks import MAX_ROWS
 
 
 def checked_length(name: str, length: int) -> int:
     """Check and return a number of queries or keys."""
-    return checks.index(name, length, 0, MOST_ROWS)
+    return checks.index(name, length, 0, MAX_ROWS)
 
 
 def checked_side(name: str, side: int | None) -> int | None:
@@ -23,7 +23,7 @@ def checked_side(name: str, side: int | None) -> int | None:
     if side < 0:
         raise ValueError(f"{name} must be at least 0, or None for no limit, got {side}")
     # A side longer than any sequence is no limit. The clamp prevents overflow of sums with it.
-    return side if torch.compiler.is_compiling() else min(side, MOST_ROWS)
+    return side if torch.compiler.is_compiling() else min(side, MAX_ROWS)
 
 
 def last_bound(cu_seqlens: Tensor) -> int:
@@ -31,7 +31,7 @@ def last_bound(cu_seqlens: Tensor) -> int:
     if cu_seqlens.shape[0] == 0:
         raise ValueError("cu_seqlens must have a last value unless length is given, got shape (0,)")
     checks.check_values("cu_seqlens", cu_seqlens, "; pass length")
-    return checks.index("the last value of cu_seqlens", int(cu_seqlens[-1]), 0, MOST_ROWS)
+    return checks.index("the last value of cu_seqlens", int(cu_seqlens[-1]), 0, MAX_ROWS)
 
 
 def check_integers(name: str, tensor: Tensor, dimensions: int, shape: str) -> None:

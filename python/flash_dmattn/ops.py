@@ -18,7 +18,7 @@ from .arguments import MaskParts, any_autocast, flag, mask_parts, resolved_deter
 from .backends import select_backend
 from .backends.base import Backend, lse_dtype, lse_shape, mass_shape, out_shape
 from .backends.reference import ReferenceBackend
-from .backends.shapes import has_other_width
+from .backends.shapes import has_other_value_dim
 from .masks import IntervalMask
 from .operators import define, direct_apply, library, without_negation
 from .record import (
@@ -105,13 +105,16 @@ def attention(
         select: returns a call with a mask in place of its window, if it has one.
         need_lse: whether lse is wanted.
     """
-    if backend != "reference" and has_other_width(inputs):
-        from .value_width import in_one_width, of_width  # imported here: other calls do not need it
+    if backend != "reference" and has_other_value_dim(inputs):
+        from .value_width import (  # imported here: other calls do not need it
+            first_columns,
+            pad_to_one_head_dim,
+        )
 
-        if not _is_narrow(inputs, backend):
-            width = inputs.value.shape[-1]
-            out, lse = attention(in_one_width(inputs), backend, select, need_lse=need_lse)
-            return of_width(out, width), lse
+        if not _uses_narrow_values(inputs, backend):
+            value_dim = inputs.value.shape[-1]
+            out, lse = attention(pad_to_one_head_dim(inputs), backend, select, need_lse=need_lse)
+            return first_columns(out, value_dim), lse
     if dispatch_state.is_idle(inputs[:_TENSOR_COUNT]):
         chosen = select_backend(inputs.query.device, backend)
         if inputs.window >= 0 and not chosen.selects():
@@ -137,11 +140,11 @@ def attention(
     return out, lse
 
 
-def _is_narrow(inputs: AttentionInputs, backend: str) -> bool:
-    from .value_width import is_narrow
+def _uses_narrow_values(inputs: AttentionInputs, backend: str) -> bool:
+    from .value_width import serves_narrow_values
 
     widths = _narrow_widths(str(inputs.query.device), backend)
-    return is_narrow(inputs, widths, recorded=is_recorded(inputs[:_TENSOR_COUNT]))
+    return serves_narrow_values(inputs, widths, needs_backward=is_recorded(inputs[:_TENSOR_COUNT]))
 
 
 def _narrow_widths(device: str, backend: str) -> tuple[int, int]:
@@ -194,7 +197,7 @@ def usual_attention(
         return None
     if tensors[0].shape[-1] != tensors[2].shape[-1]:
         inputs = AttentionInputs(*call.fields)
-        if not (has_other_width(inputs) and _is_narrow(inputs, "auto")):
+        if not (has_other_value_dim(inputs) and _uses_narrow_values(inputs, "auto")):
             return None
     return _attention_of(chosen, "auto", call, tensors, need_lse=need_lse)
 

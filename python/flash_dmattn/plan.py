@@ -21,7 +21,7 @@ from .arguments import (
     without_expansion,
     writable,
 )
-from .checks import MOST_ROWS, described
+from .checks import MAX_ROWS, described
 from .masks import IntervalMask
 from .record import DENSE, AttentionInputs, Packing
 from .wrong_keywords import hide_unknown_keywords, refuse_keywords
@@ -345,7 +345,7 @@ def _packing(
             f"{missing[0]} must be given too: packed sequences need {', '.join(given)}"
         )
     longest_q, longest_k = (
-        index(n, given[n], 0, MOST_ROWS) for n in ("max_seqlen_q", "max_seqlen_k")
+        index(n, given[n], 0, MAX_ROWS) for n in ("max_seqlen_q", "max_seqlen_k")
     )
     return Packing(cu_seqlens_q, cu_seqlens_k, block_table, longest_q, longest_k)
 

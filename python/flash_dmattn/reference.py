@@ -341,7 +341,7 @@ def without_autocast(device_type: str) -> AbstractContextManager[object]:
     return torch.autocast(device_type, enabled=False) if has_autocast else nullcontext()
 
 
-def sink_share(sink: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+def softmax_shares(sink: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """Return the keys' share and the sink's share of a softmax; they sum to 1.
 
     Args:
@@ -367,8 +367,8 @@ def _attend(
     scores = scores.masked_fill(~kept, -torch.inf).masked_fill(~row_kept.unsqueeze(-1), 0)
     probabilities, lse = torch.softmax(scores, -1), torch.logsumexp(scores, -1)
     if sink is not None:
-        share, _ = sink_share(sink, lse.masked_fill(~row_kept, 0))
-        probabilities = probabilities * share.unsqueeze(-1)
+        key_share, _ = softmax_shares(sink, lse.masked_fill(~row_kept, 0))
+        probabilities = probabilities * key_share.unsqueeze(-1)
     probabilities = probabilities.masked_fill(~kept, 0)
     lse = lse.masked_fill(~row_kept, -torch.inf)
     out = (probabilities @ value).masked_fill(~row_kept.unsqueeze(-1), 0)

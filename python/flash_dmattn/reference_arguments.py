@@ -60,7 +60,7 @@ def check_reference(
             softcap=checks.number("softcap", softcap, ""),
             sink=sink,
         )
-        check_attention(_in_query_dtype(inputs), any_width=True)
+        check_attention(_in_query_dtype(inputs), allows_other_value_dim=True)
     except (TypeError, ValueError) as error:
         # Translate the argument names of flash_dmattn_func, whose rules these are.
         text = str(error)

@@ -19,7 +19,7 @@ from .arguments import (
     to_4d,
     without_expansion,
 )
-from .checks import MOST_ROWS
+from .checks import MAX_ROWS
 from .masks import IntervalMask
 from .record import DENSE, KeyCounts, Packing, SelectionInputs
 from .wrong_keywords import hide_unknown_keywords, refuse_keywords
@@ -347,7 +347,7 @@ def _dense_tensors(
     if query_length is None:
         rows = [t.shape[2] for t in (bias, mask) if t is not None and t.shape[2] != 1]
         query_length = rows[0] if rows else keys
-    return bias, mask, batch, index("query_length", query_length, 0, MOST_ROWS), keys
+    return bias, mask, batch, index("query_length", query_length, 0, MAX_ROWS), keys
 
 
 def _head_counts(
@@ -370,7 +370,7 @@ def _head_counts(
 def _key_length(given: list[Tensor], key_length: int | None) -> int:
     """Return K, from the argument or from the first tensor with a key dimension above 1."""
     if key_length is not None:
-        return index("key_length", key_length, 0, MOST_ROWS)
+        return index("key_length", key_length, 0, MAX_ROWS)
     for tensor in given:
         if tensor.dim() and tensor.shape[-1] != 1:
             return tensor.shape[-1]
@@ -411,7 +411,7 @@ def _check_packed_form(bias: Tensor, mask: Tensor | None, mask_name: str) -> Non
 def longest(name: str, length: int | None, cu_seqlens: Tensor) -> int:
     """Return the length of the longest sequence; by default it is read from the device."""
     if length is not None:
-        return index(name, length, 0, MOST_ROWS)
+        return index(name, length, 0, MAX_ROWS)
     return checks.longest(name.replace("max_seqlen", "cu_seqlens"), cu_seqlens, f"; pass {name}")
 
 

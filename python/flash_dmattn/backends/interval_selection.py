@@ -34,7 +34,7 @@ def select_intervals(inputs: SelectionInputs) -> tuple[Tensor, Tensor]:
         nothing = torch.zeros(shape, dtype=torch.int32, device=bias.device)
         return nothing, nothing.clone()
     key = torch.arange(keys, device=bias.device)
-    first_key, past_key, first_row, row_count = _places(inputs, key)
+    first_key, past_key, first_row, row_count = _sequences_of_keys(inputs, key)
     # The number of visible keys before each key, in the list and in its sequence.
     before = torch.nn.functional.pad(seen.cumsum(-1), (1, 0))
     rank = before[:, :-1] - before[:, first_key]
@@ -68,25 +68,25 @@ def _thresholds(number: Tensor, low: Tensor, high: Tensor, window: int) -> Tenso
     """Return the window-th smallest number in each place's run; K if the run is shorter."""
     lists, keys = number.shape
     low, high = (bound.expand(lists, -1) for bound in (low, high))
-    wanted = torch.full_like(low, window)
-    enough = high - low >= window
+    remaining = torch.full_like(low, window)
+    is_full = high - low >= window
     threshold = torch.zeros_like(low)
     for bit in range(max(keys - 1, 1).bit_length() - 1, -1, -1):
         is_zero = (number >> bit) & 1 == 0
         zeros = torch.nn.functional.pad(is_zero.cumsum(-1), (1, 0))
         zeros_low, zeros_high = zeros.gather(-1, low), zeros.gather(-1, high)
         found = zeros_high - zeros_low
-        among = wanted <= found
+        is_in_zeros = remaining <= found
         ones = zeros[:, -1:]  # numbers whose bit is 1 follow those whose bit is 0
-        low = torch.where(among, zeros_low, ones + low - zeros_low)
-        high = torch.where(among, zeros_high, ones + high - zeros_high)
-        wanted = torch.where(among, wanted, wanted - found)
-        threshold = torch.where(among, threshold, threshold | 1 << bit)
+        low = torch.where(is_in_zeros, zeros_low, ones + low - zeros_low)
+        high = torch.where(is_in_zeros, zeros_high, ones + high - zeros_high)
+        remaining = torch.where(is_in_zeros, remaining, remaining - found)
+        threshold = torch.where(is_in_zeros, threshold, threshold | 1 << bit)
         place = zeros[:, :-1]
         position = torch.arange(keys, device=number.device)
         moved = torch.where(is_zero, place, ones + position - place)
         number = torch.empty_like(number).scatter_(-1, moved, number)
-    return torch.where(enough, threshold, keys)
+    return torch.where(is_full, threshold, keys)
 
 
 def _broadcast(inputs: SelectionInputs, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -104,7 +104,9 @@ def _broadcast(inputs: SelectionInputs, shape: tuple[int, ...]) -> tuple[Tensor,
     return bias, lists(inputs.mask)
 
 
-def _places(inputs: SelectionInputs, key: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _sequences_of_keys(
+    inputs: SelectionInputs, key: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return, for each key: the first key and the end of its sequence, the sequence's row at the
     key's place, which may be negative, and the sequence's number of rows.
     """
@@ -113,6 +115,6 @@ def _places(inputs: SelectionInputs, key: Tensor) -> tuple[Tensor, Tensor, Tenso
         cu_q, cu_k = (torch.arange(2, device=key.device) * n for n in (inputs.queries, inputs.keys))
     # Invalid bounds must not give indices out of range.
     cu_q, cu_k = cu_q.long(), cu_k.long().clamp(0, key.shape[-1])
-    own = (torch.searchsorted(cu_k, key, right=True) - 1).clamp(0, max(cu_q.shape[0] - 2, 0))
-    first_key, past_key, rows = cu_k[own], cu_k[own + 1], cu_q.diff()[own]
+    sequence = (torch.searchsorted(cu_k, key, right=True) - 1).clamp(0, max(cu_q.shape[0] - 2, 0))
+    first_key, past_key, rows = cu_k[sequence], cu_k[sequence + 1], cu_q.diff()[sequence]
     return first_key, past_key, key - past_key + rows, rows

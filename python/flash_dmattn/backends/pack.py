@@ -29,7 +29,7 @@ _ALLOCATOR = _core.Allocator(
 _TENSORS = ATTENTION.tensor_count
 # Whether GPU packs also sum the key mass of calls without a mask. Triton is faster there.
 KEY_MASS_WITHOUT_MASK = False
-_MOST_PLACES = 2**31 - 1
+_MAX_KEY_ROWS = 2**31 - 1
 
 
 class PackBackend(Backend):
@@ -86,8 +86,8 @@ class PackBackend(Backend):
     def kept_bytes(self, inputs: AttentionInputs) -> int:
         """Return kept_bytes of the core's problem for a call with a separate lse."""
         size = super().kept_bytes(inputs)
-        low = out_rest_bytes(inputs) if self.pack.wants_out_rest else 0
-        return _padded(size) + _padded(low) if low else size
+        rest_bytes = out_rest_bytes(inputs) if self.pack.wants_out_rest else 0
+        return _padded(size) + _padded(rest_bytes) if rest_bytes else size
 
     def make_plan(self, inputs: AttentionInputs, *, zeroed: bool) -> Tensor:
         """Convert the mask to columns."""
@@ -102,8 +102,8 @@ class PackBackend(Backend):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Run the forward pass; make a plan first if none is given."""
         size = self.kept_bytes(inputs) if zeroed else None
-        made = torch_memory.keep(self.pack, self._threads(), inputs, zeroed=size)
-        out, lse, kept = made[_TENSORS:]
+        results = torch_memory.keep(self.pack, self._threads(), inputs, zeroed=size)
+        out, lse, kept = results[_TENSORS:]
         assert out is not None
         assert lse is not None
         return out, lse, kept
@@ -111,17 +111,17 @@ class PackBackend(Backend):
     def attend(self, call: _core.Call, *, need_lse: bool) -> tuple[Tensor, Tensor | None]:
         """Run the forward pass, with one allocation for everything that is not returned."""
         pack, threads = self.pack, self._threads()
-        made = call.attend(pack, threads, _ALLOCATOR, need_lse)
-        if made is not None:
-            return made
+        results = call.attend(pack, threads, _ALLOCATOR, need_lse)
+        if results is not None:
+            return results
         return torch_memory.attend(pack, threads, AttentionInputs(*call.fields), need_lse=need_lse)
 
     def keep(self, call: _core.Call, *, need_lse: bool) -> tuple[tuple[Tensor | None, ...], Any]:
         """Run the forward pass, with one allocation less if lse is not needed."""
         pack, threads = self.pack, self._threads()
-        made = call.keep(pack, threads, _ALLOCATOR, need_lse)
-        if made is not None:
-            return made, call
+        results = call.keep(pack, threads, _ALLOCATOR, need_lse)
+        if results is not None:
+            return results, call
         inputs = AttentionInputs(*call.fields)
         return torch_memory.keep(pack, threads, inputs), inputs[_TENSORS:]
 
@@ -172,14 +172,14 @@ class PackBackend(Backend):
         wanted: tuple[str, ...],
     ) -> Gradients:
         """Run the backward pass on the plan of forward."""
-        given = (dout, dlse, out, lse, kept)
-        return torch_memory.backward(self.pack, self._threads(), inputs, given, wanted)
+        operands = (dout, dlse, out, lse, kept)
+        return torch_memory.backward(self.pack, self._threads(), inputs, operands, wanted)
 
     def key_mass(self, inputs: AttentionInputs, lse: Tensor) -> Tensor:
         """Run the pack's kernel, or Triton's if the pack has none for this call."""
-        if self._has_key_mass(inputs):
+        if self._pack_computes_mass(inputs):
             return torch_memory.key_mass(self.pack, self._threads(), inputs, lse)
-        if self._triton_sums(inputs):
+        if self._triton_computes_mass(inputs):
             # Triton makes its own plan; its format differs from that of packs.
             triton = portable.load("triton", self.name, "backend=None")
             return triton.key_mass(inputs._replace(given_plan=None), lse)
@@ -187,13 +187,17 @@ class PackBackend(Backend):
 
     def key_mass_reads_plan(self, inputs: AttentionInputs) -> bool:
         """Say whether `key_mass` reads the plan of a call, if it has one."""
-        return self._has_key_mass(inputs)
+        return self._pack_computes_mass(inputs)
 
     def key_mass_kernel(self, inputs: AttentionInputs) -> str:
         """Return the name of the kernel of `key_mass`."""
-        if self._has_key_mass(inputs):
+        if self._pack_computes_mass(inputs):
             return f"key_mass of {self.pack.name}"
-        return "key_mass_kernel of Triton" if self._triton_sums(inputs) else "PyTorch operations"
+        return (
+            "key_mass_kernel of Triton"
+            if self._triton_computes_mass(inputs)
+            else "PyTorch operations"
+        )
 
     def serves_lists(self, inputs: KeyListInputs) -> bool:
         """Say whether it has kernels for a call that lists the keys of each query."""
@@ -204,7 +208,7 @@ class PackBackend(Backend):
             and query.shape[-1] == inputs.value.shape[-1] <= self.pack.max_head_dim
             and (bias is None or bias.dtype != torch.float64 or "float32" in self.pack.dtypes)
             and min(query.numel(), key.numel(), inputs.indices.numel()) > 0
-            and (inputs.block_table is None or key.shape[0] * key.shape[1] <= _MOST_PLACES)
+            and (inputs.block_table is None or key.shape[0] * key.shape[1] <= _MAX_KEY_ROWS)
         )
 
     def forgets(self) -> bool:
@@ -216,16 +220,19 @@ class PackBackend(Backend):
         return torch_memory.list_forward(self.pack, self._threads(), inputs)
 
     def list_backward(
-        self, inputs: KeyListInputs, given: tuple[Tensor | None, ...], wanted: tuple[str, ...]
+        self,
+        inputs: KeyListInputs,
+        operands: tuple[Tensor | None, ...],
+        wanted: tuple[str, ...],
     ) -> Gradients:
         """Return the gradients of the wanted fields, with row sums in any order.
 
         Args:
             inputs: of the call.
-            given: the gradients of out and lse, then out and lse.
+            operands: the gradients of out and lse, then out and lse.
             wanted: names of fields.
         """
-        return torch_memory.list_backward(self.pack, self._threads(), inputs, given, wanted)
+        return torch_memory.list_backward(self.pack, self._threads(), inputs, operands, wanted)
 
     def forget(
         self,
@@ -258,19 +265,19 @@ class PackBackend(Backend):
         if not _core.forget_backward(pack, threads, dbias, gradient, gates, least):
             torch_memory.forget_backward(pack, threads, (gradient, dbias), gates, least)
 
-    def _has_key_mass(self, inputs: AttentionInputs) -> bool:
+    def _pack_computes_mass(self, inputs: AttentionInputs) -> bool:
         biases = self.pack.key_mass_biases
-        serves = biases == "all" or inputs.bias is None or inputs.bias.shape[-2] == 1
-        if biases == "none" or not serves:
+        serves_bias = biases == "all" or inputs.bias is None or inputs.bias.shape[-2] == 1
+        if biases == "none" or not serves_bias:
             return False
         has_mask = inputs.mask is not None or inputs.start is not None
         if has_mask or self.name != "cuda" or KEY_MASS_WITHOUT_MASK:
             return True
-        return not self._triton_sums(inputs)
+        return not self._triton_computes_mass(inputs)
 
-    def _triton_sums(self, inputs: AttentionInputs) -> bool:
-        is_exact = inputs.bias is not None and inputs.bias.dtype == torch.float64
-        return not is_exact and portable.why_unavailable("triton", self.name) is None
+    def _triton_computes_mass(self, inputs: AttentionInputs) -> bool:
+        is_float64 = inputs.bias is not None and inputs.bias.dtype == torch.float64
+        return not is_float64 and portable.why_unavailable("triton", self.name) is None
 
     def select_intervals(self, inputs: SelectionInputs) -> tuple[Tensor, Tensor]:
         """Select for a bias that is the same for every query."""

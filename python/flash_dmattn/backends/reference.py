@@ -20,7 +20,7 @@ from flash_dmattn.reference import (
     per_query_head,
     recorded_gradients,
     sequences,
-    sink_share,
+    softmax_shares,
     without_autocast,
 )
 
@@ -51,19 +51,19 @@ class ReferenceBackend(Backend):
 
     def make_plan(self, inputs: AttentionInputs, *, zeroed: bool) -> Tensor:
         """Check the inputs, and return an empty tensor."""
-        check_attention(inputs, any_width=True)
+        check_attention(inputs, allows_other_value_dim=True)
         return inputs.query.new_empty(0, dtype=torch.uint8)
 
     def describe(self, inputs: AttentionInputs, *_: Any) -> str:
         """Check the inputs; the description is empty."""
-        check_attention(inputs, any_width=True)
+        check_attention(inputs, allows_other_value_dim=True)
         return "{}"
 
     def forward(
         self, inputs: AttentionInputs, *, zeroed: bool = False
     ) -> tuple[Tensor, Tensor, None]:
         """Compute by the formula."""
-        check_attention(inputs, any_width=True)
+        check_attention(inputs, allows_other_value_dim=True)
         return *formula(inputs), None
 
     def recorded_backward(
@@ -79,8 +79,8 @@ class ReferenceBackend(Backend):
         """
 
         def compute(tensors: dict[str, Tensor | None]) -> tuple[Tensor, Tensor]:
-            own = inputs._replace(**tensors)  # type: ignore[arg-type]
-            return self.forward(own)[:2]
+            call = inputs._replace(**tensors)  # type: ignore[arg-type]
+            return self.forward(call)[:2]
 
         tensors = differentiable_tensors(inputs)
         return recorded_gradients(tensors, compute, (dout, dlse), wanted)
@@ -107,18 +107,18 @@ class ReferenceBackend(Backend):
             part_dlse = dlse[:, part.rows].unsqueeze(0) if inputs.packed else dlse
             with without_autocast(out.device.type):
                 gradients = _dense_gradients(inputs, part, part_dout.to(dtype), part_dlse.to(dtype))
-            places = _places(inputs, part)
+            slices = _gradient_slices(inputs, part)
             for name, total in totals.items():
                 gradient = gradients[name]
                 if name == "sink":
                     total += gradient
                     continue
-                total[places[name]] = gradient[0] if inputs.packed else gradient
+                total[slices[name]] = gradient[0] if inputs.packed else gradient
         return {name: total.to(getattr(inputs, name).dtype) for name, total in totals.items()}
 
     def key_mass(self, inputs: AttentionInputs, lse: Tensor) -> Tensor:
         """Sum by the formula, in row chunks."""
-        check_attention(inputs, any_width=True)
+        check_attention(inputs, allows_other_value_dim=True)
         return key_mass(inputs)
 
     def select_intervals(self, inputs: SelectionInputs) -> tuple[Tensor, Tensor]:
@@ -174,8 +174,8 @@ def _dense_gradients(
     if inputs.sink is None:
         dscores = dscores + probabilities * dlse.unsqueeze(-1)
     else:
-        _, share = sink_share(inputs.sink, attended.lse)
-        gradients["sink"] = -(share * delta).masked_fill(~kept.any(3), 0).sum((0, 2))
+        _, sink_share = softmax_shares(inputs.sink, attended.lse)
+        gradients["sink"] = -(sink_share * delta).masked_fill(~kept.any(3), 0).sum((0, 2))
         without_sink = attend(part, inputs._replace(sink=None)).probabilities
         dscores = dscores + without_sink * dlse.unsqueeze(-1)
     dscores = dscores.masked_fill(~kept, 0)
@@ -201,7 +201,7 @@ def _group_sum(gradient: Tensor, part: Sequence) -> Tensor:
     return gradient.reshape(batch, kv_heads, heads // kv_heads, *rest).sum(2)
 
 
-def _places(inputs: AttentionInputs, part: Sequence) -> dict[str, tuple[slice, ...]]:
+def _gradient_slices(inputs: AttentionInputs, part: Sequence) -> dict[str, tuple[slice, ...]]:
     """Return the indices of one sequence's gradients within those of the call."""
     everything = slice(None)
     if not inputs.packed:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flash_dmattn.record import AttentionInputs, KeyListInputs, SelectionInputs
 
-MOST_HEAD_DIM = 256
+MAX_HEAD_DIM = 256
 # Device types for the core, which reads values only of CPU tensors.
 _READABLE, _NOT_READABLE = 1, 2
 _WITH_VALUES = ("cu_seqlens_q", "cu_seqlens_k", "block_table")
@@ -26,8 +26,8 @@ def check_attention(
     inputs: AttentionInputs,
     *,
     read_lengths: bool = True,
-    any_width: bool = False,
-    most_head_dim: int = MOST_HEAD_DIM,
+    allows_other_value_dim: bool = False,
+    max_head_dim: int = MAX_HEAD_DIM,
 ) -> None:
     """Raise TypeError or ValueError with the argument, its value and the allowed values.
 
@@ -35,44 +35,47 @@ def check_attention(
         inputs: of the call.
         read_lengths: if False, the values of the cu_seqlens are not checked, because they are on
             the device.
-        any_width: whether value may have another head dimension than key.
-        most_head_dim: upper bound for query and key, and with ``any_width`` for value.
+        allows_other_value_dim: whether value may have another head dimension than key.
+        max_head_dim: upper bound for query and key, and with ``allows_other_value_dim`` for value.
     """
     _check(
         "check_attention",
         inputs,
         read_lengths,
-        _head_dims_for_core(inputs, most_head_dim) if any_width else {},
+        _head_dims_for_core(inputs, max_head_dim) if allows_other_value_dim else {},
     )
 
 
-def _head_dims_for_core(inputs: AttentionInputs, most_head_dim: int) -> dict[str, int]:
+def _head_dims_for_core(inputs: AttentionInputs, max_head_dim: int) -> dict[str, int]:
     """Return the head dimensions to pass to the core instead of those that it does not support.
 
     It supports one head dimension for all tensors, of at most 256.
     """
     head_dims = {}
     of_query, of_key = inputs.query.shape[-1:], inputs.key.shape[-1:]
-    if of_query == of_key and any(MOST_HEAD_DIM < size <= most_head_dim for size in of_key):
-        head_dims = dict.fromkeys(("query", "key", "value"), MOST_HEAD_DIM)
-    if has_other_width(inputs, most_head_dim):
+    if of_query == of_key and any(MAX_HEAD_DIM < size <= max_head_dim for size in of_key):
+        head_dims = dict.fromkeys(("query", "key", "value"), MAX_HEAD_DIM)
+    if has_other_value_dim(inputs, max_head_dim):
         head_dims["value"] = head_dims.get("key", inputs.key.shape[-1])
     return head_dims
 
 
-def has_other_width(inputs: AttentionInputs | KeyListInputs, most: int = MOST_HEAD_DIM) -> bool:
+def has_other_value_dim(
+    inputs: AttentionInputs | KeyListInputs, max_head_dim: int = MAX_HEAD_DIM
+) -> bool:
     """Say whether value differs from query and key in its head dimension only.
 
     Raises:
-        ValueError: a head dimension is not from 1 to ``most``.
+        ValueError: a head dimension is not from 1 to ``max_head_dim``.
     """
     key, value = inputs.key.shape, inputs.value.shape
     if key[-1:] == value[-1:] or key[-1:] != inputs.query.shape[-1:] or key[:-1] != value[:-1]:
         return False
     for name, shape in (("query", inputs.query.shape), ("value", value)):
-        if not 1 <= shape[-1] <= most:
+        if not 1 <= shape[-1] <= max_head_dim:
             raise ValueError(
-                f"{name} has shape {tuple(shape)}, but its head dimension must be from 1 to {most}"
+                f"{name} has shape {tuple(shape)}, but its head dimension must be from 1 to "
+                f"{max_head_dim}"
             )
     return True
 

@@ -32,7 +32,6 @@ __all__ = [
     "attend",
     "backward",
     "computed_gradients",
-    "exchanged",
     "forget",
     "forget_backward",
     "keep",
@@ -42,6 +41,7 @@ __all__ = [
     "make_plan",
     "raw_stream",
     "select",
+    "to_core",
 ]
 
 # torch >= 2.10: the core reads the tensor itself, which is much faster.
@@ -58,7 +58,7 @@ def make_plan(pack: _core.Pack, threads: int, inputs: AttentionInputs, *, zeroed
     plan = (_zeros if zeroed else _bytes)(size, device)
     if size:
         workspace = _scratch(problem.plan_workspace_bytes, device)
-        problem.plan(exchanged(plan), exchanged(workspace))
+        problem.plan(to_core(plan), to_core(workspace))
     return plan
 
 
@@ -70,7 +70,7 @@ def attend(
     problem, plan = _problem(pack, threads, inputs), inputs.given_plan
     out, lse = _out(inputs), _lse(inputs) if need_lse else None
     scratch = _scratch(problem.attend_bytes(need_lse, plan is not None), out.device)
-    problem.attend(exchanged(out), exchanged(lse), exchanged(plan), exchanged(scratch))
+    problem.attend(to_core(out), to_core(lse), to_core(plan), to_core(scratch))
     return out, lse
 
 
@@ -95,7 +95,7 @@ def keep(
     if plan is None:
         work = max(work, problem.plan_workspace_bytes)
     arguments = (out, lse, plan, kept, _scratch(work, out.device))
-    problem.keep(*map(exchanged, arguments))
+    problem.keep(*map(to_core, arguments))
     return (*tensors, out, lse, kept)
 
 
@@ -103,21 +103,24 @@ def backward(
     pack: _core.Pack,
     threads: int,
     inputs: AttentionInputs,
-    given: tuple[Tensor | None, ...],
+    operands: tuple[Tensor | None, ...],
     wanted: tuple[str, ...],
 ) -> Gradients:
     """Return the gradients of the wanted fields.
 
     Args:
         pack, threads, inputs: of the call.
-        given: the gradients of out and lse, then out, lse and the other kept data.
+        operands: the gradients of out and lse, then out, lse and the other kept data.
         wanted: names of fields.
     """
     if inputs.value.shape[-1] != inputs.key.shape[-1]:
-        inputs, given = _with_aligned_rows(inputs), (_aligned(given[0]), *given[1:])
+        inputs, operands = (
+            _with_aligned_rows(inputs),
+            (_aligned(operands[0]), *operands[1:]),
+        )
         wanted = computed_gradients(inputs, wanted)
     problem = _problem(pack, threads, inputs)
-    return _differentiate(problem, inputs, given, wanted, inputs.given_plan)
+    return _differentiate(problem, inputs, operands, wanted, inputs.given_plan)
 
 
 def computed_gradients(inputs: AttentionInputs, wanted: tuple[str, ...]) -> tuple[str, ...]:
@@ -137,7 +140,7 @@ def key_mass(pack: _core.Pack, threads: int, inputs: AttentionInputs, lse: Tenso
         plan = make_plan(pack, threads, inputs, zeroed=False)
     mass = torch.empty(mass_shape(inputs), dtype=torch.float32, device=device)
     workspace = _scratch(problem.key_mass_workspace_bytes, device)
-    problem.key_mass(*map(exchanged, (mass, lse, plan, workspace)))
+    problem.key_mass(*map(to_core, (mass, lse, plan, workspace)))
     return mass
 
 
@@ -146,7 +149,7 @@ def list_forward(pack: _core.Pack, threads: int, inputs: KeyListInputs) -> tuple
     problem, call = _list_problem(pack, threads, inputs), inputs.without_lists()
     out, lse = _out(call), _lse(call)
     workspace = _scratch(problem.forward_workspace_bytes, out.device)
-    problem.forward(exchanged(out), exchanged(lse), None, exchanged(workspace))
+    problem.forward(to_core(out), to_core(lse), None, to_core(workspace))
     return out, lse
 
 
@@ -154,11 +157,11 @@ def list_backward(
     pack: _core.Pack,
     threads: int,
     inputs: KeyListInputs,
-    given: tuple[Tensor | None, ...],
+    operands: tuple[Tensor | None, ...],
     wanted: tuple[str, ...],
 ) -> Gradients:
     """Compute `backward` for a call that lists the keys of each query; no other data is kept."""
-    return _differentiate(_list_problem(pack, threads, inputs), inputs, (*given, None), wanted)
+    return _differentiate(_list_problem(pack, threads, inputs), inputs, (*operands, None), wanted)
 
 
 def describe(
@@ -174,7 +177,7 @@ def describe(
 
 
 def _selection(pack: _core.Pack, threads: int, inputs: SelectionInputs) -> _core.Selection:
-    fields, stream = map(exchanged, inputs), _stream(inputs.bias)
+    fields, stream = map(to_core, inputs), _stream(inputs.bias)
     return _core.Selection(pack, *fields, threads=threads, stream=stream)
 
 
@@ -185,7 +188,7 @@ def select(
     selection = _selection(pack, threads, inputs)
     workspace = _scratch(selection.workspace_bytes, inputs.bias.device)
     write = selection.keep if len(results) == 1 else selection.intervals
-    write(*map(exchanged, (*results, workspace)))
+    write(*map(to_core, (*results, workspace)))
 
 
 def forget(
@@ -198,8 +201,8 @@ def forget(
     """Write the bias of forget gates, and start and end unless None; bounds: least, prune."""
     least, prune = bounds
     call, workspace = _forgetting(pack, threads, gates, least)
-    bias, start, end = map(exchanged, results)
-    call.forget(bias, start, end, prune, exchanged(workspace))
+    bias, start, end = map(to_core, results)
+    call.forget(bias, start, end, prune, to_core(workspace))
 
 
 def forget_backward(
@@ -211,8 +214,8 @@ def forget_backward(
 ) -> None:
     """Write the gradient of forget gates, the first of ``gradients``, from that of the bias."""
     call, workspace = _forgetting(pack, threads, gates, least)
-    written, dbias = map(exchanged, gradients)
-    call.forget_backward(dbias, written, exchanged(workspace))
+    dgates, dbias = map(to_core, gradients)
+    call.forget_backward(dbias, dgates, to_core(workspace))
 
 
 def _forgetting(
@@ -222,13 +225,13 @@ def _forgetting(
     least: float,
 ) -> tuple[_core.Forgetting, Tensor | None]:
     """Return a call of the core and its workspace."""
-    log_forget, padding, cu_seqlens = map(exchanged, gates)
+    log_forget, padding, cu_seqlens = map(to_core, gates)
     stream = _stream(gates[0])
     call = _core.Forgetting(pack, log_forget, padding, cu_seqlens, least, threads, stream)
     return call, _scratch(call.workspace_bytes, gates[0].device)
 
 
-def exchanged(field: object) -> Any:
+def to_core(field: object) -> Any:
     """Return a field in the form that the core reads.
 
     On an older torch a tensor becomes a description of its memory, which does not keep it alive.
@@ -247,20 +250,20 @@ def exchanged(field: object) -> Any:
 
 
 def _problem(pack: _core.Pack, threads: int, inputs: AttentionInputs) -> _core.Problem:
-    fields = map(exchanged, inputs)
+    fields = map(to_core, inputs)
     return _core.Problem(pack, *fields, threads=threads, stream=_stream(inputs.query))
 
 
 def _list_problem(pack: _core.Pack, threads: int, inputs: KeyListInputs) -> _core.Problem:
     problem = _problem(pack, threads, inputs.without_lists())
-    problem.list_keys(exchanged(inputs.indices), exchanged(inputs.index_bias))
+    problem.list_keys(to_core(inputs.indices), to_core(inputs.index_bias))
     return problem
 
 
 def _differentiate(
     problem: _core.Problem,
     inputs: AttentionInputs | KeyListInputs,
-    given: tuple[Tensor | None, ...],
+    operands: tuple[Tensor | None, ...],
     wanted: tuple[str, ...],
     plan: Tensor | None = None,
 ) -> Gradients:
@@ -269,9 +272,9 @@ def _differentiate(
         like: Tensor = getattr(inputs, name)
         gradients[name] = torch.empty_like(like, memory_format=torch.contiguous_format)
     workspace = _scratch(problem.backward_workspace_bytes, inputs.query.device)
-    dout, dlse, out, lse, kept = map(exchanged, given)
-    written = {name: exchanged(gradient) for name, gradient in gradients.items()}
-    problem.backward(dout, dlse, out, lse, written, exchanged(plan), exchanged(workspace), kept)
+    dout, dlse, out, lse, kept = map(to_core, operands)
+    written_fields = {name: to_core(gradient) for name, gradient in gradients.items()}
+    problem.backward(dout, dlse, out, lse, written_fields, to_core(plan), to_core(workspace), kept)
     return gradients
 
 

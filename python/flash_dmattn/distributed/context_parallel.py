@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import checks
 from ..arguments import backend_name, index
-from ..checks import MOST_ROWS
+from ..checks import MAX_ROWS
 from ..interface import Output, flash_dmattn_func, flash_dmattn_varlen_func
 from ..record import KeyCounts
 from ..selection import key_counts
@@ -99,7 +99,7 @@ def context_parallel_dmattn(
     if unknown:
         refuse_keywords(context_parallel_dmattn, unknown)
     counts = key_counts(window_size, keep_last, keep_first)
-    index("window_size", window_size, 0 if counts.by_place else 1, MOST_ROWS)
+    index("window_size", window_size, 0 if counts.by_place else 1, MAX_ROWS)
     ranks, name = checked_group(group), backend_name(backend)
     settings: dict[str, Any] = {
         "softmax_scale": softmax_scale,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .. import checks
 from ..arguments import index
-from ..checks import MOST_ROWS
+from ..checks import MAX_ROWS
 from ..record import KeyCounts, Packing
 from ..selection import CallShape, select
 from ..state.rows import NOWHERE, Rows
@@ -50,7 +50,7 @@ def packed_shard(
         )
     for name, tensor in (("value", value), ("attn_bias", bias), ("cu_seqlens", cu_seqlens)):
         checks.same_device(name, tensor, "key's device", key.device)
-    longest = 0 if max_seqlen is None else index("max_seqlen", max_seqlen, 0, MOST_ROWS)
+    longest = 0 if max_seqlen is None else index("max_seqlen", max_seqlen, 0, MAX_ROWS)
     if max_seqlen is None or bounds.is_cpu:
         longest_part, end = torch.stack((bounds.diff().max(), bounds[-1])).tolist()
         if end != total:

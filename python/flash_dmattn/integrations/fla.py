@@ -74,7 +74,7 @@ def parallel_forgetting_attn(
             f"to go with q and k, got {tuple(g.shape)}"
         )
     if window_size is not None:
-        window_size = checks.index("window_size", window_size, 1, checks.MOST_ROWS)
+        window_size = checks.index("window_size", window_size, 1, checks.MAX_ROWS)
     backend = backend_of(q)
     if cu_seqlens is None:
         gates = g.transpose(1, 2)
@@ -111,6 +111,6 @@ def _within(window_size: int, mask: IntervalMask | None, row: Tensor) -> Interva
         row: ``(1, N)``, packed ``(total,)``: each key's row.
     """
     start = row.to(torch.int32).unsqueeze(0)
-    end = (start.long() + window_size).clamp(max=checks.MOST_ROWS).int()
+    end = (start.long() + window_size).clamp(max=checks.MAX_ROWS).int()
     window = mark_runs(IntervalMask(start, end))
     return window if mask is None else window & mask

@@ -51,11 +51,11 @@ def triangle_attention(
         TypeError, ValueError, NotImplementedError, RuntimeError: as `flash_dmattn_func`.
     """
     q, k, v, bias = (
-        _five(name, tensor) for name, tensor in (("q", q), ("k", k), ("v", v), ("bias", bias))
+        _to_5d(name, tensor) for name, tensor in (("q", q), ("k", k), ("v", v), ("bias", bias))
     )
     if bias.dtype not in (q.dtype, torch.float32):
         bias = bias.to(torch.float32)
-    kept = None if mask is None else _five("mask", mask) != 0
+    kept = None if mask is None else _to_5d("mask", mask) != 0
     found = pair_bias_attention(
         q.transpose(2, 3),
         k.transpose(2, 3),
@@ -98,21 +98,21 @@ def evoformer_attention(
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: as `flash_dmattn_func`.
     """
-    given = list(biases)
-    if len(given) > 2:
-        raise ValueError(f"biases must be at most two tensors, got {len(given)}")
-    of_keys, of_pairs = (*given, None, None)[:2]
+    tensors = list(biases)
+    if len(tensors) > 2:
+        raise ValueError(f"biases must be at most two tensors, got {len(tensors)}")
+    of_keys, of_pairs = (*tensors, None, None)[:2]
     checks.tensor("Q", Q)
     if Q.dim() != 5:
         raise ValueError(f"Q must have shape (B, N, S, H, D), got {tuple(Q.shape)}")
     outer, inner, length, heads, _ = Q.shape
     shapes = ((outer, inner, 1, 1, length), (outer, 1, heads, length, length))
-    for number, (tensor, shape) in enumerate(zip((of_keys, of_pairs), shapes, strict=True)):
-        if tensor is None:
+    for number, (bias, shape) in enumerate(zip((of_keys, of_pairs), shapes, strict=True)):
+        if bias is None:
             continue
-        checks.tensor(f"biases[{number}]", tensor)
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"biases[{number}] must have shape {shape}, got {tuple(tensor.shape)}")
+        checks.tensor(f"biases[{number}]", bias)
+        if tuple(bias.shape) != shape:
+            raise ValueError(f"biases[{number}] must have shape {shape}, got {tuple(bias.shape)}")
     if of_pairs is not None and of_pairs.dtype not in (Q.dtype, torch.float32):
         of_pairs = of_pairs.to(torch.float32)
     out = pair_bias_attention(Q, K, V, attn_bias=of_pairs, key_bias=of_keys, backend=backend_of(Q))
@@ -122,11 +122,11 @@ def evoformer_attention(
 
 def backend_of(query: Tensor) -> str | None:
     """Return the backend: triton for float32 on a GPU, which no kernel pack computes."""
-    is_wide = query.dtype == torch.float32 and autocast_dtype(query) is None
-    return "triton" if is_wide and query.is_cuda else None
+    is_float32 = query.dtype == torch.float32 and autocast_dtype(query) is None
+    return "triton" if is_float32 and query.is_cuda else None
 
 
-def _five(name: str, tensor: Tensor) -> Tensor:
+def _to_5d(name: str, tensor: Tensor) -> Tensor:
     checks.tensor(name, tensor)
     if tensor.dim() not in (4, 5):
         raise ValueError(

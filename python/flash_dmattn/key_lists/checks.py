@@ -11,7 +11,7 @@ from flash_dmattn.checks import is_one_of
 from flash_dmattn.record import KeyListInputs
 
 # A latent cache of 512 columns plus 64 rotated ones.
-MOST_LISTED_HEAD_DIM = 576
+MAX_LISTED_HEAD_DIM = 576
 _BIASES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -20,8 +20,8 @@ def check_key_lists(inputs: KeyListInputs) -> None:
     check_attention(
         inputs.without_lists(),
         read_lengths=inputs.query.device.type == "cpu",
-        any_width=True,
-        most_head_dim=MOST_LISTED_HEAD_DIM,
+        allows_other_value_dim=True,
+        max_head_dim=MAX_LISTED_HEAD_DIM,
     )
     indices, index_bias, bias = inputs.indices, inputs.index_bias, inputs.bias
     heads, kv_heads = inputs.query.shape[-2], inputs.key.shape[-2]

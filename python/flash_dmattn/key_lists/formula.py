@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flash_dmattn.backends.base import lse_shape, mass_shape, out_shape
 from flash_dmattn.record import Gradients, KeyListInputs
-from flash_dmattn.reference import computing_dtype, sink_share, without_autocast
+from flash_dmattn.reference import computing_dtype, softmax_shares, without_autocast
 
 from .places import Rows, bias_steps, by_head, key_places, rows_of
 from .products import Gathered
@@ -78,8 +78,8 @@ def forward(inputs: KeyListInputs, *, recorded: bool = False) -> tuple[Tensor, T
             chunk = _chunk(call, rows)
             weights, own_lse = chunk.probabilities, chunk.lse
             if inputs.sink is not None:
-                share, _ = _sink_share(inputs.sink, own_lse)
-                weights = weights * share.unsqueeze(-1)
+                key_share, _ = _softmax_shares(inputs.sink, own_lse)
+                weights = weights * key_share.unsqueeze(-1)
             own = chunk.values.sums(weights)
             if chunk.empty is not None:
                 own_lse = own_lse.masked_fill(chunk.empty, -torch.inf)
@@ -124,8 +124,8 @@ def key_mass(inputs: KeyListInputs, *, recorded: bool = False) -> Tensor:
             chunk = _chunk(call, rows)
             weights = chunk.probabilities
             if inputs.sink is not None:
-                share, _ = _sink_share(inputs.sink, chunk.lse)
-                weights = weights * share.unsqueeze(-1)
+                key_share, _ = _softmax_shares(inputs.sink, chunk.lse)
+                weights = weights * key_share.unsqueeze(-1)
             those = Rows(*(t.long() for t in chunk.rows))
             places = _bias_places(laid_out, those, chunk.listed.long(), chunk.valid).reshape(-1)
             parts = _of_heads(weights, call.heads).reshape(-1)
@@ -151,16 +151,16 @@ def _add_gradients(
 
     weights = probabilities = chunk.probabilities
     if call.inputs.sink is not None:
-        share, rest = _sink_share(call.inputs.sink, chunk.lse)
-        weights = probabilities * share.unsqueeze(-1)
-    given = of_chunk(dout)
+        key_share, sink_share = _softmax_shares(call.inputs.sink, chunk.lse)
+        weights = probabilities * key_share.unsqueeze(-1)
+    chunk_dout = of_chunk(dout)
     if "value" in totals:
-        chunk.values.add_to(totals["value"], weights, given)
-    dscores = chunk.values.dots(given)
+        chunk.values.add_to(totals["value"], weights, chunk_dout)
+    dscores = chunk.values.dots(chunk_dout)
     # Uses the products of dscores, so that rounding errors cancel. dout * out has other errors.
     delta = (weights * dscores).sum(-1)
     if "sink" in totals:
-        totals["sink"] -= _by_row(rest * delta).sum(0)
+        totals["sink"] -= _by_row(sink_share * delta).sum(0)
     dscores.sub_(delta.unsqueeze(-1)).mul_(weights)
     if dlse is not None:
         dscores.add_(probabilities * of_chunk(dlse).unsqueeze(-1))
@@ -176,8 +176,8 @@ def _add_gradients(
     if chunk.slope is not None:
         dscores.mul_(chunk.slope)
     if "query" in totals:
-        own = chunk.keys.sums(dscores).mul_(call.inputs.scale)
-        _by_list(totals["query"][rows], lists).copy_(own)
+        dquery = chunk.keys.sums(dscores).mul_(call.inputs.scale)
+        _by_list(totals["query"][rows], lists).copy_(dquery)
     if "key" in totals:
         chunk.keys.add_to(totals["key"], dscores, chunk.query)
 
@@ -316,11 +316,11 @@ def _bias_places(inputs: KeyListInputs, rows: Rows, listed: Tensor, valid: Tenso
     return places.masked_fill(~_expanded(valid, most), inputs.bias.numel())
 
 
-def _sink_share(sink: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+def _softmax_shares(sink: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """Return the shares of the keys and of the sink in a softmax, ``(h, rows, g)``."""
-    share, rest = sink_share(sink, _by_row(lse).transpose(0, 1))
+    key_share, sink_share = softmax_shares(sink, _by_row(lse).transpose(0, 1))
     lists = lse.shape[0]
-    return _by_list(share.transpose(0, 1), lists), _by_list(rest.transpose(0, 1), lists)
+    return _by_list(key_share.transpose(0, 1), lists), _by_list(sink_share.transpose(0, 1), lists)
 
 
 def _by_list(tensor: Tensor, lists: int) -> Tensor:

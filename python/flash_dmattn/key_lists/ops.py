@@ -13,7 +13,7 @@ from torch import Tensor
 from flash_dmattn import dispatch_state, loader
 from flash_dmattn.backends import select_backend
 from flash_dmattn.backends.base import lse_shape, mass_shape, out_shape
-from flash_dmattn.backends.shapes import MOST_HEAD_DIM, has_other_width
+from flash_dmattn.backends.shapes import MAX_HEAD_DIM, has_other_value_dim
 from flash_dmattn.operators import define, library, without_negation
 from flash_dmattn.ops import stop_if_recorded
 from flash_dmattn.record import (
@@ -44,11 +44,11 @@ _TENSOR_COUNT = KEY_LISTS.tensor_count
 
 def attention(inputs: KeyListInputs, backend: str) -> tuple[Tensor, Tensor]:
     """Return out and lse, differentiable."""
-    if _takes_one_width(inputs, backend) and has_other_width(inputs):
-        from flash_dmattn.value_width import in_one_width, of_width
+    if _needs_one_head_dim(inputs, backend) and has_other_value_dim(inputs):
+        from flash_dmattn.value_width import first_columns, pad_to_one_head_dim
 
-        out, lse = attention(in_one_width(inputs), backend)
-        return of_width(out, inputs.value.shape[-1]), lse
+        out, lse = attention(pad_to_one_head_dim(inputs), backend)
+        return first_columns(out, inputs.value.shape[-1]), lse
     stop_if_recorded(inputs, backend)
     if dispatch_state.is_transformed() or dispatch_state.forward_mode_is_compiled():
         # Plain operations support all torch transforms.
@@ -76,20 +76,22 @@ def check_call(inputs: KeyListInputs, backend: str) -> None:
 
 def uses_triton(inputs: KeyListInputs, backend: str) -> bool:
     """Say whether Triton kernels compute a call. Their row sums have no fixed order."""
-    return backend == "triton" and not inputs.deterministic and not _is_wide(inputs)
+    return backend == "triton" and not inputs.deterministic and not _exceeds_max_head_dim(inputs)
 
 
-def _takes_one_width(inputs: KeyListInputs, backend: str) -> bool:
+def _needs_one_head_dim(inputs: KeyListInputs, backend: str) -> bool:
     if uses_triton(inputs, backend):
         return True
     # Dynamo cannot trace the query to a pack.
     if inputs.key.shape[-1] == inputs.value.shape[-1] or torch.compiler.is_compiling():
         return False
-    return serving_pack(without_values(inputs), backend) is not None and not _is_wide(inputs)
+    return serving_pack(without_values(inputs), backend) is not None and not _exceeds_max_head_dim(
+        inputs
+    )
 
 
-def _is_wide(inputs: KeyListInputs) -> bool:
-    return max(inputs.query.shape[-1], inputs.value.shape[-1]) > MOST_HEAD_DIM
+def _exceeds_max_head_dim(inputs: KeyListInputs) -> bool:
+    return max(inputs.query.shape[-1], inputs.value.shape[-1]) > MAX_HEAD_DIM
 
 
 def serving_pack(
@@ -105,8 +107,8 @@ def serving_pack(
         return None
     if not chosen.serves_lists(inputs):
         return None
-    in_any_order = backward and inputs.deterministic and not chosen.pack.orders_lists
-    return None if in_any_order else chosen
+    is_unordered = backward and inputs.deterministic and not chosen.pack.orders_lists
+    return None if is_unordered else chosen
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:

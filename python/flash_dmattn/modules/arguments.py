@@ -37,7 +37,7 @@ _BIAS_FORMS = ("softplus", "exp")
 def check_positive(**sizes: int) -> None:
     """Raise unless the sizes are integers above 0."""
     for name, size in sizes.items():
-        checks.index(name, size, 1, checks.MOST_ROWS)
+        checks.index(name, size, 1, checks.MAX_ROWS)
 
 
 def checked_heads(
@@ -63,11 +63,11 @@ def checked_heads(
     return kv_heads, head_dim
 
 
-def finite(name: str, value: float, least: float = -math.inf) -> float:
+def finite(name: str, value: float, minimum: float = -math.inf) -> float:
     """Return a number that is neither infinite nor NaN."""
     given = checks.number(name, value, "")
-    if not (math.isfinite(given) and given >= least):
-        wanted = "" if least == -math.inf else f" and at least {least}"
+    if not (math.isfinite(given) and given >= minimum):
+        wanted = "" if minimum == -math.inf else f" and at least {minimum}"
         raise ValueError(f"{name} must be finite{wanted}, got {given}")
     return given
 

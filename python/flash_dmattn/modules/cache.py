@@ -67,13 +67,13 @@ class AttentionCache:
             ValueError: max_length is less than 1, or rollback is negative.
         """
         if max_length is not None:
-            max_length = index("max_length", max_length, most=checks.MOST_ROWS)
+            max_length = index("max_length", max_length, maximum=checks.MAX_ROWS)
             if max_length < 1:
                 raise ValueError(
                     f"max_length must be at least 1, or None to grow, got {max_length}"
                 )
         self.max_length = max_length
-        self.rollback = index("rollback", rollback, 0, checks.MOST_ROWS)
+        self.rollback = index("rollback", rollback, 0, checks.MAX_ROWS)
         self.every_key = flag("every_key", every_key)
         self._length = 0
         self._buffers: dict[str, Tensor] = {}

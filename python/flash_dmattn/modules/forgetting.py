@@ -108,8 +108,8 @@ class ForgettingAttention(nn.Module):
             )
         rotary_base = None if rotary_base is None else checked_base(rotary_base, head_dim)
         softmax_scale = None if softmax_scale is None else finite("softmax_scale", softmax_scale)
-        norm_eps = finite("norm_eps", norm_eps, least=0)
-        init_std = finite("init_std", init_std, least=0)
+        norm_eps = finite("norm_eps", norm_eps, minimum=0)
+        init_std = finite("init_std", init_std, minimum=0)
         qk_norm, projection_bias = (
             flag("qk_norm", qk_norm),
             flag("projection_bias", projection_bias),

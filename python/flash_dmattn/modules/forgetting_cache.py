@@ -26,7 +26,7 @@ __all__ = ["ForgettingCache", "check_tokens"]
 _FIELDS = ("key", "value", "total")
 _LENGTH_DIMENSION = {"key": 1, "value": 1, "total": 2}
 _SETTINGS = ("capacity", "rollback", "prune", "length")
-_LEAST_ROWS = 64
+_MIN_ROWS = 64
 _Result = TypeVar("_Result")
 
 
@@ -114,9 +114,9 @@ class ForgettingCache:
             ValueError: capacity is less than 1, or rollback is negative.
         """
         if capacity is not None:
-            capacity = checks.index("capacity", capacity, 1, checks.MOST_ROWS)
+            capacity = checks.index("capacity", capacity, 1, checks.MAX_ROWS)
         self.capacity = capacity
-        self.rollback = checks.index("rollback", rollback, 0, checks.MOST_ROWS)
+        self.rollback = checks.index("rollback", rollback, 0, checks.MAX_ROWS)
         self._held: _Held | None = None
         self._prune: float | None = None
         self._made_during = current_backward()
@@ -263,7 +263,7 @@ class ForgettingCache:
         check_names(state, _SETTINGS, tensors)
         for name in _SETTINGS[:2]:
             check_setting(state, name, getattr(self, name), "ForgettingCache")
-        length = checks.index("length of state", state["length"], 0, checks.MOST_ROWS)
+        length = checks.index("length of state", state["length"], 0, checks.MAX_ROWS)
         prune = checked_prune(state["prune"])
         held = None
         if any(name in state for name in tensors):
@@ -353,7 +353,7 @@ class ForgettingCache:
         kept = rows + count - first
         parts = {name: t.narrow(_LENGTH_DIMENSION[name], first, kept) for name, t in seen.items()}
         if not records:
-            room = max(2 * kept, _LEAST_ROWS)
+            room = max(2 * kept, _MIN_ROWS)
             if self.capacity is not None:
                 room = 2 * self.capacity + self.rollback
             parts = {name: _with_room(part, name, max(room, kept)) for name, part in parts.items()}

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["are_as_found", "fused_step", "is_as_made", "is_token", "plain_parts"]
 
 # Beyond these sizes matrix products are faster than the kernels' vector products.
-_MOST_SEQUENCES = 4
-_MOST_WEIGHTS = 1 << 23
+_MAX_SEQUENCES = 4
+_MAX_WEIGHTS = 1 << 23
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "dt_proj")
 _NORMS = ("q_norm", "k_norm")
 _METHODS = ("attend", "key_bias")
@@ -89,7 +89,7 @@ def is_token(x: Any) -> bool:
         type(x) in PLAIN_TYPES
         and x.dim() == 3
         and x.shape[1] == 1
-        and 0 < x.shape[0] <= _MOST_SEQUENCES
+        and 0 < x.shape[0] <= _MAX_SEQUENCES
         and x.dtype != torch.float64
         and x.stride(2) == 1
         and not x.is_neg()
@@ -140,7 +140,7 @@ def plain_parts(layer: Projecting, norm: type[nn.Module]) -> tuple[Part, ...] | 
             return None
         bias = module._parameters.get("bias")
         weight = module._parameters.get("weight")
-        if weight is None or weight.numel() > _MOST_WEIGHTS:
+        if weight is None or weight.numel() > _MAX_WEIGHTS:
             return None
         if name in _PROJECTIONS and parts and (bias is None) != (parts[0].bias is None):
             return None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import checks, dispatch_state
 from ..arguments import index, writable
-from ..checks import MOST_ROWS
+from ..checks import MAX_ROWS
 from ..record import KeyCounts
 from ..refusals import current_backward, refuse_recomputation
 from .chunks import as_rows, check_heads, check_like, check_sequences, needs_gradient
@@ -69,11 +69,11 @@ class HeldRows:
             TypeError: an argument is not an integer.
             ValueError: window_size is too small, or another number is negative.
         """
-        self.keep_last = index("keep_last", keep_last, 0, MOST_ROWS)
-        self.keep_first = index("keep_first", keep_first, 0, MOST_ROWS)
+        self.keep_last = index("keep_last", keep_last, 0, MAX_ROWS)
+        self.keep_first = index("keep_first", keep_first, 0, MAX_ROWS)
         least = 0 if self.keep_last or self.keep_first else 1
-        self.window_size = index("window_size", window_size, least, MOST_ROWS)
-        self.rollback = index("rollback", rollback, 0, MOST_ROWS)
+        self.window_size = index("window_size", window_size, least, MAX_ROWS)
+        self.rollback = index("rollback", rollback, 0, MAX_ROWS)
         self._start = index("start", start, 0)
         # Older rows, and the last ``rollback`` tokens.
         self._kept: Rows | None = None

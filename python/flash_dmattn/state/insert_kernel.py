@@ -17,7 +17,7 @@ from ..record import KeyCounts
 from .rows import Rows
 
 # More biases than this are searched in parts.
-_MOST_ROWS_AT_ONCE = 4096
+_MAX_ROWS_AT_ONCE = 4096
 
 
 class BiasOfValues(NamedTuple):
@@ -98,6 +98,6 @@ def _prepared(
         WIDTH=width,
         KEEP_LAST=keep_last,
         KEEP_FIRST=keep_first,
-        BLOCK_ROWS=min(_MOST_ROWS_AT_ONCE, triton.next_power_of_2(rows)),
+        BLOCK_ROWS=min(_MAX_ROWS_AT_ONCE, triton.next_power_of_2(rows)),
         BLOCK_WIDTH=triton.next_power_of_2(width),
     )

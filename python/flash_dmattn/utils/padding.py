@@ -85,8 +85,8 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
             outside of the batch.
     """
     checks.tensor("hidden_states", hidden_states)
-    batch = checks.index("batch", batch, 0, checks.MOST_ROWS)
-    seqlen = checks.index("seqlen", seqlen, 0, checks.MOST_ROWS)
+    batch = checks.index("batch", batch, 0, checks.MAX_ROWS)
+    seqlen = checks.index("seqlen", seqlen, 0, checks.MAX_ROWS)
     _check_indices(indices, hidden_states, batch * seqlen)
     if hidden_states.dim() < 1 or indices.shape[0] != hidden_states.shape[0]:
         raise ValueError(

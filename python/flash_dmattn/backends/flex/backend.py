@@ -26,7 +26,7 @@ TORCH_FLOOR = (2, 6)
 _DEVICES = ("cuda", "cpu")
 _GPU_DTYPES = (torch.float16, torch.bfloat16)
 # The compiled code computes indices into a mask or bias in 32 bits.
-_MOST_ELEMENTS = (1 << 31) - 1
+_MAX_ELEMENTS = (1 << 31) - 1
 
 
 def why_unavailable(device_type: str | None) -> str | None:
@@ -122,7 +122,7 @@ def _check(inputs: AttentionInputs) -> None:
             f"{' or '.join(map(str, _GPU_DTYPES))} on a GPU"
         )
     for name, tensor in (("attn_mask", inputs.mask), ("attn_bias", inputs.bias)):
-        if tensor is not None and tensor.numel() > _MOST_ELEMENTS:
+        if tensor is not None and tensor.numel() > _MAX_ELEMENTS:
             raise NotImplementedError(
                 f"{name} has shape {tuple(tensor.shape)}, but backend='flex' reads tensors of up "
                 "to 2^31 - 1 elements; use backend=None, or an IntervalMask"

@@ -33,10 +33,10 @@ def padded(length: int) -> int:
 
 def make_blocks(problem: Problem) -> Blocks:
     """Return the blocks of a problem's mask. Partial blocks of intervals may keep nothing."""
-    return _of_rows(problem) if problem.rows else _of_intervals(problem)
+    return _blocks_of_rows(problem) if problem.rows else _blocks_of_intervals(problem)
 
 
-def _of_intervals(problem: Problem) -> Blocks:
+def _blocks_of_intervals(problem: Problem) -> Blocks:
     queries, keys = problem.query.shape[2], problem.key.shape[2]
     live = problem.start < problem.end
     fill = (0, padded(keys) - keys)
@@ -56,7 +56,7 @@ def _of_intervals(problem: Problem) -> Blocks:
     return Blocks(partial, full, live)
 
 
-def _of_rows(problem: Problem) -> Blocks:
+def _blocks_of_rows(problem: Problem) -> Blocks:
     queries, keys = problem.query.shape[2], problem.key.shape[2]
     sizes = [t.shape[:2] for t in (problem.start, *problem.rows)]
     batch = max(size[0] for size in sizes)
@@ -66,9 +66,9 @@ def _of_rows(problem: Problem) -> Blocks:
         torch.zeros(shape, dtype=torch.bool, device=problem.query.device) for _ in range(2)
     )
     by_key = torch.zeros(batch, heads, keys, dtype=torch.bool, device=problem.query.device)
-    at_once = max(1, _ELEMENTS_AT_ONCE // max(1, batch * heads * BLOCK * keys)) * BLOCK
-    for begin in range(0, queries, at_once):
-        rows = slice(begin, min(begin + at_once, queries))
+    chunk_rows = max(1, _ELEMENTS_AT_ONCE // max(1, batch * heads * BLOCK * keys)) * BLOCK
+    for begin in range(0, queries, chunk_rows):
+        rows = slice(begin, min(begin + chunk_rows, queries))
         kept = _kept(problem, rows, (batch, heads, rows.stop - rows.start, keys))
         by_key |= kept.any(2)
         blocks = slice(begin // BLOCK, -(-rows.stop // BLOCK))

@@ -15,7 +15,7 @@ from flash_dmattn.backends.base import Gradients
 from flash_dmattn.reference import computing_dtype, per_query_head
 
 from .problem import Problem
-from .sinks import shares
+from .sinks import shares_or_zero
 
 
 def gradients(
@@ -63,11 +63,11 @@ def gradients(
         # All keys of the rows are here. softmax is more accurate than exp(scores - lse), which has
         # the rounding of lse. Softmax of a row of only -inf is NaN.
         scores = scores.masked_fill(dropped, -torch.inf)
-        of_keys = torch.softmax(scores, -1).masked_fill(dropped, 0)
-        probabilities = of_keys
+        key_probabilities = torch.softmax(scores, -1).masked_fill(dropped, 0)
+        probabilities = key_probabilities
         if sink is not None:
-            share, rest = shares(sink, torch.logsumexp(scores, -1))
-            probabilities = of_keys * share.unsqueeze(-1)
+            key_share, sink_share = shares_or_zero(sink, torch.logsumexp(scores, -1))
+            probabilities = key_probabilities * key_share.unsqueeze(-1)
         if "value" in wanted:
             product = grouped(probabilities).transpose(-1, -2) @ part_dout
             totals["value"][:, :, keys] += product.sum(2)
@@ -78,12 +78,14 @@ def gradients(
         # Uses the products of dscores, so that rounding errors cancel; dout * out has other errors.
         delta = (probabilities * dprobabilities).sum(-1)
         if "sink" in wanted:
-            totals["sink"] -= (rest * delta).sum((0, 2))
+            totals["sink"] -= (sink_share * delta).sum((0, 2))
         dscores = probabilities * (dprobabilities - delta.unsqueeze(-1))
-        dscores = (dscores + of_keys * dlse[:, :, rows].unsqueeze(-1)).masked_fill(dropped, 0)
+        dscores = (dscores + key_probabilities * dlse[:, :, rows].unsqueeze(-1)).masked_fill(
+            dropped, 0
+        )
         if "bias" in wanted:
-            place = problem.columns(totals["bias"], rows, keys)
-            place += _summed(dscores, place, heads, kv_heads)
+            dbias = problem.columns(totals["bias"], rows, keys)
+            dbias += _sum_to_bias(dscores, dbias, heads, kv_heads)
         if tanh is not None:
             dscores = (dscores * (1 - tanh * tanh)).masked_fill(dropped, 0)
         by_group = scale * grouped(dscores)
@@ -94,7 +96,7 @@ def gradients(
     return totals
 
 
-def _summed(dscores: Tensor, like: Tensor, heads: int, kv_heads: int) -> Tensor:
+def _sum_to_bias(dscores: Tensor, like: Tensor, heads: int, kv_heads: int) -> Tensor:
     """Sum a gradient over the dimensions along which a bias is broadcast."""
     if like.shape[1] == kv_heads != heads:
         dscores = torch.unflatten(dscores, 1, (kv_heads, heads // kv_heads)).sum(2)

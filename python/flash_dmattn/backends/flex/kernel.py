@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from .blocks import BLOCK, Blocks, padded
 from .problem import Problem, narrowed
 
-_LEAST_HEAD_DIM = 16
+_MIN_HEAD_DIM = 16
 
 
 class Call(NamedTuple):
@@ -34,7 +34,7 @@ class Call(NamedTuple):
 def make_call(problem: Problem, blocks: Blocks, scale: float, softcap: float) -> Call:
     """Convert a problem to the tensors and functions that FlexAttention takes."""
     length, keys = padded(problem.query.shape[2]), padded(problem.key.shape[2])
-    head_dim = max(_LEAST_HEAD_DIM, 1 << (problem.query.shape[3] - 1).bit_length())
+    head_dim = max(_MIN_HEAD_DIM, 1 << (problem.query.shape[3] - 1).bit_length())
     query, key, value = (
         functional.pad(t, (0, head_dim - t.shape[3], 0, size - t.shape[2])).contiguous()
         for t, size in ((problem.query, length), (problem.key, keys), (problem.value, keys))

@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 
 def forward(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
     """Return out and lse in the call's layout."""
-    return _computed(inputs.query.device, lambda: _forward(inputs))
+    return _run(inputs.query.device, lambda: _forward(inputs))
 
 
 def backward(
@@ -34,10 +34,10 @@ def backward(
     wanted: tuple[str, ...],
 ) -> Gradients:
     """Return the wanted gradients in the call's layout."""
-    return _computed(inputs.query.device, lambda: _backward(inputs, dout, dlse, out, lse, wanted))
+    return _run(inputs.query.device, lambda: _backward(inputs, dout, dlse, out, lse, wanted))
 
 
-def _computed(device: torch.device, function: Callable[[], Result]) -> Result:
+def _run(device: torch.device, function: Callable[[], Result]) -> Result:
     def compute() -> Result:
         with torch.no_grad(), without_autocast(device.type):
             return function()
@@ -46,7 +46,7 @@ def _computed(device: torch.device, function: Callable[[], Result]) -> Result:
 
 
 def _forward(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
-    problem, blocks = _problem(inputs)
+    problem, blocks = _make_problem_and_blocks(inputs)
     call = kernel.make_call(problem, blocks, inputs.scale, inputs.softcap)
     out, lse = kernel.attend(call)
     _, _, rows, head_dim = problem.query.shape
@@ -64,16 +64,16 @@ def _backward(
     lse: Tensor,
     wanted: tuple[str, ...],
 ) -> Gradients:
-    problem, blocks = _problem(inputs)
+    problem, blocks = _make_problem_and_blocks(inputs)
     if inputs.packed:
         dout, dlse, out, lse = (t.unsqueeze(0) for t in (dout, dlse, out, lse))
-    empty = lse == -torch.inf
+    is_empty = lse == -torch.inf
     # Rows that keep no key may be non-finite, and their gradients are undefined.
-    dlse = dlse.masked_fill(empty, 0)
-    dout = dout.transpose(1, 2).masked_fill(empty.unsqueeze(-1), 0)
-    problem = problem._replace(query=problem.query.masked_fill(empty.unsqueeze(-1), 0))
-    fused = kernel.is_fused(problem.query.device)
-    by_kernel = tuple(name for name in wanted if fused and name != "bias")
+    dlse = dlse.masked_fill(is_empty, 0)
+    dout = dout.transpose(1, 2).masked_fill(is_empty.unsqueeze(-1), 0)
+    problem = problem._replace(query=problem.query.masked_fill(is_empty.unsqueeze(-1), 0))
+    is_fused = kernel.is_fused(problem.query.device)
+    by_kernel = tuple(name for name in wanted if is_fused and name != "bias")
     by_formula = tuple(name for name in wanted if name not in by_kernel)
     found: Gradients = {}
     if by_formula:
@@ -84,11 +84,11 @@ def _backward(
         if inputs.sink is not None:
             inner = sinks.without_sink(inputs.sink, dout, dlse, out.transpose(1, 2), lse)
             dout, dlse, found["sink"] = inner
-        found |= _by_kernel(problem, blocks, inputs, dout, dlse)
-    return {name: _as_given(found[name], name, inputs) for name in wanted}
+        found |= _kernel_gradients(problem, blocks, inputs, dout, dlse)
+    return {name: _to_input_layout(found[name], name, inputs) for name in wanted}
 
 
-def _problem(inputs: AttentionInputs) -> tuple[Problem, Blocks]:
+def _make_problem_and_blocks(inputs: AttentionInputs) -> tuple[Problem, Blocks]:
     """Return a problem, with zeros in keys that no row keeps, and its blocks.
 
     The kernels multiply such keys by probabilities of 0, which gives NaN for non-finite keys. If
@@ -125,14 +125,14 @@ def _ungrouped(problem: Problem) -> Problem:
     )
 
 
-def _by_kernel(
+def _kernel_gradients(
     problem: Problem, blocks: Blocks, inputs: AttentionInputs, dout: Tensor, dlse: Tensor
 ) -> Gradients:
     call = kernel.make_call(problem, blocks, inputs.scale, inputs.softcap)
     rows, head_dim = dout.shape[2:]
-    more = padded(rows) - rows
-    dout = torch.nn.functional.pad(dout, (0, call.query.shape[3] - head_dim, 0, more))
-    dlse = torch.nn.functional.pad(dlse, (0, more))
+    padding_rows = padded(rows) - rows
+    dout = torch.nn.functional.pad(dout, (0, call.query.shape[3] - head_dim, 0, padding_rows))
+    dlse = torch.nn.functional.pad(dlse, (0, padding_rows))
     keys = problem.key.shape[2]
     found = kernel.differentiate(call, dout.contiguous(), dlse.contiguous())
     lengths = {"query": rows, "key": keys, "value": keys}
@@ -142,7 +142,7 @@ def _by_kernel(
     }
 
 
-def _as_given(gradient: Tensor, name: str, inputs: AttentionInputs) -> Tensor:
+def _to_input_layout(gradient: Tensor, name: str, inputs: AttentionInputs) -> Tensor:
     like: Tensor = getattr(inputs, name)
     if name == "sink":
         return gradient.to(like.dtype)

@@ -99,8 +99,8 @@ def _dense(inputs: AttentionInputs) -> Problem:
         start = (position - (keys - queries)).clamp(0, queries).expand_as(start)
     if inputs.start is not None and inputs.end is not None:
         intervals = (per_query_head(t, heads, kv_heads) for t in (inputs.start, inputs.end))
-        start, end = _intersected(start, end, *intervals)
-    start, end, rows = _folded(start, end, inputs.mask, inputs.bias, heads, kv_heads)
+        start, end = _intersect(start, end, *intervals)
+    start, end, rows = _fold_masks(start, end, inputs.mask, inputs.bias, heads, kv_heads)
     segment = Segment(slice(0, queries), slice(0, keys), keys - queries if inputs.causal else None)
     return Problem(query, key, value, start, end, rows, inputs.bias, None, (segment,))
 
@@ -133,10 +133,10 @@ def _packed(inputs: AttentionInputs) -> Problem:
             per_query_head((begin + t.long().clamp(min=0).minimum(count))[None], heads, kv_heads)
             for t in (inputs.start, inputs.end)
         )
-        start, end = _intersected(start, end, *intervals)
+        start, end = _intersect(start, end, *intervals)
     # The dense form has a batch dimension before the heads.
     bias, mask = (None if t is None else t.unsqueeze(0) for t in (inputs.bias, inputs.mask))
-    start, end, rows = _folded(start.int(), end.int(), mask, bias, heads, kv_heads, packed=True)
+    start, end, rows = _fold_masks(start.int(), end.int(), mask, bias, heads, kv_heads, packed=True)
     key, value = inputs.key, inputs.value
     if inputs.block_table is not None:
         page = inputs.block_table.long()[key_sequence, position // key.shape[1]]
@@ -153,7 +153,7 @@ def _packed(inputs: AttentionInputs) -> Problem:
     return Problem(query, key, value, start, end, rows, bias, first_key[row_sequence], segments)
 
 
-def _intersected(start: Tensor, end: Tensor, *mask: Tensor) -> tuple[Tensor, Tensor]:
+def _intersect(start: Tensor, end: Tensor, *mask: Tensor) -> tuple[Tensor, Tensor]:
     return torch.maximum(start, mask[0]), torch.minimum(end, mask[1])
 
 
@@ -168,7 +168,7 @@ def narrowed(tensor: Tensor, *, packed: bool) -> Tensor:
     return tensor
 
 
-def _folded(
+def _fold_masks(
     start: Tensor,
     end: Tensor,
     mask: Tensor | None,
@@ -180,11 +180,11 @@ def _folded(
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """Fold keys that are dropped for all rows into the intervals; return these and the rest."""
     rows = []
-    for given in (mask, bias):
-        if given is None:
+    for tensor in (mask, bias):
+        if tensor is None:
             continue
-        given = narrowed(given, packed=packed)
-        kept = given if given.dtype == torch.bool else given != -torch.inf
+        tensor = narrowed(tensor, packed=packed)
+        kept = tensor if tensor.dtype == torch.bool else tensor != -torch.inf
         if kept.shape[2] != 1:
             rows.append(kept)
             continue

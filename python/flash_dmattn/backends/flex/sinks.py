@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_dmattn.reference import sink_share
+from flash_dmattn.reference import softmax_shares
 
 
 class WithoutSink(NamedTuple):
@@ -32,21 +32,21 @@ def with_sink(sink: Tensor, out: Tensor, lse: Tensor) -> Tensor:
         out: ``(B, Q, H, D)``, packed ``(total_q, H, D)``.
         lse: ``(B, H, Q)``, packed ``(H, total_q)``.
     """
-    share = shares(sink, lse)[0].transpose(-1, -2).unsqueeze(-1)
-    return (out * share).to(out.dtype)
+    key_share = shares_or_zero(sink, lse)[0].transpose(-1, -2).unsqueeze(-1)
+    return (out * key_share).to(out.dtype)
 
 
 def without_sink(sink: Tensor, dout: Tensor, dlse: Tensor, out: Tensor, lse: Tensor) -> WithoutSink:
     """Convert the gradients of a call with a sink to those of the call without it."""
-    share, rest = shares(sink, lse)
+    key_share, sink_share = shares_or_zero(sink, lse)
     product = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-    lost = rest * product.masked_fill(lse == -torch.inf, 0)
-    scaled = (dout * share.unsqueeze(-1)).to(dout.dtype)
-    return WithoutSink(scaled, dlse + lost, -lost.sum((0, 2)))
+    dlse_term = sink_share * product.masked_fill(lse == -torch.inf, 0)
+    scaled = (dout * key_share.unsqueeze(-1)).to(dout.dtype)
+    return WithoutSink(scaled, dlse + dlse_term, -dlse_term.sum((0, 2)))
 
 
-def shares(sink: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+def shares_or_zero(sink: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """Return the shares of keys and sink in the softmax; 0 in rows that keep no key."""
-    empty = lse == -torch.inf
-    share, rest = sink_share(sink, lse)
-    return share.masked_fill(empty, 0), rest.masked_fill(empty, 0)
+    is_empty = lse == -torch.inf
+    key_share, sink_share = softmax_shares(sink, lse)
+    return key_share.masked_fill(is_empty, 0), sink_share.masked_fill(is_empty, 0)

@@ -49,7 +49,7 @@ class TritonBackend(Backend):
     def make_plan(self, inputs: AttentionInputs, *, zeroed: bool) -> Tensor:
         """Convert the mask to columns."""
         problem = _checked_problem(inputs)
-        return _made_plan(problem, self.plan_bytes(inputs), zeroed=zeroed)
+        return _make_plan(problem, self.plan_bytes(inputs), zeroed=zeroed)
 
     def forward(
         self, inputs: AttentionInputs, *, zeroed: bool = False
@@ -57,18 +57,18 @@ class TritonBackend(Backend):
         """Run the forward pass; make a plan first if none is given."""
         problem, size = _checked_problem(inputs), self.kept_bytes(inputs)
         if inputs.given_plan is None:
-            plan = kept = _made_plan(problem, size, zeroed=zeroed)
+            plan = kept = _make_plan(problem, size, zeroed=zeroed)
         else:
-            plan, kept = inputs.given_plan, _made_bytes(inputs.query, size, zeroed=zeroed)
-        out, lse = _results(problem, plan, _out_rest_in(kept, inputs))
+            plan, kept = inputs.given_plan, _allocate(inputs.query, size, zeroed=zeroed)
+        out, lse = _compute_forward(problem, plan, _view_out_rest(kept, inputs))
         return out, lse, kept if size else None
 
     def attend(self, call: Any, *, need_lse: bool) -> tuple[Tensor, Tensor | None]:
         """Run the forward pass without keeping data for a backward pass."""
         problem, plan = _checked_problem(call), call.given_plan
         if plan is None:
-            plan = _made_plan(problem, self.plan_bytes(call), zeroed=False)
-        out, lse = _results(problem, plan, None)
+            plan = _make_plan(problem, self.plan_bytes(call), zeroed=False)
+        out, lse = _compute_forward(problem, plan, None)
         return out, lse if need_lse else None
 
     def backward(
@@ -86,7 +86,7 @@ class TritonBackend(Backend):
         if kept is None:
             kept = inputs.query.new_empty(0, dtype=torch.uint8)
         plan = kept if inputs.given_plan is None else inputs.given_plan
-        out_rest = _out_rest_in(kept, inputs)
+        out_rest = _view_out_rest(kept, inputs)
         with on_device(out.device):
             return gradients(problem, plan, dout, dlse, out, out_rest, lse, wanted)
 
@@ -94,7 +94,7 @@ class TritonBackend(Backend):
         """Run the kernel that sums the probabilities of each key."""
         problem, plan = _checked_problem(inputs), inputs.given_plan
         if plan is None:
-            plan = _made_plan(problem, self.plan_bytes(inputs), zeroed=False)
+            plan = _make_plan(problem, self.plan_bytes(inputs), zeroed=False)
         with on_device(lse.device):
             return key_mass(problem, plan, lse)
 
@@ -127,21 +127,21 @@ def _checked_problem(inputs: AttentionInputs) -> Problem:
     return describe(inputs)
 
 
-def _made_bytes(query: Tensor, size: int, *, zeroed: bool) -> Tensor:
-    make = torch.zeros if zeroed else torch.empty
-    return make(size, dtype=torch.uint8, device=query.device)
+def _allocate(query: Tensor, size: int, *, zeroed: bool) -> Tensor:
+    allocate = torch.zeros if zeroed else torch.empty
+    return allocate(size, dtype=torch.uint8, device=query.device)
 
 
-def _made_plan(problem: Problem, size: int, *, zeroed: bool) -> Tensor:
+def _make_plan(problem: Problem, size: int, *, zeroed: bool) -> Tensor:
     """Return a buffer that begins with a plan."""
     query = problem.inputs.query
-    plan = _made_bytes(query, size, zeroed=zeroed)
+    plan = _allocate(query, size, zeroed=zeroed)
     with on_device(query.device):
         write_plan(problem, plan)
     return plan
 
 
-def _out_rest_in(kept: Tensor, inputs: AttentionInputs) -> Tensor | None:
+def _view_out_rest(kept: Tensor, inputs: AttentionInputs) -> Tensor | None:
     """Return out's rounding residual, the last part of the kept bytes."""
     size = out_rest_bytes(inputs)
     if not size:
@@ -149,7 +149,9 @@ def _out_rest_in(kept: Tensor, inputs: AttentionInputs) -> Tensor | None:
     return kept[kept.numel() - size :].view(torch.int8).view(inputs.query.shape)
 
 
-def _results(problem: Problem, plan: Tensor, out_rest: Tensor | None) -> tuple[Tensor, Tensor]:
+def _compute_forward(
+    problem: Problem, plan: Tensor, out_rest: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Return out and lse, and write out_rest."""
     query = problem.inputs.query
     out = torch.empty_like(query, memory_format=torch.contiguous_format)

@@ -50,9 +50,9 @@ def row_statistics(problem: Problem, plan: Tensor, lse: Tensor) -> tuple[Tensor,
     float32, which only a CPU supports, the sums of such calls are recomputed. There reading lse
     costs no synchronization.
     """
-    exact = problem.inputs.query.dtype == torch.float32 and lse.device.type == "cpu"
-    if not exact or not ((lse.abs() >= _COARSE_LSE) & (lse != -torch.inf)).any():
+    is_float32_on_cpu = problem.inputs.query.dtype == torch.float32 and lse.device.type == "cpu"
+    if not is_float32_on_cpu or not ((lse.abs() >= _COARSE_LSE) & (lse != -torch.inf)).any():
         return lse, None
-    top, sums = torch.full_like(lse, -torch.inf), torch.zeros_like(lse)
-    run_forward(problem, plan, sums, top, statistics=True)
-    return top, sums
+    row_max, row_sum = torch.full_like(lse, -torch.inf), torch.zeros_like(lse)
+    run_forward(problem, plan, row_sum, row_max, statistics=True)
+    return row_max, row_sum

@@ -22,7 +22,7 @@ from .problem import KEY_BIAS, ROW_BIAS, Problem
 _PREPARED_ROWS = 32
 # For the kernel over key blocks, whose run times vary widely.
 _PROGRAMS_PER_SM = 8
-_MOST_ROW_PARTS = 8
+_MAX_ROW_PARTS = 8
 
 
 def gradients(
@@ -43,31 +43,33 @@ def gradients(
     arguments = problem.arguments | views._asdict()
     statistics = row_statistics(problem, plan, lse.contiguous())
     outs = out.contiguous(), out_rest
-    prepared = _prepared(problem, dout.contiguous(), dlse, outs, *statistics)
+    prepared = _prepare_rows(problem, dout.contiguous(), dlse, outs, *statistics)
     arguments |= prepared
-    want_query, want_bias = "query" in wanted, "bias" in wanted
-    constant_bias = want_bias and _is_constant_along_keys(problem)
-    want_row_bias = want_bias and problem.bias_kind == ROW_BIAS and not constant_bias
-    want_key_bias = want_bias and problem.bias_kind == KEY_BIAS and not constant_bias
+    needs_dq, needs_dbias = "query" in wanted, "bias" in wanted
+    is_bias_constant = needs_dbias and _is_constant_along_keys(problem)
+    needs_row_dbias = needs_dbias and problem.bias_kind == ROW_BIAS and not is_bias_constant
+    needs_key_dbias = needs_dbias and problem.bias_kind == KEY_BIAS and not is_bias_constant
     found: Gradients = {}
-    if want_query or want_row_bias:
-        found["query"], row_bias = _row_gradients(problem, arguments, want_query, want_row_bias)
-    if "key" in wanted or "value" in wanted or want_key_bias:
+    if needs_dq or needs_row_dbias:
+        found["query"], row_dbias = _row_gradients(problem, arguments, needs_dq, needs_row_dbias)
+    if "key" in wanted or "value" in wanted or needs_key_dbias:
         arguments["ordered"] = ordered_keys(problem, views)
-        found["key"], found["value"], key_bias = _key_gradients(problem, arguments, want_key_bias)
-    if want_bias and inputs.bias is not None:
-        if constant_bias:
-            total = _constant_bias_gradient(problem, dlse, lse)
+        found["key"], found["value"], key_dbias = _key_gradients(
+            problem, arguments, needs_key_dbias
+        )
+    if needs_dbias and inputs.bias is not None:
+        if is_bias_constant:
+            dbias = _constant_bias_gradient(problem, dlse, lse)
         else:
-            total = row_bias if want_row_bias else key_bias
-        found["bias"] = total.to(inputs.bias.dtype)
+            dbias = row_dbias if needs_row_dbias else key_dbias
+        found["bias"] = dbias.to(inputs.bias.dtype)
     if "sink" in wanted and inputs.sink is not None:
         shares = prepared["sink_shares"].sum((0, 2) if inputs.query.dim() == 4 else 1)
         found["sink"] = shares.to(inputs.sink.dtype)
     return {name: found[name] for name in wanted}
 
 
-def _prepared(
+def _prepare_rows(
     problem: Problem,
     dout: Tensor,
     dlse: Tensor | None,
@@ -109,26 +111,26 @@ def _prepared(
 
 
 def _row_gradients(
-    problem: Problem, arguments: dict[str, Any], want_query: bool, want_bias: bool
+    problem: Problem, arguments: dict[str, Any], needs_dq: bool, needs_dbias: bool
 ) -> tuple[Tensor, Tensor]:
     query, bias = problem.inputs.query, problem.inputs.bias
     make = query.new_empty if problem.inputs.cu_seqlens_q is None else query.new_zeros
-    dquery = make(query.shape if want_query else 0)
-    total = query.new_empty(0, dtype=torch.float32)
+    dquery = make(query.shape if needs_dq else 0)
+    dbias = query.new_empty(0, dtype=torch.float32)
     share_batches = share_heads = 1
     strides: tuple[int, ...] = (0, 0, 0)
-    if want_bias and bias is not None:
-        total = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
+    if needs_dbias and bias is not None:
+        dbias = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
         share_heads = problem.bias_share
         if bias.dim() == 4:
             share_batches = problem.sequences // max(bias.shape[0], 1)
-            strides = total.stride()[:3]
+            strides = dbias.stride()[:3]
         else:
-            strides = (0, *total.stride()[:2])
+            strides = (0, *dbias.stride()[:2])
     programs = problem.sequences // max(share_batches, 1) * (problem.heads // share_heads)
     arguments = arguments | {
         "dq": dquery,
-        "dbias": total,
+        "dbias": dbias,
         "share_batches": share_batches,
         "share_heads": share_heads,
         "programs": programs,
@@ -140,17 +142,17 @@ def _row_gradients(
             row_gradients_kernel,
             programs * blocks(problem.queries, tiles.block_rows),
             arguments,
-            WANT_DQ=want_query,
-            WANT_DBIAS=want_bias,
+            WANT_DQ=needs_dq,
+            WANT_DBIAS=needs_dbias,
             **_constants(problem, tiles),
         )
 
     fitting("rows", query, problem.constants["BLOCK_D"], start)
-    return dquery, total
+    return dquery, dbias
 
 
 def _key_gradients(
-    problem: Problem, arguments: dict[str, Any], want_bias: bool
+    problem: Problem, arguments: dict[str, Any], needs_dbias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     inputs = problem.inputs
     block_d = problem.constants["BLOCK_D"]
@@ -164,12 +166,12 @@ def _key_gradients(
         sums = [torch.zeros_like(inputs.key, memory_format=torch.contiguous_format) for _ in "kv"]
     else:
         sums = [inputs.key.new_zeros((parts, *shape), dtype=torch.float32) for _ in "kv"]
-    bias_shape = (row_parts, problem.batches, problem.heads, problem.total_keys)
-    bias_sums = inputs.query.new_zeros(bias_shape if want_bias else 0, dtype=torch.float32)
+    dbias_shape = (row_parts, problem.batches, problem.heads, problem.total_keys)
+    dbias_sums = inputs.query.new_zeros(dbias_shape if needs_dbias else 0, dtype=torch.float32)
     arguments = arguments | {
         "dk": sums[0],
         "dv": sums[1],
-        "dbias": bias_sums,
+        "dbias": dbias_sums,
         "row_parts": row_parts,
         "part_heads": problem.heads // problem.kv_heads // head_parts,
         "programs": programs,
@@ -180,30 +182,30 @@ def _key_gradients(
             key_gradients_kernel,
             programs * parts * blocks(problem.keys, tiles.block_keys),
             arguments,
-            WANT_DBIAS=want_bias,
+            WANT_DBIAS=needs_dbias,
             **_constants(problem, tiles),
         )
 
     fitting("keys", inputs.query, block_d, start)
     if parts > 1:
         sums = [t.sum(0).to(inputs.key.dtype) for t in sums]
-    if want_bias and inputs.bias is not None:
-        bias_sums = _summed(bias_sums.sum(0), inputs.bias).view(inputs.bias.shape)
-    return sums[0], sums[1], bias_sums
+    if needs_dbias and inputs.bias is not None:
+        dbias_sums = _sum_to_bias(dbias_sums.sum(0), inputs.bias).view(inputs.bias.shape)
+    return sums[0], sums[1], dbias_sums
 
 
-def _parts(problem: Problem, whole: int) -> tuple[int, int]:
+def _parts(problem: Problem, block_programs: int) -> tuple[int, int]:
     """Return the number of parts of a key block's work, by heads and by rows.
 
     Each part has its own sums, so the fewest parts that keep the device busy are best. Query heads
     with their own lists have different key blocks, and are always separate parts.
     """
     group = problem.heads // problem.kv_heads
-    enough = _PROGRAMS_PER_SM * sm_count(problem.inputs.query.device)
-    own_lists = problem.layout.list_heads > problem.kv_heads
-    head_parts = group if own_lists or whole < enough else 1
+    wanted_programs = _PROGRAMS_PER_SM * sm_count(problem.inputs.query.device)
+    has_query_head_lists = problem.layout.list_heads > problem.kv_heads
+    head_parts = group if has_query_head_lists or block_programs < wanted_programs else 1
     row_parts = 1
-    while row_parts < _MOST_ROW_PARTS and whole * head_parts * row_parts < enough:
+    while row_parts < _MAX_ROW_PARTS and block_programs * head_parts * row_parts < wanted_programs:
         row_parts *= 2
     return head_parts, row_parts
 
@@ -225,10 +227,10 @@ def _constant_bias_gradient(problem: Problem, dlse: Tensor | None, lse: Tensor) 
     rows = torch.where(lse == -torch.inf, 0.0, dlse.float())
     if bias.shape[2] == 1:
         rows = rows.sum(2, keepdim=True)
-    return _summed(rows, bias).view(bias.shape)
+    return _sum_to_bias(rows, bias).view(bias.shape)
 
 
-def _summed(gradient: Tensor, bias: Tensor) -> Tensor:
+def _sum_to_bias(gradient: Tensor, bias: Tensor) -> Tensor:
     """Sum a gradient ``(B, H, ...)`` over the dimensions along which a bias is broadcast."""
     heads = bias.shape[-3]
     batch, query_heads, *rest = gradient.shape

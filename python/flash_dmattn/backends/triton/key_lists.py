@@ -11,7 +11,7 @@ from torch import Tensor
 from flash_dmattn.backends.base import lse_shape, mass_shape
 from flash_dmattn.key_lists.places import bias_steps, by_head, rows_of
 from flash_dmattn.record import Gradients, KeyListInputs
-from flash_dmattn.reference import sink_share
+from flash_dmattn.reference import softmax_shares
 
 from ..shapes import refuse_float64_bias
 from .kernels.key_lists import list_backward_kernel, list_forward_kernel, list_mass_kernel
@@ -29,23 +29,27 @@ class _Problem(NamedTuple):
     rows: int
     heads: int
     group: int
-    by_itself: bool  # whether each query head has its own tile
+    has_tile_per_head: bool  # whether each query head has its own tile
     arguments: dict[str, Any]  # by the kernels' argument names
     constants: dict[str, Any]
 
     def start(self, name: str, kernel: Any, arguments: dict[str, Any], **constants: Any) -> None:
         """Run a pass with the first tiles that fit the device."""
         inputs, block_d = self.inputs, self.constants["BLOCK_D"]
-        least = 16 if self.by_itself else max(16, 1 << (self.group - 1).bit_length())
+        max_block_rows = (
+            16 if self.has_tile_per_head else max(16, 1 << (self.group - 1).bit_length())
+        )
 
         def start(tiles: Tiles) -> None:
-            tiles = tiles._replace(block_rows=min(tiles.block_rows, least))
-            at_once = 1 if self.by_itself else min(self.group, tiles.block_rows)
-            head_blocks = blocks(self.group, at_once)
+            tiles = tiles._replace(block_rows=min(tiles.block_rows, max_block_rows))
+            heads_at_once = 1 if self.has_tile_per_head else min(self.group, tiles.block_rows)
+            head_blocks = blocks(self.group, heads_at_once)
             launch(
                 kernel,
                 self.rows * (self.heads // self.group) * head_blocks,
-                self.arguments | {"heads_at_once": at_once, "head_blocks": head_blocks} | arguments,
+                self.arguments
+                | {"heads_at_once": heads_at_once, "head_blocks": head_blocks}
+                | arguments,
                 **tiles.constants,
                 **self.constants,
                 **constants,
@@ -100,26 +104,26 @@ def backward(
     """Return the gradients of the wanted fields, with row sums in any order."""
     problem = _describe(inputs)
     shape = (problem.rows, problem.heads)
-    empty = lse == -torch.inf
-    share, rest = torch.ones_like(lse), torch.zeros_like(lse)
+    is_empty = lse == -torch.inf
+    key_share, sink_share = torch.ones_like(lse), torch.zeros_like(lse)
     if inputs.sink is not None:
-        share, rest = sink_share(inputs.sink, lse)
+        key_share, sink_share = softmax_shares(inputs.sink, lse)
     delta = (out.float() * dout.float()).sum(-1).transpose(-1, -2)  # in the layout of lse
     # With a sink, delta includes its share already, because out does.
-    shift = (0.0 if dlse is None else dlse.float()) - share * delta
+    shift = (0.0 if dlse is None else dlse.float()) - key_share * delta
     found: Gradients = {}
     if inputs.sink is not None and "sink" in wanted:
-        parts = (rest * delta).masked_fill(empty, 0)
+        parts = (sink_share * delta).masked_fill(is_empty, 0)
         found["sink"] = -parts.sum(-1 if inputs.packed else (0, 2))
     by_row = {
         name: t.transpose(-1, -2).reshape(shape).contiguous()
-        for name, t in {"lse": lse, "share": share, "shift": shift}.items()
+        for name, t in {"lse": lse, "share": key_share, "shift": shift}.items()
     }
     index_bias, bias = inputs.index_bias, inputs.bias
 
     def zeros(name: str, like: Tensor | None) -> Tensor:
-        wants = like is not None and name in wanted
-        size = like.shape if wants and like is not None else (0,)
+        is_wanted = like is not None and name in wanted
+        size = like.shape if is_wanted and like is not None else (0,)
         return inputs.query.new_zeros(size, dtype=torch.float32)
 
     found |= {
@@ -143,8 +147,10 @@ def backward(
         INDEX_BY_HEAD=problem.arguments["index_share"] < problem.group,
     )
     if index_bias is not None and not inputs.packed and "index_bias" in wanted:
-        split = (index_bias.shape[0], index_bias.shape[2])
-        found["index_bias"] = torch.unflatten(found["index_bias"], 1, split).transpose(0, 1)
+        batch_and_queries = (index_bias.shape[0], index_bias.shape[2])
+        found["index_bias"] = torch.unflatten(found["index_bias"], 1, batch_and_queries).transpose(
+            0, 1
+        )
     return {name: found[name].to(getattr(inputs, name).dtype).contiguous() for name in wanted}
 
 
@@ -204,5 +210,5 @@ def _describe(inputs: KeyListInputs) -> _Problem:
     }
     # A key that one head of a group drops and another keeps may be non-finite. In a common tile it
     # would reach both heads.
-    by_itself = min(index_share, bias_share) < group
-    return _Problem(inputs, indices.shape[1], heads, group, by_itself, arguments, constants)
+    has_tile_per_head = min(index_share, bias_share) < group
+    return _Problem(inputs, indices.shape[1], heads, group, has_tile_per_head, arguments, constants)

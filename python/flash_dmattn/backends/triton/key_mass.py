@@ -15,16 +15,16 @@ from .problem import Problem
 
 # The run times of key blocks vary widely.
 _PROGRAMS_PER_SM = 8
-_MOST_ROW_PARTS = 8
+_MAX_ROW_PARTS = 8
 
 
 def key_mass(problem: Problem, plan: Tensor, lse: Tensor) -> Tensor:
     """Return the sum of each key's probabilities: ``(B, H, K)``, or ``(H, total_k)``."""
     inputs = problem.inputs
     widest = tiles_of("mass", problem.constants["BLOCK_D"] * inputs.query.itemsize)[0].block_keys
-    whole = problem.sequences * problem.heads * blocks(problem.keys, widest)
-    row_parts, enough = 1, _PROGRAMS_PER_SM * sm_count(lse.device)
-    while row_parts < _MOST_ROW_PARTS and whole * row_parts < enough:
+    block_programs = problem.sequences * problem.heads * blocks(problem.keys, widest)
+    row_parts, wanted_programs = 1, _PROGRAMS_PER_SM * sm_count(lse.device)
+    while row_parts < _MAX_ROW_PARTS and block_programs * row_parts < wanted_programs:
         row_parts *= 2
     front = () if inputs.packed else (problem.batches,)
     shape = (row_parts, *front, problem.heads, problem.total_keys)

@@ -16,7 +16,7 @@ _STEP_ROW_KEYS = 128  # keys of a step, each with the rows of a tile
 # The backward pass takes kept keys in buckets of this size. Within a bucket, the keys that are kept
 # until the latest rows come first, so that similar rows keep the keys of a block.
 _BUCKET_KEYS = 1024
-_MOST = 2**31 - 1
+_INT32_MAX = 2**31 - 1
 
 
 def write_plan(problem: Problem, plan: Tensor) -> None:
@@ -77,7 +77,7 @@ def ordered_keys(problem: Problem, views: PlanViews) -> Tensor | None:
     # Invalid entries or bounds must not give indices out of range.
     last = past.gather(1, (kept + begin).clamp(0, max(layout.list_keys - 1, 0)))
     bucket = begin + within // _BUCKET_KEYS * _BUCKET_KEYS
-    rank = torch.where(valid, _MOST - last.long(), _MOST + 1)
+    rank = torch.where(valid, _INT32_MAX - last.long(), _INT32_MAX + 1)
     order = (bucket.long() * (1 << 32) + rank).sort(dim=1, stable=True).indices
     return kept.gather(1, order)
 

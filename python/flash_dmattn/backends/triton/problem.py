@@ -13,7 +13,7 @@ from flash_dmattn.backends.base import AttentionInputs
 from .layout import RANGE, Layout, plan_layout
 
 NO_BIAS, KEY_BIAS, ROW_BIAS = 0, 1, 2
-_MOST = 2**31 - 1
+_INT32_MAX = 2**31 - 1
 _UNIT = 8  # elements: the alignment of 16-byte loads of 16-bit elements
 
 
@@ -50,19 +50,19 @@ def describe(inputs: AttentionInputs) -> Problem:
     query, key, value = (_with_adjacent_elements(t) for t in inputs[:3])
     # Keys that a bias of -inf drops for all rows may be non-finite, and 0 * NaN is NaN. For a
     # per-key bias such keys are zeroed here if possible. Else kernels guard reads by the bias.
-    guard = bias_kind == ROW_BIAS
+    needs_guard = bias_kind == ROW_BIAS
     if bias_kind == KEY_BIAS and inputs.bias is not None:
-        guard = inputs.block_table is not None or inputs.bias.shape[-3] > kv_heads
-        if not guard:
+        needs_guard = inputs.block_table is not None or inputs.bias.shape[-3] > kv_heads
+        if not needs_guard:
             dropped = _dropped_keys(inputs.bias)
             key, value = (t.masked_fill(dropped, 0) for t in (key, value))
     if key.stride() != value.stride():
         key, value = key.contiguous(), value.contiguous()
-    paged, sequences = inputs.block_table is not None, inputs.sequences
+    is_paged, sequences = inputs.block_table is not None, inputs.sequences
     if inputs.packed:
         batches = 1
         rows, queries, keys = query.shape[0], inputs.max_seqlen_q, inputs.max_seqlen_k
-        total_keys = _packed_keys(inputs) if paged else key.shape[0]
+        total_keys = _packed_keys(inputs) if is_paged else key.shape[0]
         q_strides = (0, *query.stride()[:2])
         kv_strides = (0, *key.stride()[-3:-1])
     else:
@@ -70,11 +70,11 @@ def describe(inputs: AttentionInputs) -> Problem:
         rows = queries = query.shape[1]
         total_keys = keys = key.shape[1]
         q_strides, kv_strides = query.stride()[:3], key.stride()[:3]
-    kv_page = key.stride(0) if paged else 0
-    aligned = all(s % _UNIT == 0 for s in (head_dim, *q_strides, *kv_strides, kv_page))
-    unit = _UNIT if aligned else 1
+    kv_page = key.stride(0) if is_paged else 0
+    is_aligned = all(s % _UNIT == 0 for s in (head_dim, *q_strides, *kv_strides, kv_page))
+    unit = _UNIT if is_aligned else 1
     names = ("q_batch", "q_row", "q_head", "kv_batch", "kv_row", "kv_head", "kv_page", "head_dim")
-    lengths = (*q_strides, *kv_strides, kv_page, head_dim)
+    strides = (*q_strides, *kv_strides, kv_page, head_dim)
     table = None if inputs.block_table is None else _with_adjacent_elements(inputs.block_table)
     arguments: dict[str, Any] = {
         "q": query,
@@ -91,7 +91,7 @@ def describe(inputs: AttentionInputs) -> Problem:
         "queries": queries,
         "total_keys": total_keys,
         "keys": keys,
-        "page": key.shape[1] if paged else 1,
+        "page": key.shape[1] if is_paged else 1,
         "page_batch": 0 if table is None else table.stride(0),
         "list_batch": layout.list_heads if layout.list_batches > 1 else 0,
         "list_share": heads // layout.list_heads,
@@ -103,7 +103,7 @@ def describe(inputs: AttentionInputs) -> Problem:
         "sink": None if inputs.sink is None else inputs.sink.float().contiguous(),
         "scale": inputs.scale,
         "softcap": inputs.softcap,
-        **{name: length // unit for name, length in zip(names, lengths, strict=True)},
+        **{name: stride // unit for name, stride in zip(names, strides, strict=True)},
         **bias,
     }
     block_d = max(16, 1 << (head_dim - 1).bit_length())
@@ -113,8 +113,8 @@ def describe(inputs: AttentionInputs) -> Problem:
         "CAUSAL": inputs.causal and layout.kind == RANGE,  # other plans include the causal limit
         "SOFTCAP": inputs.softcap > 0,
         "VARLEN": inputs.packed,
-        "PAGED": paged,
-        "GUARD": guard,
+        "PAGED": is_paged,
+        "GUARD": needs_guard,
         "UNIT": unit,
         "EVEN": head_dim == block_d,
         "BLOCK_D": block_d,
@@ -151,7 +151,7 @@ def _packed_keys(inputs: AttentionInputs) -> int:
     for tensor in (inputs.start, inputs.mask, inputs.bias):
         if tensor is not None and (tensor is inputs.start or tensor.shape[-2] == 1):
             return tensor.shape[-1]
-    return _MOST
+    return _INT32_MAX
 
 
 def _bias_arguments(inputs: AttentionInputs, heads: int) -> tuple[int, dict[str, Any]]:
@@ -162,8 +162,8 @@ def _bias_arguments(inputs: AttentionInputs, heads: int) -> tuple[int, dict[str,
     kind = KEY_BIAS if bias.shape[-2] == 1 else ROW_BIAS
     if kind == KEY_BIAS:
         bias = bias.float()  # small, and saves one compiled kernel
-    lengths = zip(bias.stride()[-3:], bias.shape[-3:], strict=True)
-    head, row, key = (stride if size > 1 else 0 for stride, size in lengths)
+    strides_and_sizes = zip(bias.stride()[-3:], bias.shape[-3:], strict=True)
+    head, row, key = (stride if size > 1 else 0 for stride, size in strides_and_sizes)
     return kind, {
         "bias": bias,
         "bias_batch": bias.stride(0) if bias.dim() == 4 and bias.shape[0] > 1 else 0,

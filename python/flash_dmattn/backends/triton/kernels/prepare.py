@@ -12,7 +12,7 @@ UNUSABLE_LSE = tl.constexpr(1e30)
 # Upper bound, in base-2 units, of the sink's part of a row's sum relative to the keys' part. Above
 # it the probabilities of keys are nearly 0. They must not become 0, because the gradient of lse is
 # divided by them and then multiplied by them.
-MOST_SINK = tl.constexpr(64.0)
+MAX_SINK = tl.constexpr(64.0)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -77,7 +77,7 @@ def prepare_kernel(
     whole = sums
     if SINK:
         margin = tl.load(sink + head, mask=valid, other=0.0) * LOG2E - row_lse
-        sink_weight = tl.exp2(tl.where(margin > MOST_SINK, MOST_SINK, margin))
+        sink_weight = tl.exp2(tl.where(margin > MAX_SINK, MAX_SINK, margin))
         whole = tl.where(live, sums + sink_weight, 1.0)
         if not HAS_SUMS:
             row_lse += tl.log2(whole)
