@@ -17,8 +17,8 @@ from flash_dmattn.backends.base import lse_shape, mass_shape, out_shape
 from flash_dmattn.record import Gradients, KeyListInputs
 from flash_dmattn.reference import computing_dtype, softmax_shares, without_autocast
 
-from .places import Rows, bias_steps, by_head, key_places, rows_of
 from .products import Gathered
+from .visible_keys import VisibleKeys, bias_strides, by_head, key_rows, visible_keys
 
 __all__ = ["backward", "forward", "key_mass"]
 
@@ -31,11 +31,11 @@ class _Call(NamedTuple):
     """A call, with its tensors by head and row."""
 
     inputs: KeyListInputs
-    recorded: bool  # whether autograd differentiates the operations
+    is_recorded: bool  # whether autograd differentiates the operations
     dtype: torch.dtype
     heads: int
     kv_heads: int
-    rows: Rows
+    rows: VisibleKeys
     query: Tensor  # (rows, H, D)
     out: Tensor  # (rows, H, Dv), uninitialized
     indices: Tensor  # (h, rows, k)
@@ -47,7 +47,7 @@ class _Call(NamedTuple):
     @property
     def is_readable(self) -> bool:
         """Whether values can be read: not on a GPU, which would synchronize, nor in torch.func."""
-        return self.query.is_cpu and not self.recorded
+        return self.query.is_cpu and not self.is_recorded
 
 
 class _Chunk(NamedTuple):
@@ -56,12 +56,12 @@ class _Chunk(NamedTuple):
     query: Tensor  # (h, rows, g, D), times the scale; zeros for rows without keys
     empty: Tensor | None  # (h, rows, 1), True for rows without keys; None: there are none
     invalid: Tensor | None  # (h, rows, 1, k), True for entries that are no key; None: all are keys
-    rows: Rows
+    rows: VisibleKeys
     listed: Tensor  # (h, rows, k), 0 for entries out of range
     valid: Tensor  # (h, rows, k), True for entries that are keys
     keys: Gathered
     values: Gathered
-    bias_places: Tensor | None  # (h, rows, k), indices into `_Call.bias`
+    bias_indices: Tensor | None  # (h, rows, k), indices into `_Call.bias`
     slope: Tensor | None  # derivative of the softcap
     probabilities: Tensor  # (h, rows, g, k); they sum to 1, excluding the sink
     lse: Tensor  # (h, rows, g)
@@ -76,21 +76,21 @@ def forward(inputs: KeyListInputs, *, recorded: bool = False) -> tuple[Tensor, T
         parts = [(out[:0], lse[:0])]
         for rows in _chunks(call):
             chunk = _chunk(call, rows)
-            weights, own_lse = chunk.probabilities, chunk.lse
+            weights, chunk_lse = chunk.probabilities, chunk.lse
             if inputs.sink is not None:
-                key_share, _ = _softmax_shares(inputs.sink, own_lse)
+                key_share, _ = _softmax_shares(inputs.sink, chunk_lse)
                 weights = weights * key_share.unsqueeze(-1)
-            own = chunk.values.sums(weights)
+            chunk_out = chunk.values.sums(weights)
             if chunk.empty is not None:
-                own_lse = own_lse.masked_fill(chunk.empty, -torch.inf)
+                chunk_lse = chunk_lse.masked_fill(chunk.empty, -torch.inf)
             if recorded:
-                parts.append((_by_row(own).to(out.dtype), _by_row(own_lse)))
+                parts.append((_by_row(chunk_out).to(out.dtype), _by_row(chunk_lse)))
             else:
-                _by_list(out[rows], own.shape[0]).copy_(own)
-                _by_list(lse[rows], own.shape[0]).copy_(own_lse)
+                _by_list(out[rows], chunk_out.shape[0]).copy_(chunk_out)
+                _by_list(lse[rows], chunk_out.shape[0]).copy_(chunk_lse)
         if recorded:
             out, lse = (torch.cat(results) for results in zip(*parts, strict=True))
-        return out.reshape(out_shape(inputs)), _lse_in_place(lse, inputs)
+        return out.reshape(out_shape(inputs)), _to_lse_layout(lse, inputs)
 
 
 def backward(
@@ -98,7 +98,7 @@ def backward(
 ) -> Gradients:
     """Return the gradients of the wanted fields."""
     with without_autocast(inputs.query.device.type):
-        call = _call(inputs, recorded=False)
+        call = _call(inputs, is_recorded=False)
         dout = dout.reshape(call.out.shape)
         if dlse is not None:
             dlse = dlse.transpose(-1, -2).reshape(call.query.shape[:2])
@@ -110,7 +110,7 @@ def backward(
             totals[name] = make(like.shape, dtype=call.dtype, device=like.device)
         for rows in _chunks(call):
             _add_gradients(call, rows, dout, dlse, totals)
-        return {name: _as_given(inputs, name, total) for name, total in totals.items()}
+        return {name: _to_input_layout(inputs, name, total) for name, total in totals.items()}
 
 
 def key_mass(inputs: KeyListInputs, *, recorded: bool = False) -> Tensor:
@@ -126,13 +126,13 @@ def key_mass(inputs: KeyListInputs, *, recorded: bool = False) -> Tensor:
             if inputs.sink is not None:
                 key_share, _ = _softmax_shares(inputs.sink, chunk.lse)
                 weights = weights * key_share.unsqueeze(-1)
-            those = Rows(*(t.long() for t in chunk.rows))
-            places = _bias_places(laid_out, those, chunk.listed.long(), chunk.valid).reshape(-1)
+            visible = VisibleKeys(*(t.long() for t in chunk.rows))
+            indices = _bias_indices(laid_out, visible, chunk.listed.long(), chunk.valid).reshape(-1)
             parts = _of_heads(weights, call.heads).reshape(-1)
             if recorded:
-                total = total.index_add(0, places, parts)
+                total = total.index_add(0, indices, parts)
             else:
-                _add_elements(call, total, places, parts)
+                _add_elements(call, total, indices, parts)
         return total[:-1].view(shape).float()
 
 
@@ -169,10 +169,10 @@ def _add_gradients(
     if "index_bias" in totals:
         total = totals["index_bias"]
         total[:, rows] = _of_heads(dscores, total.shape[0])
-    if "bias" in totals and chunk.bias_places is not None:
-        places = chunk.bias_places
-        parts = _of_heads(dscores, places.shape[0]).reshape(-1)
-        _add_elements(call, totals["bias"], places.reshape(-1), parts)
+    if "bias" in totals and chunk.bias_indices is not None:
+        indices = chunk.bias_indices
+        parts = _of_heads(dscores, indices.shape[0]).reshape(-1)
+        _add_elements(call, totals["bias"], indices.reshape(-1), parts)
     if chunk.slope is not None:
         dscores.mul_(chunk.slope)
     if "query" in totals:
@@ -182,18 +182,18 @@ def _add_gradients(
         chunk.keys.add_to(totals["key"], dscores, chunk.query)
 
 
-def _call(inputs: KeyListInputs, recorded: bool) -> _Call:
+def _call(inputs: KeyListInputs, is_recorded: bool) -> _Call:
     dtype = computing_dtype(inputs.query, inputs.bias)
     bias, index_bias, packed = inputs.bias, inputs.index_bias, inputs.packed
-    key, value = (_table(t, dtype, recorded) for t in (inputs.key, inputs.value))
-    rows = rows_of(inputs)
+    key, value = (_table(t, dtype, is_recorded) for t in (inputs.key, inputs.value))
+    rows = visible_keys(inputs)
     if max(key.shape[0], 0 if bias is None else bias.numel()) < 2**31:
-        rows = Rows(*(t.to(torch.int32) for t in rows))
+        rows = VisibleKeys(*(t.to(torch.int32) for t in rows))
     if bias is not None:
         bias = torch.cat([bias.reshape(-1), bias.new_zeros(1)]).to(dtype)
     return _Call(
         inputs,
-        recorded,
+        is_recorded,
         dtype,
         inputs.query.shape[-2],
         inputs.key.shape[-2],
@@ -208,9 +208,9 @@ def _call(inputs: KeyListInputs, recorded: bool) -> _Call:
     )
 
 
-def _table(tensor: Tensor, dtype: torch.dtype, recorded: bool) -> Tensor:
+def _table(tensor: Tensor, dtype: torch.dtype, is_recorded: bool) -> Tensor:
     by_head = tensor.flatten(0, -3).transpose(0, 1)
-    if recorded:
+    if is_recorded:
         rows = by_head.to(dtype).flatten(0, 1)
         return torch.cat([rows, rows.new_zeros((1, tensor.shape[-1]))])
     table = tensor.new_empty((by_head.shape[:2].numel() + 1, tensor.shape[-1]), dtype=dtype)
@@ -231,21 +231,21 @@ def _chunks(call: _Call) -> list[slice]:
 
 def _chunk(call: _Call, rows: slice) -> _Chunk:
     inputs, heads, kv_heads = call.inputs, call.heads, call.kv_heads
-    those = Rows(*(t[rows] for t in call.rows))
+    visible = VisibleKeys(*(t[rows] for t in call.rows))
     listed = call.indices[:, rows]
-    valid = (listed >= 0) & (listed < those.limit[:, None])
-    listed = listed.masked_fill(~valid, 0).to(those.begin.dtype)
-    added, bias_places = None, None
+    valid = (listed >= 0) & (listed < visible.limit[:, None])
+    listed = listed.masked_fill(~valid, 0).to(visible.begin.dtype)
+    added, bias_indices = None, None
     if inputs.bias is not None and call.bias is not None:
-        bias_places = _bias_places(inputs, those, listed, valid)
-        added = call.bias[bias_places]
+        bias_indices = _bias_indices(inputs, visible, listed, valid)
+        added = call.bias[bias_indices]
     if call.index_bias is not None:
-        own = call.index_bias[:, rows].to(call.dtype)
+        index_bias = call.index_bias[:, rows].to(call.dtype)
         if added is None:
-            added = own
+            added = index_bias
         else:
-            most = max(added.shape[0], own.shape[0])
-            added = _expanded(added, most) + _expanded(own, most)
+            most = max(added.shape[0], index_bias.shape[0])
+            added = _expanded(added, most) + _expanded(index_bias, most)
     if added is not None:
         kept = added != -torch.inf
         # A key that one head of a group drops and another keeps may be non-finite, so each head
@@ -255,21 +255,24 @@ def _chunk(call: _Call, rows: slice) -> _Chunk:
         most = max(valid.shape[0], kept.shape[0])
         valid = _expanded(valid, most) & _expanded(kept, most)
     lists = max(valid.shape[0], kv_heads)
-    nothing = call.key.shape[0] - 1
-    number = torch.arange(lists, device=listed.device, dtype=listed.dtype) // (lists // kv_heads)
-    number = number * (nothing // kv_heads)
-    numbers = key_places(inputs, those, listed)
+    no_key = call.key.shape[0] - 1
+    head_offset = torch.arange(lists, device=listed.device, dtype=listed.dtype) // (
+        lists // kv_heads
+    )
+    head_offset = head_offset * (no_key // kv_heads)
+    key_numbers = key_rows(inputs, visible, listed)
     invalid, empty = None, None
-    numbers = _expanded(numbers, lists) + number[:, None, None]
+    key_numbers = _expanded(key_numbers, lists) + head_offset[:, None, None]
     if not (call.is_readable and bool(valid.all())) or listed.shape[-1] == 0:
         valid = _expanded(valid, lists)
-        numbers = numbers.masked_fill(~valid, nothing)
+        key_numbers = key_numbers.masked_fill(~valid, no_key)
         invalid, empty = ~valid.unsqueeze(2), ~valid.any(-1, keepdim=True)
     query = _by_list(call.query[rows].to(call.dtype), lists).contiguous() * inputs.scale
     if empty is not None:
         query = query.masked_fill(empty.unsqueeze(-1), 0)
     keys, values = (
-        Gathered(table, numbers, ordered=inputs.deterministic) for table in (call.key, call.value)
+        Gathered(table, key_numbers, ordered=inputs.deterministic)
+        for table in (call.key, call.value)
     )
     scores, slope = keys.dots(query), None
     if inputs.softcap > 0:
@@ -284,7 +287,7 @@ def _chunk(call: _Call, rows: slice) -> _Chunk:
     probabilities = torch.softmax(scores, -1)
     if listed.shape[-1] == 0:
         lse = scores.new_zeros(scores.shape[:-1])
-    elif call.recorded:
+    elif call.is_recorded:
         lse = torch.logsumexp(scores, -1)
     else:  # the largest probability is exp(largest score - lse)
         lse = scores.amax(-1) - torch.log(probabilities.amax(-1))
@@ -292,28 +295,30 @@ def _chunk(call: _Call, rows: slice) -> _Chunk:
         query,
         empty,
         invalid,
-        those,
+        visible,
         listed,
         valid,
         keys,
         values,
-        bias_places,
+        bias_indices,
         slope,
         probabilities,
         lse,
     )
 
 
-def _bias_places(inputs: KeyListInputs, rows: Rows, listed: Tensor, valid: Tensor) -> Tensor:
+def _bias_indices(
+    inputs: KeyListInputs, rows: VisibleKeys, listed: Tensor, valid: Tensor
+) -> Tensor:
     """Return the index of each listed key's bias, ``(h, rows, k)``, with the heads of the bias or
     of the lists, whichever are more.
     """
     assert inputs.bias is not None
     most = max(inputs.bias.shape[-3], listed.shape[0])
-    first, head_step, key_step = bias_steps(inputs, rows)
+    first, head_step, key_step = bias_strides(inputs, rows)
     head = torch.arange(most, device=listed.device, dtype=listed.dtype) * head_step
-    places = head[:, None, None] + (first[:, None] + _expanded(listed, most) * key_step)
-    return places.masked_fill(~_expanded(valid, most), inputs.bias.numel())
+    indices = head[:, None, None] + (first[:, None] + _expanded(listed, most) * key_step)
+    return indices.masked_fill(~_expanded(valid, most), inputs.bias.numel())
 
 
 def _softmax_shares(sink: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -356,14 +361,14 @@ def _of_heads(tensor: Tensor, heads: int) -> Tensor:
     return tensor.transpose(1, 2).flatten(0, 1)
 
 
-def _add_elements(call: _Call, total: Tensor, places: Tensor, parts: Tensor) -> None:
+def _add_elements(call: _Call, total: Tensor, indices: Tensor, parts: Tensor) -> None:
     if call.inputs.deterministic and not total.is_cpu:
-        total.index_put_((places,), parts, accumulate=True)
+        total.index_put_((indices,), parts, accumulate=True)
     else:
-        total.index_add_(0, places, parts)
+        total.index_add_(0, indices, parts)
 
 
-def _lse_in_place(lse: Tensor, inputs: KeyListInputs) -> Tensor:
+def _to_lse_layout(lse: Tensor, inputs: KeyListInputs) -> Tensor:
     """Convert ``(rows, H)`` to the layout of lse."""
     if inputs.packed:
         return lse.transpose(0, 1).contiguous()
@@ -371,7 +376,7 @@ def _lse_in_place(lse: Tensor, inputs: KeyListInputs) -> Tensor:
     return lse.view(batch, queries, heads).transpose(1, 2).contiguous()
 
 
-def _as_given(inputs: KeyListInputs, name: str, total: Tensor) -> Tensor:
+def _to_input_layout(inputs: KeyListInputs, name: str, total: Tensor) -> Tensor:
     """Return a gradient in the shape and dtype of its tensor."""
     like: Tensor = getattr(inputs, name)
     if name in ("key", "value"):

@@ -28,17 +28,17 @@ class Gathered:
         self._table, self._listed, self._ordered = table, listed, ordered
 
     @functools.cached_property
-    def _picked(self) -> Tensor:
-        picked = self._table.index_select(0, self._listed.reshape(-1))
-        return picked.view(*self._listed.shape, self._table.shape[1])
+    def _gathered(self) -> Tensor:
+        gathered = self._table.index_select(0, self._listed.reshape(-1))
+        return gathered.view(*self._listed.shape, self._table.shape[1])
 
     def dots(self, rows: Tensor) -> Tensor:
         """Return the products ``(h, rows, g, k)`` of ``(h, rows, g, D)`` with each listed key."""
-        return rows @ self._picked.transpose(-1, -2)
+        return rows @ self._gathered.transpose(-1, -2)
 
     def sums(self, weights: Tensor) -> Tensor:
         """Return the weighted sums ``(h, rows, g, D)`` of the listed keys."""
-        return weights @ self._picked
+        return weights @ self._gathered
 
     def add_to(self, total: Tensor, weights: Tensor, rows: Tensor) -> None:
         """Add to each listed key's row of ``total`` the weighted rows that list it: summed over the
@@ -57,16 +57,16 @@ class Gathered:
 
 def _add_in_order(total: Tensor, numbers: Tensor, parts: Tensor) -> None:
     """Add each part to its row of the total, in a fixed order."""
-    order, begins = _inverse(numbers, total.shape[0])
+    order, begins = _group_by_number(numbers, total.shape[0])
     total += torch.nn.functional.embedding_bag(order, parts, begins, mode="sum")
 
 
-def _inverse(numbers: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def _group_by_number(numbers: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the places of each number below count, in order, and where they begin.
 
     The last number means "no key". On a CPU, where values can be read, its places are omitted.
     """
-    in_order, places = torch.sort(numbers, stable=True)
-    every = torch.arange(count, dtype=numbers.dtype, device=numbers.device)
-    begins = torch.searchsorted(in_order, every)
-    return (places[: int(begins[-1])] if places.is_cpu else places), begins
+    in_order, indices = torch.sort(numbers, stable=True)
+    all_numbers = torch.arange(count, dtype=numbers.dtype, device=numbers.device)
+    begins = torch.searchsorted(in_order, all_numbers)
+    return (indices[: int(begins[-1])] if indices.is_cpu else indices), begins

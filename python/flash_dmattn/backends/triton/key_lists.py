@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flash_dmattn.backends.base import lse_shape, mass_shape
-from flash_dmattn.key_lists.places import bias_steps, by_head, rows_of
+from flash_dmattn.key_lists.visible_keys import bias_strides, by_head, visible_keys
 from flash_dmattn.record import Gradients, KeyListInputs
 from flash_dmattn.reference import softmax_shares
 
@@ -157,7 +157,7 @@ def backward(
 def _describe(inputs: KeyListInputs) -> _Problem:
     heads, head_dim = inputs.query.shape[-2:]
     kv_heads, packed = inputs.key.shape[-2], inputs.packed
-    group, rows = heads // kv_heads, rows_of(inputs)
+    group, visible = heads // kv_heads, visible_keys(inputs)
     indices = by_head(inputs.indices, packed=packed).contiguous()
     index_bias, bias, table = inputs.index_bias, inputs.bias, inputs.block_table
     if index_bias is not None:
@@ -165,7 +165,7 @@ def _describe(inputs: KeyListInputs) -> _Problem:
     index_share = heads if index_bias is None else heads // index_bias.shape[0]
     bias_share, bias_firsts, bias_head, bias_key = heads, None, 0, 0
     if bias is not None:
-        bias_firsts, bias_head, bias_key = bias_steps(inputs, rows)
+        bias_firsts, bias_head, bias_key = bias_strides(inputs, visible)
         bias_share = heads // bias.shape[-3]
         bias = bias.float().contiguous()
     unit = _UNIT if head_dim % _UNIT == 0 else 1
@@ -175,9 +175,9 @@ def _describe(inputs: KeyListInputs) -> _Problem:
         "k": inputs.key.contiguous(),
         "v": inputs.value.contiguous(),
         "indices": indices,
-        "limits": rows.limit.to(torch.int32),
-        "begins": rows.begin,
-        "sequences": rows.sequence,
+        "limits": visible.limit.to(torch.int32),
+        "begins": visible.begin,
+        "sequences": visible.sequence,
         "table": None if table is None else table.contiguous(),
         "bias": bias,
         "bias_firsts": bias_firsts,

@@ -45,7 +45,7 @@ def listed_block(
     at,
     row,
     kv_head,
-    these,
+    q_heads,
     valid_heads,
     k,
     v,
@@ -79,33 +79,33 @@ def listed_block(
     Keys that no head of the tile keeps are not loaded, because they may be non-finite.
     """
     index = tl.load(indices + at, mask=at < length, other=-1)
-    needed = (index >= 0) & (index < limit)
-    index = tl.where(needed, index, 0)
+    is_needed = (index >= 0) & (index < limit)
+    index = tl.where(is_needed, index, 0)
     if PAGED:
-        number = tl.load(table + index // page, mask=needed, other=0).to(tl.int64)
+        number = tl.load(table + index // page, mask=is_needed, other=0).to(tl.int64)
         place = number * page + index % page
     else:
         place = begin + index
-    kept = valid_heads[:, None] & needed[None, :]
+    kept = valid_heads[:, None] & is_needed[None, :]
     if BIAS or INDEX_BIAS:
         added = tl.zeros(kept.shape, tl.float32)
         if BIAS:
-            bias_at = these[:, None] // bias_share * bias_head
+            bias_at = q_heads[:, None] // bias_share * bias_head
             bias_at += index.to(tl.int64)[None, :] * bias_key
             added += tl.load(bias + bias_at, mask=kept, other=0.0)
         if INDEX_BIAS:
-            index_at = (these[:, None] // index_share * rows + row) * length + at[None, :]
+            index_at = (q_heads[:, None] // index_share * rows + row) * length + at[None, :]
             added += tl.load(index_bias + index_at, mask=kept, other=0.0).to(tl.float32)
         kept &= added != float("-inf")
-        needed = tl.max(kept.to(tl.int32), 0) != 0
+        is_needed = tl.max(kept.to(tl.int32), 0) != 0
     offsets = (place * kv_heads + kv_head) * head_dim
-    k_tile = load_tile(k, offsets, needed, head_dim, False, EVEN, BLOCK_D)
-    v_tile = load_tile(v, offsets, needed, head_dim, False, EVEN, BLOCK_D)
+    k_tile = load_tile(k, offsets, is_needed, head_dim, False, EVEN, BLOCK_D)
+    v_tile = load_tile(v, offsets, is_needed, head_dim, False, EVEN, BLOCK_D)
     scores, slope = capped_scores(dot(q_tile, tl.trans(k_tile)), scale, softcap, SOFTCAP)
     if BIAS or INDEX_BIAS:
         scores += scaled_bias(added)
     scores = tl.where(kept, scores, float("-inf"))
-    return k_tile, v_tile, scores, slope, kept, index, offsets, needed
+    return k_tile, v_tile, scores, slope, kept, index, offsets, is_needed
 
 
 @triton.jit(do_not_specialize=LIST_SIZES)
@@ -154,10 +154,10 @@ def list_forward_kernel(
 ):
     """Write out and lse of some heads of a row."""
     head_dim *= UNIT
-    row, kv_head, these, valid_heads = tile_heads(
+    row, kv_head, q_heads, valid_heads = tile_heads(
         kv_heads, group, heads_at_once, head_blocks, BLOCK_ROWS
     )
-    q_offsets = (row * heads + these) * head_dim
+    q_offsets = (row * heads + q_heads) * head_dim
     q_tile = load_tile(q, q_offsets, valid_heads, head_dim, False, EVEN, BLOCK_D)
     indices += (kv_head // list_share * rows + row) * length
     limit = tl.load(limits + row)
@@ -166,8 +166,8 @@ def list_forward_kernel(
         table += tl.load(sequences + row) * page_batch
     if BIAS:
         bias += tl.load(bias_firsts + row)
-    top = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_ROWS], tl.float32)
+    row_max = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_ROWS], tl.float32)
     out_tile = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
     for at0 in range(0, length, BLOCK_KEYS):
         _, v_tile, scores, _, _, _, _, _ = listed_block(
@@ -175,7 +175,7 @@ def list_forward_kernel(
             at0 + tl.arange(0, BLOCK_KEYS),
             row,
             kv_head,
-            these,
+            q_heads,
             valid_heads,
             k,
             v,
@@ -203,20 +203,20 @@ def list_forward_kernel(
             EVEN,
             BLOCK_D,
         )
-        new_top = tl.maximum(top, tl.max(scores, 1))
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
         # A row that has seen no key has a top of -inf, and -inf - -inf would be NaN.
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
         weights = tl.exp2(scores - shift[:, None])
-        decay = tl.exp2(top - shift)
-        total = total * decay + tl.sum(weights, 1)
-        out_tile = out_tile * decay[:, None]
+        rescale = tl.exp2(row_max - shift)
+        row_sum = row_sum * rescale + tl.sum(weights, 1)
+        out_tile = out_tile * rescale[:, None]
         out_tile += dot(weights.to(v_tile.dtype), v_tile)
-        top = new_top
-    tl.store(lse + row * heads + these, (top + tl.log2(total)) * LN2, mask=valid_heads)
-    empty = total == 0
+        row_max = new_max
+    tl.store(lse + row * heads + q_heads, (row_max + tl.log2(row_sum)) * LN2, mask=valid_heads)
+    empty = row_sum == 0
     if SINK:  # lse excludes the sink
-        total += tl.exp2(tl.load(sink + these, mask=valid_heads, other=0.0) * LOG2E - top)
-    out_tile = tl.where(empty[:, None], 0.0, out_tile / total[:, None])
+        row_sum += tl.exp2(tl.load(sink + q_heads, mask=valid_heads, other=0.0) * LOG2E - row_max)
+    out_tile = tl.where(empty[:, None], 0.0, out_tile / row_sum[:, None])
     store_tile(out, q_offsets, out_tile, valid_heads, head_dim, BLOCK_D)
 
 
@@ -281,10 +281,10 @@ def list_backward_kernel(
     gradient of lse minus ``share * sum(dout * out)``.
     """
     head_dim *= UNIT
-    row, kv_head, these, valid_heads = tile_heads(
+    row, kv_head, q_heads, valid_heads = tile_heads(
         kv_heads, group, heads_at_once, head_blocks, BLOCK_ROWS
     )
-    at_heads = row * heads + these
+    at_heads = row * heads + q_heads
     row_lse = tl.load(lse + at_heads, mask=valid_heads, other=float("-inf"))
     # Queries and gradients of rows without keys may be non-finite; they must not affect results.
     live = row_lse != float("-inf")
@@ -307,12 +307,12 @@ def list_backward_kernel(
     d = tl.arange(0, BLOCK_D)[None, :]
     for at0 in range(0, length, BLOCK_KEYS):
         at = at0 + tl.arange(0, BLOCK_KEYS)
-        k_tile, v_tile, scores, slope, kept, index, offsets, needed = listed_block(
+        k_tile, v_tile, scores, slope, kept, index, offsets, is_needed = listed_block(
             q_tile,
             at,
             row,
             kv_head,
-            these,
+            q_heads,
             valid_heads,
             k,
             v,
@@ -341,7 +341,7 @@ def list_backward_kernel(
             BLOCK_D,
         )
         weights = probabilities(scores, row_lse[:, None], BIAS or INDEX_BIAS)
-        to_add = needed[:, None] & (d < head_dim)
+        to_add = is_needed[:, None] & (d < head_dim)
         places = offsets[:, None] + d
         if WANT_DV:
             shares = (weights * row_share[:, None]).to(dout_tile.dtype)
@@ -352,18 +352,18 @@ def list_backward_kernel(
         if WANT_DBIAS:
             key_at = index.to(tl.int64) * bias_key
             if BIAS_BY_HEAD:
-                bias_at = these[:, None] // bias_share * bias_head + key_at[None, :]
+                bias_at = q_heads[:, None] // bias_share * bias_head + key_at[None, :]
                 tl.atomic_add(dbias + bias_at, dscores, mask=kept)
             else:
                 head_at = kv_head * group // bias_share * bias_head
-                tl.atomic_add(dbias + head_at + key_at, tl.sum(dscores, 0), mask=needed)
+                tl.atomic_add(dbias + head_at + key_at, tl.sum(dscores, 0), mask=is_needed)
         if WANT_DINDEX:
             if INDEX_BY_HEAD:
-                index_at = (these[:, None] // index_share * rows + row) * length + at[None, :]
+                index_at = (q_heads[:, None] // index_share * rows + row) * length + at[None, :]
                 tl.store(dindex_bias + index_at, dscores, mask=kept)
             else:
                 index_at = (kv_head * group // index_share * rows + row) * length + at
-                tl.atomic_add(dindex_bias + index_at, tl.sum(dscores, 0), mask=needed)
+                tl.atomic_add(dindex_bias + index_at, tl.sum(dscores, 0), mask=is_needed)
         dscores = (dscores * slope).to(k_tile.dtype)
         dq_tile += dot(dscores, k_tile)
         if WANT_DK:
@@ -416,13 +416,13 @@ def list_mass_kernel(
 ):
     """Add the probabilities of some heads of a row to the sums of the listed keys."""
     head_dim *= UNIT
-    row, kv_head, these, valid_heads = tile_heads(
+    row, kv_head, q_heads, valid_heads = tile_heads(
         kv_heads, group, heads_at_once, head_blocks, BLOCK_ROWS
     )
-    at_heads = row * heads + these
+    at_heads = row * heads + q_heads
     head_sink = tl.zeros([BLOCK_ROWS], tl.float32)
     if SINK:
-        head_sink = tl.load(sink + these, mask=valid_heads, other=0.0) * LOG2E
+        head_sink = tl.load(sink + q_heads, mask=valid_heads, other=0.0) * LOG2E
     shift = row_shifts(lse, lse, at_heads, valid_heads, head_sink, SINK, False)
     live = shift != float("inf")
     q_tile = load_tile(q, at_heads * head_dim, live, head_dim, False, EVEN, BLOCK_D)
@@ -439,7 +439,7 @@ def list_mass_kernel(
             at0 + tl.arange(0, BLOCK_KEYS),
             row,
             kv_head,
-            these,
+            q_heads,
             valid_heads,
             k,
             v,
@@ -468,5 +468,5 @@ def list_mass_kernel(
             BLOCK_D,
         )
         weights = probabilities(scores, shift[:, None], BIAS or INDEX_BIAS)
-        places = these[:, None] * mass_head + index.to(tl.int64)[None, :]
+        places = q_heads[:, None] * mass_head + index.to(tl.int64)[None, :]
         tl.atomic_add(mass + places, weights, mask=kept & live[:, None])

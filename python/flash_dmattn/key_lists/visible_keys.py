@@ -11,7 +11,7 @@ from torch import Tensor
 from flash_dmattn.record import KeyListInputs
 
 
-class Rows(NamedTuple):
+class VisibleKeys(NamedTuple):
     """The keys that each row may see; integers ``(rows,)``."""
 
     sequence: Tensor
@@ -19,7 +19,7 @@ class Rows(NamedTuple):
     limit: Tensor  # how many keys of its sequence it may see
 
 
-def rows_of(inputs: KeyListInputs) -> Rows:
+def visible_keys(inputs: KeyListInputs) -> VisibleKeys:
     """Return the keys that each row of a call may see.
 
     Checking the cu_seqlens would synchronize with a GPU, so any values are clamped to the bounds of
@@ -33,11 +33,11 @@ def rows_of(inputs: KeyListInputs) -> Rows:
         limit = torch.full_like(row, keys)
         if inputs.causal:
             limit = (row % max(queries, 1) + (keys - queries + 1)).clamp(0, keys)
-        return Rows(sequence, sequence * keys, limit)
+        return VisibleKeys(sequence, sequence * keys, limit)
     rows, sequences = inputs.query.shape[0], inputs.sequences
     row = torch.arange(rows, device=device)
     if sequences == 0:
-        return Rows(row, torch.zeros_like(row), torch.zeros_like(row))
+        return VisibleKeys(row, torch.zeros_like(row), torch.zeros_like(row))
     table, keys = inputs.block_table, inputs.key.shape[0]
     if table is not None:
         keys = max(1, sequences) * table.shape[1] * inputs.key.shape[1]
@@ -50,10 +50,10 @@ def rows_of(inputs: KeyListInputs) -> Rows:
         counts = counts.clamp(max=table.shape[1] * inputs.key.shape[1])
     limit = counts[sequence]
     if inputs.causal:
-        behind = q_bounds[1:][sequence] - row  # from the row to the end of its sequence
-        limit = (limit - behind + 1).clamp(min=0)
+        rows_to_end = q_bounds[1:][sequence] - row  # from the row to the end of its sequence
+        limit = (limit - rows_to_end + 1).clamp(min=0)
     limit = limit.masked_fill((after >= sequences) | (row < q_bounds[sequence]), 0)
-    return Rows(sequence, k_bounds[:-1][sequence], limit)
+    return VisibleKeys(sequence, k_bounds[:-1][sequence], limit)
 
 
 def by_head(tensor: Tensor, *, packed: bool) -> Tensor:
@@ -61,7 +61,7 @@ def by_head(tensor: Tensor, *, packed: bool) -> Tensor:
     return tensor if packed else tensor.transpose(0, 1).flatten(1, 2)
 
 
-def key_places(inputs: KeyListInputs, rows: Rows, listed: Tensor) -> Tensor:
+def key_rows(inputs: KeyListInputs, rows: VisibleKeys, listed: Tensor) -> Tensor:
     """Return the rows of key and value that hold listed keys, whose indices are in range.
 
     Args:
@@ -77,7 +77,7 @@ def key_places(inputs: KeyListInputs, rows: Rows, listed: Tensor) -> Tensor:
     return table[rows.sequence[:, None], listed // page] * page + listed % page
 
 
-def bias_steps(inputs: KeyListInputs, rows: Rows) -> tuple[Tensor, int, int]:
+def bias_strides(inputs: KeyListInputs, rows: VisibleKeys) -> tuple[Tensor, int, int]:
     """Return the index of each row's first key at head 0 in a contiguous bias, and the strides of
     heads and keys.
     """
