@@ -43,9 +43,9 @@ class Heads(NamedTuple):
         return x if factors is None else rotate(x, *factors)
 
     def by_kernels(self) -> Tensor:
-        from flash_dmattn.modules.fused_heads import normed_and_turned
+        from flash_dmattn.modules.fused_heads import norm_and_rotate
 
-        return normed_and_turned(self.x, self.weight, EPS, self.factors)
+        return norm_and_rotate(self.x, self.weight, EPS, self.factors)
 
 
 def make_heads(
@@ -167,7 +167,7 @@ def make_layer(device: str, **settings: Any) -> DynamicMaskAttention:
 
 
 def is_fused(layer: DynamicMaskAttention, x: Tensor) -> bool:
-    return heads_of_layer._is_fused(x, layer.q_norm)
+    return heads_of_layer._has_fused_kernel(x, layer.q_norm)
 
 
 @needs_direct_calls

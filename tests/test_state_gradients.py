@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from flash_dmattn import AttentionCache, DynamicMaskAttention, KeptKeys
-from flash_dmattn.modules.heads import prepared
-from flash_dmattn.modules.projections import projected
+from flash_dmattn.modules.heads import normalize_and_rotate
+from flash_dmattn.modules.projections import project_to_heads
 from states import make_layer, states
 
 Tokens = tuple[Tensor, Tensor, Tensor]
@@ -190,9 +190,9 @@ def check_overwritten(device: str) -> None:
 
 def with_constants(layer: DynamicMaskAttention, x: Tensor) -> Tensor:
     """Return the layer's output for x, with constant keys for tokens 9 to 11."""
-    query, key, value = projected(layer, x)
+    query, key, value = project_to_heads(layer, x)
     bias = layer.key_bias(value)
-    query, key = prepared(layer, query, key, None, None, None)
+    query, key = normalize_and_rotate(layer, query, key, None, None, None)
 
     def cut(tensor: Tensor, dimension: int) -> Tensor:
         sizes = [9, 3, x.shape[1] - 12]

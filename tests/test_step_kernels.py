@@ -249,7 +249,7 @@ def test_triton_is_asked_where_what_was_compiled_may_not_serve(
 ) -> None:
     """This covers strides of 64 bits, and devices whose current one torch.cuda does not know."""
     pytest.importorskip("triton")
-    from flash_dmattn.backends.triton import prepared
+    from flash_dmattn.backends.triton import bound_kernel
 
     started = []
 
@@ -269,11 +269,11 @@ def test_triton_is_asked_where_what_was_compiled_may_not_serve(
         def data_ptr(self) -> int:
             return 1024
 
-    monkeypatch.setattr(prepared, "_STARTS_COMPILED", True)
-    monkeypatch.setattr(prepared, "raw_stream", lambda index: 0)
-    monkeypatch.setattr(prepared, "on_device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(bound_kernel, "_STARTS_COMPILED", True)
+    monkeypatch.setattr(bound_kernel, "raw_stream", lambda index: 0)
+    monkeypatch.setattr(bound_kernel, "on_device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0 if kind == "cuda" else 1 // 0)
-    kernel = prepared.Prepared(Kernel(), 4, SIZE=8)
+    kernel = bound_kernel.BoundKernel(Kernel(), 4, SIZE=8)
     tensors: Any = (Somewhere(),)
     for given in (1, 1, number):
         kernel.start((1, 1, 1), tensors, (given,))

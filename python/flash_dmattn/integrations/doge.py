@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from flash_dmattn.arguments import backend_name
 from flash_dmattn.dispatch_state import PLAIN_TYPES
-from flash_dmattn.modules.fusing import are_as_found, is_token, plain_parts
+from flash_dmattn.modules.fusing import are_unmodified, is_token, plain_parts
 from flash_dmattn.modules.parts import Part
 from flash_dmattn.state.stepping import has_kernel
 
@@ -25,8 +25,8 @@ __all__ = ["doge_step", "let_steps_be_fused"]
 
 # Arguments without effect on the results of a module that has a cache and no gradients.
 _NEUTRAL = frozenset({"cache_position", "position_ids", "use_cache"})
-_TAKEN = ("hidden_states", "position_embeddings", "attention_mask", CACHE_NAMES[0])
-_OWN = frozenset({*_TAKEN, *CACHE_NAMES, CALL})
+_POSITIONAL = ("hidden_states", "position_embeddings", "attention_mask", CACHE_NAMES[0])
+_SUPPORTED = frozenset({*_POSITIONAL, *CACHE_NAMES, CALL})
 # Steps by module, valid until the module changes.
 _steps: weakref.WeakKeyDictionary[nn.Module, _Step] = weakref.WeakKeyDictionary()
 
@@ -35,7 +35,7 @@ class _Step:
     """The kernels of a module's decoding steps, and the parts that they were made for."""
 
     def __init__(self, module: Any, parts: tuple[Part, ...]) -> None:
-        from flash_dmattn.backends.triton.kernels.project import BY_COSINES
+        from flash_dmattn.backends.triton.kernels.project import ROTARY_BY_COSINES
         from flash_dmattn.modules.step_kernels import Sizes, StepKernels
         from flash_dmattn.state.insert_kernel import BiasOfValues
 
@@ -56,7 +56,7 @@ class _Step:
             BiasOfValues(states.weight, states.bias, module.A, is_exponential=True),
             eps=(norm_eps[0], norm_eps[1]),
             rounds_norm=True,
-            turn=BY_COSINES.value,
+            rotary=ROTARY_BY_COSINES.value,
             scale=module.scaling,
             backend=backend_name(None),
         )
@@ -101,14 +101,18 @@ def doge_step(
     """
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or module.training:
         return None
-    given = {**kwargs, **dict(zip(_TAKEN, args, strict=False))}
-    if len(args) > len(_TAKEN) or not all(
-        value is None or value is False or name in _NEUTRAL or name in _OWN
-        for name, value in given.items()
+    arguments = {**kwargs, **dict(zip(_POSITIONAL, args, strict=False))}
+    if len(args) > len(_POSITIONAL) or not all(
+        value is None or value is False or name in _NEUTRAL or name in _SUPPORTED
+        for name, value in arguments.items()
     ):
         return None
-    x, turns = given["hidden_states"], given["position_embeddings"]
-    if not is_token(x) or not has_kernel(x.device.type) or not _are_cosines(turns, x, module):
+    x, cos_sin = arguments["hidden_states"], arguments["position_embeddings"]
+    if (
+        not is_token(x)
+        or not has_kernel(x.device.type)
+        or not _are_supported_cos_sin(cos_sin, x, module)
+    ):
         return None
     if other_attention(module) is not None:
         return None
@@ -116,22 +120,24 @@ def doge_step(
         return None
     step = _steps.get(module)
     if step is None or step.dtype != x.dtype or not step.is_of(module):
-        step = _found(module)
-    if step is None or not are_as_found(step.parts, x.dtype, x.device):
+        step = _make_step(module)
+    if step is None or not are_unmodified(step.parts, x.dtype, x.device):
         return None
     width, _, kv_heads, dim = step.sizes
     if x.shape[2] != width:
         return None
     if not layer.can_step((x.shape[0], kv_heads, dim), x, module.keep_window_size):
         return None
-    from flash_dmattn.modules.step_kernels import Turn
+    from flash_dmattn.modules.step_kernels import RotaryInputs
 
-    cos, sin = turns
-    row = cos.stride(0) if cos.shape[0] > 1 else 0
-    return step.kernels(x, Turn(cos, sin, row), layer.step, layer.kept.counts, None, 0.0)
+    cos, sin = cos_sin
+    row_stride = cos.stride(0) if cos.shape[0] > 1 else 0
+    return step.kernels(
+        x, RotaryInputs(cos, sin, row_stride), layer.step, layer.kept.counts, None, 0.0
+    )
 
 
-def _found(module: Any) -> _Step | None:
+def _make_step(module: Any) -> _Step | None:
     from transformers.models.doge import modeling_doge
 
     if type(module) is not modeling_doge.DogeAttention:
@@ -153,11 +159,11 @@ def _settings(module: Any) -> tuple[object, ...]:
     )
 
 
-def _are_cosines(turns: Any, x: Tensor, module: Any) -> bool:
+def _are_supported_cos_sin(cos_sin: Any, x: Tensor, module: Any) -> bool:
     """Say whether these are cosines and sines per sequence, or common to all sequences."""
-    if not isinstance(turns, tuple) or len(turns) != 2:
+    if not isinstance(cos_sin, tuple) or len(cos_sin) != 2:
         return False
-    cos, sin = turns
+    cos, sin = cos_sin
     return (
         type(cos) in PLAIN_TYPES
         and type(sin) in PLAIN_TYPES

@@ -65,11 +65,11 @@ def checked_heads(
 
 def finite(name: str, value: float, minimum: float = -math.inf) -> float:
     """Return a number that is neither infinite nor NaN."""
-    given = checks.number(name, value, "")
-    if not (math.isfinite(given) and given >= minimum):
+    checked = checks.number(name, value, "")
+    if not (math.isfinite(checked) and checked >= minimum):
         wanted = "" if minimum == -math.inf else f" and at least {minimum}"
-        raise ValueError(f"{name} must be finite{wanted}, got {given}")
-    return given
+        raise ValueError(f"{name} must be finite{wanted}, got {checked}")
+    return checked
 
 
 def checked_base(rotary_base: float, head_dim: int) -> float:
@@ -134,13 +134,13 @@ def check_cu_seqlens(cu_seqlens: Tensor, hidden_states: Tensor) -> Tensor:
 
 def check_keys(attn_mask: Tensor | IntervalMask, tokens: int, cached: int) -> None:
     """Raise ValueError unless a mask has all keys. Attention would broadcast a single key."""
-    given = attn_mask.start if isinstance(attn_mask, IntervalMask) else attn_mask
-    if given.dim() and given.shape[-1] == cached + tokens:
+    mask = attn_mask.start if isinstance(attn_mask, IntervalMask) else attn_mask
+    if mask.dim() and mask.shape[-1] == cached + tokens:
         return
     held = f" after the {cached} that cache holds" if cached else ""
     raise ValueError(
         f"attn_mask must have all {cached + tokens} keys in its last dimension, here those of "
-        f"{tokens} tokens{held}, got shape {tuple(given.shape)}"
+        f"{tokens} tokens{held}, got shape {tuple(mask.shape)}"
     )
 
 

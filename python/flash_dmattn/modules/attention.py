@@ -33,8 +33,8 @@ from .arguments import (
 )
 from .cache import AttentionCache
 from .fusing import fused_step
-from .heads import prepared
-from .projections import check_states, draw_parameters, projected
+from .heads import normalize_and_rotate
+from .projections import check_states, draw_parameters, project_to_heads
 
 __all__ = ["DynamicMaskAttention"]
 
@@ -165,17 +165,17 @@ class DynamicMaskAttention(nn.Module):
         self.softmax_scale = softmax_scale
         self.init_std = init_std
         self.backend = backend
-        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory_kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
         width, kv_width = num_heads * head_dim, kv_heads * head_dim
-        self.q_proj = nn.Linear(embed_dim, width, projection_bias, **place)
-        self.k_proj = nn.Linear(embed_dim, kv_width, projection_bias, **place)
-        self.v_proj = nn.Linear(embed_dim, kv_width, projection_bias, **place)
-        self.A = nn.Parameter(torch.empty(kv_heads, **place))
-        self.dt_proj = nn.Linear(kv_width, kv_heads, projection_bias, **place)
-        self.o_proj = nn.Linear(width, embed_dim, projection_bias, **place)
-        self.q_norm = nn.RMSNorm(head_dim, norm_eps, **place) if qk_norm else None
-        self.k_norm = nn.RMSNorm(head_dim, norm_eps, **place) if qk_norm else None
-        self.sink = nn.Parameter(torch.empty(num_heads, **place)) if sink else None
+        self.q_proj = nn.Linear(embed_dim, width, projection_bias, **factory_kwargs)
+        self.k_proj = nn.Linear(embed_dim, kv_width, projection_bias, **factory_kwargs)
+        self.v_proj = nn.Linear(embed_dim, kv_width, projection_bias, **factory_kwargs)
+        self.A = nn.Parameter(torch.empty(kv_heads, **factory_kwargs))
+        self.dt_proj = nn.Linear(kv_width, kv_heads, projection_bias, **factory_kwargs)
+        self.o_proj = nn.Linear(width, embed_dim, projection_bias, **factory_kwargs)
+        self.q_norm = nn.RMSNorm(head_dim, norm_eps, **factory_kwargs) if qk_norm else None
+        self.k_norm = nn.RMSNorm(head_dim, norm_eps, **factory_kwargs) if qk_norm else None
+        self.sink = nn.Parameter(torch.empty(num_heads, **factory_kwargs)) if sink else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -188,8 +188,8 @@ class DynamicMaskAttention(nn.Module):
 
     def extra_repr(self) -> str:
         """Show the settings that the projections do not show."""
-        places = {"keep_last": self.keep_last, "keep_first": self.keep_first}
-        kept = "".join(f"{name}={count}, " for name, count in places.items() if count)
+        keep_counts = {"keep_last": self.keep_last, "keep_first": self.keep_first}
+        kept = "".join(f"{name}={count}, " for name, count in keep_counts.items() if count)
         return (
             f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
             f"head_dim={self.head_dim}, window_size={self.window_size}, {kept}"
@@ -241,16 +241,16 @@ class DynamicMaskAttention(nn.Module):
         """
         if unknown:
             refuse_keywords(DynamicMaskAttention.forward, unknown)
-        others = attn_mask, position_ids, cu_seqlens, padding
-        step = fused_step(self, DynamicMaskAttention, hidden_states, cache, *others)
+        excluded = attn_mask, position_ids, cu_seqlens, padding
+        step = fused_step(self, DynamicMaskAttention, hidden_states, cache, *excluded)
         if step is not None:
             assert cache is not None
             assert cache.kept is not None
             return step(self, hidden_states, cache.kept)
         self._check(hidden_states, attn_mask, cu_seqlens, position_ids, cache, padding)
-        query, key, value = projected(self, hidden_states)
+        query, key, value = project_to_heads(self, hidden_states)
         bias = self.key_bias(value)
-        query, key = prepared(self, query, key, position_ids, cu_seqlens, cache)
+        query, key = normalize_and_rotate(self, query, key, position_ids, cu_seqlens, cache)
         counts = self._counts()
         # A bias of -inf marks padding. A token with such a bias gets NaN: it counts for keep_last
         # and keep_first, but is not kept.
@@ -267,7 +267,7 @@ class DynamicMaskAttention(nn.Module):
         def attend(key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
             mask = attn_mask
             if is_marked and bias.shape[3] > counts.total:
-                mask = _marked(attn_mask, query, bias)
+                mask = _mask_marked_padding(attn_mask, query, bias)
             return self.attend(
                 query, key, value, bias, mask, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen
             )
@@ -401,7 +401,9 @@ class DynamicMaskAttention(nn.Module):
             check_positions(position_ids, hidden_states)
 
 
-def _marked(attn_mask: Tensor | IntervalMask | None, query: Tensor, bias: Tensor) -> Tensor:
+def _mask_marked_padding(
+    attn_mask: Tensor | IntervalMask | None, query: Tensor, bias: Tensor
+) -> Tensor:
     """Return a mask without the keys that a bias of -inf marks as padding."""
     seen = bias.detach() != -torch.inf
     if attn_mask is None:

@@ -359,14 +359,16 @@ class AttentionCache:
             kept = KeptKeys(
                 window_size, keep_last=keep_last, keep_first=keep_first, rollback=self.rollback
             )
-        for name, own, given in zip(
+        for name, expected, count in zip(
             ("window_size", "keep_last", "keep_first"),
             kept.counts,
             (None, 0, 0) if counts is None else counts,
             strict=True,
         ):
-            if given != own:
-                raise ValueError(f"{name} must be {own}, whose keys the cache keeps, got {given}")
+            if count != expected:
+                raise ValueError(
+                    f"{name} must be {expected}, whose keys the cache keeps, got {count}"
+                )
         if kept.takes_in_place(**tokens):
             result = kept.taken_in(**tokens, attend=attend, call=call, backend=backend)
         else:

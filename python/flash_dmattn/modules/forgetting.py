@@ -29,8 +29,8 @@ from .arguments import (
     finite,
 )
 from .forgetting_cache import ForgettingCache
-from .heads import prepared
-from .projections import check_states, draw_parameters, projected
+from .heads import normalize_and_rotate
+from .projections import check_states, draw_parameters, project_to_heads
 
 __all__ = ["ForgettingAttention"]
 
@@ -128,15 +128,15 @@ class ForgettingAttention(nn.Module):
         self.softmax_scale = softmax_scale
         self.init_std = init_std
         self.backend = backend
-        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory_kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
         width, kv_width = num_heads * head_dim, kv_heads * head_dim
-        self.q_proj = nn.Linear(embed_dim, width, projection_bias, **place)
-        self.k_proj = nn.Linear(embed_dim, kv_width, projection_bias, **place)
-        self.v_proj = nn.Linear(embed_dim, kv_width, projection_bias, **place)
-        self.f_proj = nn.Linear(embed_dim, gates, **place)
-        self.o_proj = nn.Linear(width, embed_dim, projection_bias, **place)
-        self.q_norm = nn.RMSNorm(head_dim, norm_eps, **place) if qk_norm else None
-        self.k_norm = nn.RMSNorm(head_dim, norm_eps, **place) if qk_norm else None
+        self.q_proj = nn.Linear(embed_dim, width, projection_bias, **factory_kwargs)
+        self.k_proj = nn.Linear(embed_dim, kv_width, projection_bias, **factory_kwargs)
+        self.v_proj = nn.Linear(embed_dim, kv_width, projection_bias, **factory_kwargs)
+        self.f_proj = nn.Linear(embed_dim, gates, **factory_kwargs)
+        self.o_proj = nn.Linear(width, embed_dim, projection_bias, **factory_kwargs)
+        self.q_norm = nn.RMSNorm(head_dim, norm_eps, **factory_kwargs) if qk_norm else None
+        self.k_norm = nn.RMSNorm(head_dim, norm_eps, **factory_kwargs) if qk_norm else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -194,8 +194,8 @@ class ForgettingAttention(nn.Module):
         if unknown:
             refuse_keywords(ForgettingAttention.forward, unknown)
         self._check(hidden_states, cu_seqlens, position_ids, cache, padding)
-        query, key, value = projected(self, hidden_states)
-        query, key = prepared(self, query, key, position_ids, cu_seqlens, cache)
+        query, key, value = project_to_heads(self, hidden_states)
+        query, key = normalize_and_rotate(self, query, key, position_ids, cu_seqlens, cache)
         log_forget = self.log_forget(hidden_states)
         if cache is None:
             out = self.attend(

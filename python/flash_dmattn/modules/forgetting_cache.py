@@ -322,8 +322,8 @@ class ForgettingCache:
             bias = bias.float()
         mask = None
         if prune is not None or self.capacity is not None:
-            among = total[..., 1:].detach(), seen["total"].detach()
-            mask = remembered(*among, prune, self.capacity)
+            row_and_key_sums = total[..., 1:].detach(), seen["total"].detach()
+            mask = remembered(*row_and_key_sums, prune, self.capacity)
         return following, (seen["key"], seen["value"], bias, mask)
 
     def _extended(
@@ -356,7 +356,9 @@ class ForgettingCache:
             room = max(2 * kept, _MIN_ROWS)
             if self.capacity is not None:
                 room = 2 * self.capacity + self.rollback
-            parts = {name: _with_room(part, name, max(room, kept)) for name, part in parts.items()}
+            parts = {
+                name: _copy_with_room(part, name, max(room, kept)) for name, part in parts.items()
+            }
         return _Held(parts, sums, kept, length), seen
 
     def _first_needed(self, total: Tensor, sums: Tensor, prune: float | None) -> int:
@@ -367,9 +369,9 @@ class ForgettingCache:
         total = total[..., :fixed]
         if prune is None or not total.numel() or not has_values(total):
             return 0
-        lives = (sums[..., :1] - total >= prune).flatten(0, 1).any(0)
+        is_alive = (sums[..., :1] - total >= prune).flatten(0, 1).any(0)
         # The first row that has not decayed; all rows, if there is none.
-        return int(torch.nn.functional.pad(lives, (0, 1), value=True).byte().argmax())
+        return int(torch.nn.functional.pad(is_alive, (0, 1), value=True).byte().argmax())
 
     def _check(
         self,
@@ -394,19 +396,21 @@ class ForgettingCache:
                 f"prune must be {self._prune}, as in the earlier calls with this cache, got {prune}"
             )
         for name, tensor in (("key", key), ("value", value), ("log_forget", log_forget)):
-            own = held.buffers["total" if name == "log_forget" else name]
+            buffer = held.buffers["total" if name == "log_forget" else name]
             dimension = 2 if name == "log_forget" else 1
-            wanted = list(own.shape)
+            wanted = list(buffer.shape)
             wanted[dimension] = tensor.shape[dimension]
             if list(tensor.shape) != wanted:
                 raise ValueError(
                     f"the cache holds {name} of shape {wanted} but for N, got {list(tensor.shape)}"
                 )
-            if name != "log_forget" and tensor.dtype != own.dtype:
-                raise ValueError(f"{name} must be {own.dtype}, as in the cache, got {tensor.dtype}")
-            if tensor.device != own.device:
+            if name != "log_forget" and tensor.dtype != buffer.dtype:
                 raise ValueError(
-                    f"{name} must be on {own.device}, as in the cache, got a tensor on "
+                    f"{name} must be {buffer.dtype}, as in the cache, got {tensor.dtype}"
+                )
+            if tensor.device != buffer.device:
+                raise ValueError(
+                    f"{name} must be on {buffer.device}, as in the cache, got a tensor on "
                     f"{tensor.device}"
                 )
 
@@ -431,7 +435,7 @@ def check_tokens(key: Tensor, value: Tensor, log_forget: Tensor) -> None:
         )
 
 
-def _with_room(part: Tensor, name: str, room: int) -> Tensor:
+def _copy_with_room(part: Tensor, name: str, room: int) -> Tensor:
     shape, dimension = list(part.shape), _LENGTH_DIMENSION[name]
     shape[dimension] = room
     # Inference tensors cannot be written outside of inference mode; others can anywhere.

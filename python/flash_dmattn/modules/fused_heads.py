@@ -16,21 +16,21 @@ from torch import Tensor
 from torch.nn.functional import rms_norm
 
 from .. import dispatch_state
+from ..backends.triton.bound_kernel import BoundKernel
 from ..backends.triton.kernels.heads import differentiate_heads, prepare_heads
-from ..backends.triton.prepared import Prepared
 from .rotary import rotate
 
-__all__ = ["Factors", "normed_and_turned"]
+__all__ = ["CosSin", "norm_and_rotate"]
 
 # Cosines and sines, ({B|1}, N, 1, D / 2) each.
-Factors = tuple[Tensor, Tensor]
+CosSin = tuple[Tensor, Tensor]
 
 # Elements in half of a program's rows, and its warps.
 _BLOCK, _WARPS = 1024, 4
 
 
-def normed_and_turned(
-    heads: Tensor, weight: Tensor | None, eps: float, factors: Factors | None
+def norm_and_rotate(
+    heads: Tensor, weight: Tensor | None, eps: float, factors: CosSin | None
 ) -> Tensor:
     """Return heads after `rms_norm` and `rotate`.
 
@@ -42,11 +42,11 @@ def normed_and_turned(
     """
     # Positions may have their batch last in memory, and then factors have the same order.
     cos, sin = (None, None) if factors is None else (each.contiguous() for each in factors)
-    prepared: Tensor = _NormedAndTurned.apply(heads, weight, cos, sin, eps)  # type: ignore[no-untyped-call]
+    prepared: Tensor = _NormAndRotate.apply(heads, weight, cos, sin, eps)  # type: ignore[no-untyped-call]
     return prepared
 
 
-class _NormedAndTurned(torch.autograd.Function):
+class _NormAndRotate(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -59,12 +59,12 @@ class _NormedAndTurned(torch.autograd.Function):
         ctx.save_for_backward(heads, weight, cos, sin)
         ctx.eps = eps
         prepared = torch.empty_like(heads, memory_format=torch.contiguous_format)
-        _start((), _Inputs(heads, weight, cos, sin), (prepared,), eps)
+        _launch((), _HeadInputs(heads, weight, cos, sin), (prepared,), eps)
         return prepared
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        inputs = _Inputs(*ctx.saved_tensors)
+        inputs = _HeadInputs(*ctx.saved_tensors)
         # Use operations for a double backward, under torch.vmap, or if a mode observes the call.
         if torch.is_grad_enabled() or not dispatch_state.is_idle(
             (gradient, *inputs), or_profiled=True
@@ -74,12 +74,12 @@ class _NormedAndTurned(torch.autograd.Function):
         result = torch.empty_like(heads, memory_format=torch.contiguous_format)
         programs = 0 if weight is None else _programs(heads)
         parts = heads.new_empty(programs, heads.shape[-1], dtype=torch.float32)
-        _start((gradient.contiguous(),), inputs, (result, parts), ctx.eps)
+        _launch((gradient.contiguous(),), inputs, (result, parts), ctx.eps)
         of_weight = None if weight is None else parts.sum(0).to(weight.dtype)
         return result, of_weight, None, None, None
 
 
-class _Inputs(NamedTuple):
+class _HeadInputs(NamedTuple):
     heads: Tensor
     weight: Tensor | None
     cos: Tensor | None
@@ -87,7 +87,7 @@ class _Inputs(NamedTuple):
 
 
 def _by_operations(
-    inputs: _Inputs, eps: float, gradient: Tensor
+    inputs: _HeadInputs, eps: float, gradient: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of heads and weight, by torch operations."""
     heads, weight, cos, sin = inputs
@@ -104,20 +104,20 @@ def _by_operations(
     return gradients.get(heads), None if weight is None else gradients.get(weight)
 
 
-def _start(
-    before: tuple[Tensor, ...], inputs: _Inputs, results: tuple[Tensor, ...], eps: float
+def _launch(
+    gradients: tuple[Tensor, ...], inputs: _HeadInputs, results: tuple[Tensor, ...], eps: float
 ) -> None:
-    """Start a kernel: that of backward if ``before`` has a gradient."""
+    """Start a kernel: that of backward if ``gradients`` has a gradient."""
     heads, cos = inputs.heads, inputs.cos
     count, dim = heads.shape[-2:]
     token = heads.flatten(0, -3).stride(0)
     positions = 1 if cos is None else cos.numel() // (dim // 2)
     dtypes = tuple(None if tensor is None else tensor.dtype for tensor in inputs)
     # In place of absent tensors pass one that the kernel does not read.
-    given = [heads if tensor is None else tensor for tensor in inputs]
-    _kernel(bool(before), count, dim, dtypes).start(
+    inputs_or_heads = [heads if tensor is None else tensor for tensor in inputs]
+    _bind_kernel(bool(gradients), count, dim, dtypes).start(
         (_programs(heads), 1, 1),
-        (*before, *given, *results),
+        (*gradients, *inputs_or_heads, *results),
         (eps, heads.numel() // dim, positions, token),
     )
 
@@ -133,15 +133,15 @@ def _rows(dim: int) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def _kernel(
+def _bind_kernel(
     is_backward: bool, heads: int, dim: int, dtypes: tuple[torch.dtype | None, ...]
-) -> Prepared:
+) -> BoundKernel:
     """Return the kernel for these sizes, and only for tensors of these dtypes; None for an absent
     tensor.
     """
     _, weight, cos, _ = dtypes
     half = (dim + 1) // 2
-    return Prepared(
+    return BoundKernel(
         differentiate_heads if is_backward else prepare_heads,
         _WARPS,
         HEADS=heads,
@@ -150,5 +150,5 @@ def _kernel(
         BLOCK_HALF=triton.next_power_of_2(half),
         ROWS=_rows(dim),
         NORMED=weight is not None,
-        TURNED=cos is not None,
+        ROTATED=cos is not None,
     )

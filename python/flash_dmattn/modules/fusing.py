@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as every_module
+from torch.nn.modules import module as nn_module
 
 from ..arguments import autocast_dtype
 from ..dispatch_state import PLAIN_TYPES
@@ -20,7 +20,7 @@ from .parts import Fusable, Part, Projecting
 if TYPE_CHECKING:
     from .step import Step
 
-__all__ = ["are_as_found", "fused_step", "is_as_made", "is_token", "plain_parts"]
+__all__ = ["are_unmodified", "fused_step", "is_token", "is_unmodified", "plain_parts"]
 
 # Beyond these sizes matrix products are faster than the kernels' vector products.
 _MAX_SEQUENCES = 4
@@ -37,7 +37,7 @@ def fused_step(
     kind: type,
     hidden_states: Tensor,
     cache: AttentionCache | None,
-    *others: Any,
+    *excluded: Any,
 ) -> Step | None:
     """Return kernels that compute exactly the layer's result for one token without gradients.
 
@@ -52,7 +52,7 @@ def fused_step(
     """
     if cache is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return None
-    if type(cache) is not AttentionCache or any(other is not None for other in others):
+    if type(cache) is not AttentionCache or any(argument is not None for argument in excluded):
         return None
     kept = cache.kept
     if kept is None or kept.rollback or not is_token(hidden_states):
@@ -71,11 +71,11 @@ def fused_step(
         step is not None
         and step.dtype == dtype
         and step.is_of(layer)
-        and are_as_found(step.parts, dtype, device)
+        and are_unmodified(step.parts, dtype, device)
     ):
         return step
     parts = _plain_parts(layer, kind)
-    if parts is None or not are_as_found(parts, dtype, device):
+    if parts is None or not are_unmodified(parts, dtype, device):
         return None
     from .step import Step
 
@@ -105,10 +105,12 @@ def _plain_parts(layer: Fusable, kind: type) -> tuple[Part, ...] | None:
     for norm in (layer.q_norm, layer.k_norm):
         if type(norm) is nn.RMSNorm and norm.eps is None:  # torch's default depends on its version
             return None
-    return plain_parts(layer, nn.RMSNorm) if layer.is_causal and _is_accepted(layer) else None
+    return (
+        plain_parts(layer, nn.RMSNorm) if layer.is_causal and _has_valid_settings(layer) else None
+    )
 
 
-def _is_accepted(layer: Fusable) -> bool:
+def _has_valid_settings(layer: Fusable) -> bool:
     """Say whether attention accepts settings that may have changed since the layer was made.
 
     This is checked first, because the step writes into the cache before attention could raise.
@@ -148,7 +150,7 @@ def plain_parts(layer: Projecting, norm: type[nn.Module]) -> tuple[Part, ...] | 
     return tuple(parts)
 
 
-def is_as_made(module: nn.Module, kind: type[nn.Module]) -> bool:
+def is_unmodified(module: nn.Module, kind: type[nn.Module]) -> bool:
     """Say whether a module is of this class, without hooks or a replaced forward."""
     return (
         type(module) is kind
@@ -157,19 +159,19 @@ def is_as_made(module: nn.Module, kind: type[nn.Module]) -> bool:
         and not module._backward_hooks
         and not module._backward_pre_hooks
         and "forward" not in module.__dict__
-        and not every_module._global_forward_hooks
-        and not every_module._global_forward_pre_hooks
-        and not every_module._global_backward_hooks
-        and not every_module._global_backward_pre_hooks
+        and not nn_module._global_forward_hooks
+        and not nn_module._global_forward_pre_hooks
+        and not nn_module._global_backward_hooks
+        and not nn_module._global_backward_pre_hooks
     )
 
 
-def are_as_found(parts: tuple[Part, ...], dtype: torch.dtype, device: torch.device) -> bool:
+def are_unmodified(parts: tuple[Part, ...], dtype: torch.dtype, device: torch.device) -> bool:
     """Say whether no part of a layer has been replaced, hooked, moved or converted."""
     for module, kind, weight, bias in parts:
         parameters = module._parameters
         if (
-            not is_as_made(module, kind)
+            not is_unmodified(module, kind)
             or parameters.get("weight") is not weight
             or parameters.get("bias") is not bias
         ):

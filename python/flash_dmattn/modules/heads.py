@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from .. import dispatch_state
 from ..state.stepping import has_kernel
-from .fusing import is_as_made
+from .fusing import is_unmodified
 from .parts import eps_of
 from .rotary import packed_positions, rotary_factors, rotate
 
-__all__ = ["prepared"]
+__all__ = ["normalize_and_rotate"]
 
 # Dtypes that the kernels support; they compute in float32.
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -32,7 +32,7 @@ class _Positions(Protocol):
     def positions(self, count: int, device: torch.device) -> Tensor: ...
 
 
-def prepared(
+def normalize_and_rotate(
     layer: _Layer,
     query: Tensor,
     key: Tensor,
@@ -53,25 +53,27 @@ def prepared(
             position_ids = _positions(query, cu_seqlens, cache)
         compute_dtype = torch.promote_types(query.dtype, torch.float32)
         factors = rotary_factors(position_ids, query.shape[-1], layer.rotary_base, compute_dtype)
-    return _prepared(query, layer.q_norm, factors), _prepared(key, layer.k_norm, factors)
+    return _normalize_and_rotate(query, layer.q_norm, factors), _normalize_and_rotate(
+        key, layer.k_norm, factors
+    )
 
 
-def _prepared(
+def _normalize_and_rotate(
     heads: Tensor, norm: nn.RMSNorm | None, factors: tuple[Tensor, Tensor] | None
 ) -> Tensor:
     if norm is None and factors is None:
         return heads
-    if _is_fused(heads, norm):
-        from .fused_heads import normed_and_turned
+    if _has_fused_kernel(heads, norm):
+        from .fused_heads import norm_and_rotate
 
         if norm is None:
-            return normed_and_turned(heads, None, 0.0, factors)
-        return normed_and_turned(heads, norm.weight, eps_of(norm), factors)
-    heads = _normalized(heads, norm)
+            return norm_and_rotate(heads, None, 0.0, factors)
+        return norm_and_rotate(heads, norm.weight, eps_of(norm), factors)
+    heads = _normalize(heads, norm)
     return heads if factors is None else rotate(heads, *factors)
 
 
-def _is_fused(heads: Tensor, norm: nn.RMSNorm | None) -> bool:
+def _has_fused_kernel(heads: Tensor, norm: nn.RMSNorm | None) -> bool:
     """Say whether kernels compute the norm and the rotation.
 
     They do not if torch observes single operations, with the exception of profilers: these must see
@@ -81,7 +83,7 @@ def _is_fused(heads: Tensor, norm: nn.RMSNorm | None) -> bool:
         return False
     if norm is None:
         weight = None
-    elif is_as_made(norm, nn.RMSNorm) and norm.weight is not None and norm.eps is not None:
+    elif is_unmodified(norm, nn.RMSNorm) and norm.weight is not None and norm.eps is not None:
         # torch's default epsilon depends on its version, so it must be given.
         weight = norm.weight
         if weight.dtype not in (heads.dtype, torch.float32) or weight.shape != heads.shape[-1:]:
@@ -90,10 +92,12 @@ def _is_fused(heads: Tensor, norm: nn.RMSNorm | None) -> bool:
             return False
     else:
         return False
-    return _has_even_tokens(heads) and dispatch_state.is_idle((heads, weight), or_profiled=True)
+    return _has_constant_token_stride(heads) and dispatch_state.is_idle(
+        (heads, weight), or_profiled=True
+    )
 
 
-def _has_even_tokens(heads: Tensor) -> bool:
+def _has_constant_token_stride(heads: Tensor) -> bool:
     """Say whether each token's heads are contiguous, and tokens are at a constant distance."""
     *sizes, tokens, count, dim = heads.shape
     *strides, token, head, element = heads.stride()
@@ -102,7 +106,7 @@ def _has_even_tokens(heads: Tensor) -> bool:
     return not sizes or sizes[0] == 1 or strides[0] == tokens * token
 
 
-def _normalized(heads: Tensor, norm: nn.RMSNorm | None) -> Tensor:
+def _normalize(heads: Tensor, norm: nn.RMSNorm | None) -> Tensor:
     if norm is None:
         return heads
     # Under autocast the dtypes of heads and weight differ. Another kind of norm may have no weight.

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from ..arguments import backend_name
-from ..backends.triton.kernels.project import BY_POSITION, NO_TURN
+from ..backends.triton.kernels.project import NO_ROTARY, ROTARY_BY_POSITION
 from ..state.insert_kernel import BiasOfValues
 from .parts import Fusable, Part, eps_of
 from .rotary import frequencies
-from .step_kernels import Sizes, StepKernels, Turn
+from .step_kernels import RotaryInputs, Sizes, StepKernels
 
 if TYPE_CHECKING:
     from ..state import KeptKeys
@@ -38,7 +38,7 @@ class Step:
         self.dtype = parts[0].weight.dtype
         states, norms = parts[4], parts[5:]
         self._norms = tuple(norm.module for norm in norms)
-        self._given_eps = self._eps()
+        self._norm_eps = self._eps()
         dim, scale = layer.head_dim, layer.softmax_scale
         self._kernels = StepKernels(
             Sizes(layer.embed_dim, layer.num_heads, layer.num_kv_heads, dim),
@@ -46,7 +46,7 @@ class Step:
             BiasOfValues(states.weight, states.bias, layer.A, layer.bias_form == "exp"),
             eps=(eps_of(self._norms[0]), eps_of(self._norms[1])) if norms else (0.0, 0.0),
             rounds_norm=False,
-            turn=(NO_TURN if layer.rotary_base is None else BY_POSITION).value,
+            rotary=(NO_ROTARY if layer.rotary_base is None else ROTARY_BY_POSITION).value,
             scale=dim**-0.5 if scale is None else scale,
             backend=backend_name(layer.backend),
         )
@@ -58,7 +58,7 @@ class Step:
             and _settings(layer) == self._settings
             and layer._parameters.get("A") is self._amplitude
             and layer._parameters.get("sink") is self._sink
-            and self._eps() == self._given_eps
+            and self._eps() == self._norm_eps
             and "attend" not in layer.__dict__
             and "key_bias" not in layer.__dict__
         )
@@ -77,9 +77,16 @@ class Step:
         """
         start, base = kept.counter, layer.rotary_base
         assert start is not None
-        turns = x if base is None else _kept_frequencies(layer.head_dim, base, x.device)
+        rotary_frequencies = (
+            x if base is None else _cached_frequencies(layer.head_dim, base, x.device)
+        )
         return self._kernels(
-            x, Turn(turns, start), kept.step, kept.counts, layer.sink, layer.softcap
+            x,
+            RotaryInputs(rotary_frequencies, start),
+            kept.step,
+            kept.counts,
+            layer.sink,
+            layer.softcap,
         )
 
 
@@ -98,7 +105,7 @@ def _settings(layer: Fusable) -> tuple[object, ...]:
 
 
 @functools.lru_cache(maxsize=8)
-def _kept_frequencies(dim: int, base: float, device: torch.device) -> Tensor:
+def _cached_frequencies(dim: int, base: float, device: torch.device) -> Tensor:
     # Outside of inference mode, because all later calls read it.
     with torch.inference_mode(False):
         return frequencies(dim, base, torch.float32, device)

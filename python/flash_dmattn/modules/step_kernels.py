@@ -11,20 +11,20 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..arguments import resolved_deterministic
+from ..backends.triton.bound_kernel import BoundKernel
 from ..backends.triton.kernels.project import (
     NO_NORM,
-    NO_TURN,
+    NO_ROTARY,
     RMS_NORM,
     ROUNDED_NORM,
     project_heads,
 )
-from ..backends.triton.prepared import Prepared
 from ..record import AttentionInputs, KeyCounts
 from ..state.insert_kernel import BiasOfValues, launch_insert
 from ..state.rows import Rows
 from .parts import Part
 
-__all__ = ["Sizes", "StepKernels", "Turn"]
+__all__ = ["RotaryInputs", "Sizes", "StepKernels"]
 
 _COLUMNS = 256
 _WARPS = 8
@@ -39,12 +39,12 @@ class Sizes(NamedTuple):
     head_dim: int
 
 
-class Turn(NamedTuple):
+class RotaryInputs(NamedTuple):
     """The rotation of heads, in the kernel's form."""
 
-    first: Tensor
-    second: Tensor
-    row: int = 0  # elements between the values of consecutive sequences
+    frequencies_or_cos: Tensor
+    position_or_sin: Tensor
+    row_stride: int = 0  # elements between the values of consecutive sequences
 
 
 # Writes a token into rows by a function of the rows and their counter; returns the rows.
@@ -62,7 +62,7 @@ class StepKernels:
         *,
         eps: tuple[float, float],
         rounds_norm: bool,
-        turn: int,
+        rotary: int,
         scale: float,
         backend: str,
     ) -> None:
@@ -75,7 +75,7 @@ class StepKernels:
             bias: how the bias of a key is computed from its values.
             eps: of the two norms.
             rounds_norm: the norms round before the product with the weight.
-            turn: the kind of rotation, a constant of the kernel.
+            rotary: the kind of rotation, a constant of the kernel.
             scale: of the scores.
             backend: of attention.
         """
@@ -83,27 +83,39 @@ class StepKernels:
         width, heads, kv_heads, dim = sizes
         self._sizes, self._bias, self._eps = sizes, bias, eps
         self._scale, self._backend = scale, backend
-        is_normed, biased, part = len(parts) > 5, query.bias is not None, _part(width)
-        norm = (ROUNDED_NORM if rounds_norm else RMS_NORM) if is_normed else NO_NORM
-        self._into_heads = _prepared(width, heads, kv_heads, dim, biased, norm.value, turn)
-        # A "head" of the output is a slice of its columns.
-        self._out_of_heads = _prepared(
-            heads * dim, width // part, 0, part, biased, NO_NORM.value, NO_TURN.value
+        has_norm, has_bias, slice_columns = (
+            len(parts) > 5,
+            query.bias is not None,
+            _slice_columns(width),
         )
-        self._outputs = width // part
+        norm = (ROUNDED_NORM if rounds_norm else RMS_NORM) if has_norm else NO_NORM
+        self._project_in = _bind_projection(
+            width, heads, kv_heads, dim, has_bias, norm.value, rotary
+        )
+        # A "head" of the output is a slice of its columns.
+        self._project_out = _bind_projection(
+            heads * dim,
+            width // slice_columns,
+            0,
+            slice_columns,
+            has_bias,
+            NO_NORM.value,
+            NO_ROTARY.value,
+        )
+        self._output_slices = width // slice_columns
         self._weights = (query.weight, key.weight, value.weight)
         self._biases = tuple(
-            weight if given.bias is None else given.bias
-            for weight, given in zip(self._weights, parts, strict=False)
+            weight if part.bias is None else part.bias
+            for weight, part in zip(self._weights, parts, strict=False)
         )
-        self._norms = (parts[5].weight, parts[6].weight) if is_normed else self._weights[:2]
+        self._norms = (parts[5].weight, parts[6].weight) if has_norm else self._weights[:2]
         self._output = (output.weight,) * 3
         self._output_bias = (output.weight if output.bias is None else output.bias,) * 3
 
     def __call__(
         self,
         x: Tensor,
-        turn: Turn,
+        rotary: RotaryInputs,
         write: Write,
         counts: KeyCounts,
         sink: nn.Parameter | None,
@@ -113,7 +125,7 @@ class StepKernels:
 
         Args:
             x: ``(B, 1, width)``.
-            turn: its rotation.
+            rotary: its rotation.
             write: writes it into the kept rows.
             counts: of the kept rows.
             sink, softcap: as in `flash_dmattn_func`.
@@ -122,13 +134,13 @@ class StepKernels:
         width, heads, kv_heads, dim = self._sizes
         query = x.new_empty(batch, 1, heads, dim)
         key, value = x.new_empty(2, batch, 1, kv_heads, dim)
-        self._into_heads.start(
+        self._project_in.start(
             (heads + 2 * kv_heads, batch, 1),
-            (x, *self._weights, *self._biases, *self._norms, *turn[:2], query, key, value),
-            (*self._eps, x.stride(0), turn.row),
+            (x, *self._weights, *self._biases, *self._norms, *rotary[:2], query, key, value),
+            (*self._eps, x.stride(0), rotary.row_stride),
         )
-        given = key, value, self._bias
-        rows = write(lambda held, counter: launch_insert(held, *given, counter, counts))
+        token_and_bias = key, value, self._bias
+        rows = write(lambda held, counter: launch_insert(held, *token_and_bias, counter, counts))
         inputs = AttentionInputs(
             query,
             rows.key,
@@ -141,24 +153,24 @@ class StepKernels:
         )
         out, _ = ops.attention(inputs, self._backend, need_lse=False)
         result = x.new_empty(batch, 1, width)
-        self._out_of_heads.start(
-            (self._outputs, batch, 1),
+        self._project_out.start(
+            (self._output_slices, batch, 1),
             (out, *self._output, *self._output_bias, *self._norms, out, out, *(result,) * 3),
             (0.0, 0.0, out.stride(0), 0),
         )
         return result
 
 
-def _part(width: int) -> int:
+def _slice_columns(width: int) -> int:
     """Return a divisor of the width that gives about as many parts as there are SMs."""
     return next(part for part in (16, 8, 4, 2, 1) if width % part == 0)
 
 
-def _prepared(
-    width: int, heads: int, kv_heads: int, dim: int, biased: bool, norm: int, turn: int
-) -> Prepared:
+def _bind_projection(
+    width: int, heads: int, kv_heads: int, dim: int, has_bias: bool, norm: int, rotary: int
+) -> BoundKernel:
     half = (dim + 1) // 2
-    return Prepared(
+    return BoundKernel(
         project_heads,
         _WARPS,
         WIDTH=width,
@@ -168,7 +180,7 @@ def _prepared(
         HALF=half,
         BLOCK_HALF=triton.next_power_of_2(half),
         BLOCK_WIDTH=min(_COLUMNS * max(1, 32 // half), triton.next_power_of_2(width)),
-        BIASED=biased,
+        BIASED=has_bias,
         NORM=norm,
-        TURN=turn,
+        ROTARY=rotary,
     )

@@ -11,8 +11,8 @@ import triton
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from ..backends.triton.bound_kernel import BoundKernel
 from ..backends.triton.kernels.insert import EXPONENTIAL, GIVEN, SOFTPLUS, insert
-from ..backends.triton.prepared import Prepared
 from ..record import KeyCounts
 from .rows import Rows
 
@@ -62,7 +62,7 @@ def launch_insert(
     added = amplitude.dtype, other.dtype
     dtypes = (key.dtype, value.dtype, held.bias.dtype, line.dtype, *added)
     sizes = rows, kv_heads, dim, sets, counts.keep_last, counts.keep_first
-    _prepared(kind, states_bias is not None, *sizes, dtypes).start(
+    _bind_insertion(kind, states_bias is not None, *sizes, dtypes).start(
         (batch * sets, 1, 1),
         (*held, key, value, line, amplitude, other, counter),
         (rows, key_batch, key_head, value_batch, value_head, *strides),
@@ -72,7 +72,7 @@ def launch_insert(
 
 
 @functools.lru_cache(maxsize=64)
-def _prepared(
+def _bind_insertion(
     kind: int,
     has_states_bias: bool,
     rows: int,
@@ -82,11 +82,11 @@ def _prepared(
     keep_last: int,
     keep_first: int,
     dtypes: tuple[torch.dtype, ...],
-) -> Prepared:
+) -> BoundKernel:
     """Return the kernel for these sizes, and only for tensors of these dtypes."""
     del dtypes
     width = kv_heads // sets * dim
-    return Prepared(
+    return BoundKernel(
         insert,
         4 if rows <= 1024 else 8,
         KEY_BIAS=kind,

@@ -18,10 +18,10 @@ _STARTS_COMPILED = tuple(int(part) for part in triton.__version__.split(".")[:2]
 # Triton compiles separate kernels for addresses that are multiples of this.
 _ALIGNMENT = 16
 # Triton passes integers from this value as 64-bit.
-_LARGE = 1 << 31
+_MIN_INT64 = 1 << 31
 
 
-class Prepared:
+class BoundKernel:
     """A kernel with its constants, launched without Triton's lookup of the compiled kernel.
 
     The lookup by the kinds of all arguments takes the host 20 to 30 us. In a decoding step that is
@@ -41,18 +41,18 @@ class Prepared:
         self, grid: tuple[int, int, int], tensors: tuple[Tensor, ...], numbers: tuple[float, ...]
     ) -> None:
         """Launch a grid of programs on the current stream of the tensors' device."""
-        is_usual = max(numbers) < _LARGE
+        is_unspecialized = max(numbers) < _MIN_INT64
         for tensor in tensors:
             if tensor.data_ptr() % _ALIGNMENT:
-                is_usual = False
+                is_unspecialized = False
         device = tensors[0].device
         # Only CUDA devices have a current device and stream here.
         index = -1 if device.type != "cuda" or device.index is None else device.index
         compiled = self._compiled.get(index)
-        if compiled is not None and is_usual and torch.cuda.current_device() == index:
+        if compiled is not None and is_unspecialized and torch.cuda.current_device() == index:
             compiled[grid](*tensors, *numbers, *self._constants, stream=raw_stream(index))
             return
         with on_device(device):
             compiled = self._kernel[grid](*tensors, *numbers, **self._options)
-        if is_usual and index >= 0 and _STARTS_COMPILED:
+        if is_unspecialized and index >= 0 and _STARTS_COMPILED:
             self._compiled[index] = compiled

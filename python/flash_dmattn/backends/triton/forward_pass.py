@@ -35,7 +35,7 @@ def run_forward(
             arguments,
             SINK=problem.inputs.sink is not None,
             STATISTICS=statistics,
-            REST=out_rest is not None,
+            HAS_REST=out_rest is not None,
             **tiles.constants,
             **problem.constants,
         )

@@ -101,7 +101,7 @@ def _prepare_rows(
         | {"sink_shares": sink_shares},
         HAS_DLSE=dlse is not None,
         HAS_SUMS=row_sums is not None,
-        REST=out_rest is not None,
+        HAS_REST=out_rest is not None,
         SINK=has_sink,
         BLOCK_ROWS=_PREPARED_ROWS,
         **{name: problem.constants[name] for name in ("UNIT", "EVEN", "BLOCK_D")},

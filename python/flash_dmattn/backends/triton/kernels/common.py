@@ -142,13 +142,13 @@ def key_offsets(cols, valid, table, page, kv_page, kv_row, PAGED: tl.constexpr):
 
 @triton.jit
 def kept_intervals(
-    cols, valid, first, past, q_count, off, KIND: tl.constexpr, CAUSAL: tl.constexpr
+    cols, valid, first, past, q_count, causal_offset, KIND: tl.constexpr, CAUSAL: tl.constexpr
 ):
     """Return the first row of each key and its end; without a mask, by the causal limit."""
     if KIND == RANGE:
         first_row = cols * 0
         if CAUSAL:
-            first_row = tl.maximum(cols - off, 0)
+            first_row = tl.maximum(cols - causal_offset, 0)
         past_row = tl.where(valid, q_count, 0)
     else:
         first_row = tl.load(first + cols, mask=valid, other=0)

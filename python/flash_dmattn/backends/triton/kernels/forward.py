@@ -85,11 +85,11 @@ def forward_kernel(
     BLOCK_KEYS: tl.constexpr,
     SINK: tl.constexpr,
     STATISTICS: tl.constexpr,
-    REST: tl.constexpr,
+    HAS_REST: tl.constexpr,
 ):
     """Write out and lse of a block of rows. The last rows, which may see the most, come first.
 
-    With REST, also write out's rounding residual.
+    With HAS_REST, also write out's rounding residual.
 
     With STATISTICS, write the largest score in units of ln 2 to lse instead, and the sum of
     exp2(score - largest) to out, as float32 of lse's shape.
@@ -102,7 +102,7 @@ def forward_kernel(
     )
     if row0 < q_count:
         head_dim *= UNIT
-        off = k_count - q_count
+        causal_offset = k_count - q_count
         tile_rows = row0 + tl.arange(0, BLOCK_ROWS)
         valid_rows = tile_rows < q_count
         row_places = q_begin + tile_rows
@@ -137,15 +137,19 @@ def forward_kernel(
             past += this_list * list_keys + k_begin
         elif KIND == ROWS:
             words += word_place(tile, row0) * keys
-        count, full, whole = tile_counts(
+        count, full, full_blocks_end = tile_counts(
             counts, tile, row0, BLOCK_ROWS, q_count, k_count, BLOCK_KEYS, KIND, CAUSAL
         )
-        top = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_ROWS], tl.float32)
+        row_max = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+        row_sum = tl.zeros([BLOCK_ROWS], tl.float32)
         out_tile = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
         # First the columns that all rows keep, then the rest.
         for partial in tl.static_range(2):
-            for at0 in range(partial * whole, whole + partial * (count - whole), BLOCK_KEYS):
+            for at0 in range(
+                partial * full_blocks_end,
+                full_blocks_end + partial * (count - full_blocks_end),
+                BLOCK_KEYS,
+            ):
                 _, v_tile, scores, _, _, _ = score_block(
                     q_tile,
                     tile_rows,
@@ -161,7 +165,7 @@ def forward_kernel(
                     words,
                     table,
                     q_count,
-                    off,
+                    causal_offset,
                     keys,
                     head_dim,
                     kv_row,
@@ -181,28 +185,28 @@ def forward_kernel(
                     EVEN,
                     BLOCK_D,
                 )
-                new_top = tl.maximum(top, tl.max(scores, 1))
+                new_max = tl.maximum(row_max, tl.max(scores, 1))
                 # A row that has seen no key has a top of -inf, and -inf - -inf would be NaN.
-                shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+                shift = tl.where(new_max == float("-inf"), 0.0, new_max)
                 weights = tl.exp2(scores - shift[:, None])
-                decay = tl.exp2(top - shift)
-                total = total * decay + tl.sum(weights, 1)
-                out_tile = out_tile * decay[:, None]
+                rescale = tl.exp2(row_max - shift)
+                row_sum = row_sum * rescale + tl.sum(weights, 1)
+                out_tile = out_tile * rescale[:, None]
                 out_tile += dot(weights.to(v_tile.dtype), v_tile)
-                top = new_top
+                row_max = new_max
         lse_places = (batch * heads + head) * rows + row_places
         if STATISTICS:
-            tl.store(lse + lse_places, top, mask=valid_rows)
-            tl.store(out + lse_places, total, mask=valid_rows)
+            tl.store(lse + lse_places, row_max, mask=valid_rows)
+            tl.store(out + lse_places, row_sum, mask=valid_rows)
         else:
-            tl.store(lse + lse_places, (top + tl.log2(total)) * LN2, mask=valid_rows)
-            empty = total == 0
+            tl.store(lse + lse_places, (row_max + tl.log2(row_sum)) * LN2, mask=valid_rows)
+            empty = row_sum == 0
             if SINK:  # lse excludes the sink
-                total += tl.exp2(tl.load(sink + head) * LOG2E - top)
-            out_tile = tl.where(empty[:, None], 0.0, out_tile / total[:, None])
+                row_sum += tl.exp2(tl.load(sink + head) * LOG2E - row_max)
+            out_tile = tl.where(empty[:, None], 0.0, out_tile / row_sum[:, None])
             offsets = ((batch * rows + row_places) * heads + head) * head_dim
             store_tile(out, offsets, out_tile, valid_rows, head_dim, BLOCK_D)
-            if REST:
+            if HAS_REST:
                 rounded = out_tile.to(out.dtype.element_ty).to(tl.float32)
                 rests = rest_of(out_tile, rounded, out.dtype.element_ty == tl.float16)
                 store_tile(out_rest, offsets, rests, valid_rows, head_dim, BLOCK_D)

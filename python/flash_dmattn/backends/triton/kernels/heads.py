@@ -13,7 +13,7 @@ SIZES = ["eps", "rows", "positions", "token"]
 
 
 @triton.jit
-def _halves(tensor, places, HALF: tl.constexpr):
+def _load_halves(tensor, places, HALF: tl.constexpr):
     place, is_first, is_second = places
     first = tl.load(tensor + place, is_first, 0.0).to(tl.float32)
     second = tl.load(tensor + HALF + place, is_second, 0.0).to(tl.float32)
@@ -29,7 +29,7 @@ def _store_halves(tensor, places, first, second, HALF: tl.constexpr):
 
 
 @triton.jit
-def _places(
+def _row_places(
     rows, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, ROWS: tl.constexpr
 ):
     """Return the rows, the elements of a half, and their offsets and masks in contiguous rows."""
@@ -42,20 +42,22 @@ def _places(
 
 
 @triton.jit
-def _places_of_heads(row, element, places, token, HEADS: tl.constexpr, DIM: tl.constexpr):
+def _head_places(row, element, places, token, HEADS: tl.constexpr, DIM: tl.constexpr):
     """Return offsets and masks for rows whose tokens are ``token`` elements apart."""
     begin = row // HEADS * token + row % HEADS * DIM
     return begin[:, None] + element[None, :], places[1], places[2]
 
 
 @triton.jit
-def _factors(cos, sin, row, element, is_first, positions, HEADS: tl.constexpr, HALF: tl.constexpr):
+def _load_cos_sin(
+    cos, sin, row, element, is_first, positions, HEADS: tl.constexpr, HALF: tl.constexpr
+):
     place = (row // HEADS % positions)[:, None] * HALF + element[None, :]
     return tl.load(cos + place, is_first, 0.0), tl.load(sin + place, is_first, 0.0)
 
 
 @triton.jit
-def _scale(first, second, eps, is_row, DIM: tl.constexpr):
+def _inverse_rms(first, second, eps, is_row, DIM: tl.constexpr):
     """Return the factor that gives a row a mean square of 1; 0 for rows beyond the last."""
     squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
     return tl.where(is_row, tl.rsqrt(squares / DIM + eps), 0.0)[:, None]
@@ -78,27 +80,29 @@ def prepare_heads(
     BLOCK_HALF: tl.constexpr,
     ROWS: tl.constexpr,
     NORMED: tl.constexpr,
-    TURNED: tl.constexpr,
+    ROTATED: tl.constexpr,
 ):
     """Write ``prepared``, with the rounding of PyTorch's operations.
 
     heads and prepared are ``(tokens, HEADS, DIM)``; only prepared must be contiguous. weight is
     ``(DIM,)``, cos and sin are ``(positions, HALF)``.
     """
-    row, element, places = _places(rows, DIM, HALF, BLOCK_HALF, ROWS)
-    given = _places_of_heads(row, element, places, token, HEADS, DIM)
-    first, second = _halves(heads, given, HALF)
+    row, element, places = _row_places(rows, DIM, HALF, BLOCK_HALF, ROWS)
+    head_places = _head_places(row, element, places, token, HEADS, DIM)
+    first, second = _load_halves(heads, head_places, HALF)
     if NORMED:
-        scale = _scale(first, second, eps, row < rows, DIM)
+        scale = _inverse_rms(first, second, eps, row < rows, DIM)
         dtype = heads.dtype.element_ty
-        gain, other_gain = _halves(weight, (element, element < HALF, element < DIM - HALF), HALF)
-        first = (first * scale * gain[None, :]).to(dtype).to(tl.float32)
-        second = (second * scale * other_gain[None, :]).to(dtype).to(tl.float32)
-    if TURNED:
-        c, s = _factors(cos, sin, row, element, places[1], positions, HEADS, HALF)
-        turned = first * c - second * s
+        first_gain, second_gain = _load_halves(
+            weight, (element, element < HALF, element < DIM - HALF), HALF
+        )
+        first = (first * scale * first_gain[None, :]).to(dtype).to(tl.float32)
+        second = (second * scale * second_gain[None, :]).to(dtype).to(tl.float32)
+    if ROTATED:
+        c, s = _load_cos_sin(cos, sin, row, element, places[1], positions, HEADS, HALF)
+        rotated = first * c - second * s
         second = second * c + first * s
-        first = turned
+        first = rotated
     _store_halves(prepared, places, first, second, HALF)
 
 
@@ -121,30 +125,35 @@ def differentiate_heads(
     BLOCK_HALF: tl.constexpr,
     ROWS: tl.constexpr,
     NORMED: tl.constexpr,
-    TURNED: tl.constexpr,
+    ROTATED: tl.constexpr,
 ):
     """Write the gradient of the heads, and these rows' part of the gradient of weight.
 
     gradient is that of ``prepared`` in `prepare_heads`. It and heads_gradient are contiguous.
     weight_gradient is ``(programs, DIM)``.
     """
-    row, element, places = _places(rows, DIM, HALF, BLOCK_HALF, ROWS)
-    first, second = _halves(gradient, places, HALF)
-    if TURNED:
-        c, s = _factors(cos, sin, row, element, places[1], positions, HEADS, HALF)
-        turned = first * c + second * s
+    row, element, places = _row_places(rows, DIM, HALF, BLOCK_HALF, ROWS)
+    first, second = _load_halves(gradient, places, HALF)
+    if ROTATED:
+        c, s = _load_cos_sin(cos, sin, row, element, places[1], positions, HEADS, HALF)
+        rotated = first * c + second * s
         second = second * c - first * s
-        first = turned
+        first = rotated
     if NORMED:
-        given = _places_of_heads(row, element, places, token, HEADS, DIM)
-        one, other = _halves(heads, given, HALF)
-        scale = _scale(one, other, eps, row < rows, DIM)
-        one, other = one * scale, other * scale
-        line = (element, element < HALF, element < DIM - HALF)
-        gain, other_gain = _halves(weight, line, HALF)
-        to = (tl.program_id(0).to(tl.int64) * DIM + element, line[1], line[2])
-        _store_halves(weight_gradient, to, tl.sum(first * one, 0), tl.sum(second * other, 0), HALF)
-        first, second = first * gain[None, :], second * other_gain[None, :]
-        along = (tl.sum(first * one, 1) + tl.sum(second * other, 1))[:, None] / DIM
-        first, second = (first - one * along) * scale, (second - other * along) * scale
+        head_places = _head_places(row, element, places, token, HEADS, DIM)
+        x1, x2 = _load_halves(heads, head_places, HALF)
+        scale = _inverse_rms(x1, x2, eps, row < rows, DIM)
+        x1, x2 = x1 * scale, x2 * scale
+        weight_places = (element, element < HALF, element < DIM - HALF)
+        first_gain, second_gain = _load_halves(weight, weight_places, HALF)
+        gradient_places = (
+            tl.program_id(0).to(tl.int64) * DIM + element,
+            weight_places[1],
+            weight_places[2],
+        )
+        sums = tl.sum(first * x1, 0), tl.sum(second * x2, 0)
+        _store_halves(weight_gradient, gradient_places, sums[0], sums[1], HALF)
+        first, second = first * first_gain[None, :], second * second_gain[None, :]
+        mean_dot = (tl.sum(first * x1, 1) + tl.sum(second * x2, 1))[:, None] / DIM
+        first, second = (first - x1 * mean_dot) * scale, (second - x2 * mean_dot) * scale
     _store_halves(heads_gradient, places, first, second, HALF)

@@ -78,38 +78,38 @@ def insert(
 ):
     program = tl.program_id(0).to(tl.int64)
     batch = program // SETS
-    of_set = program % SETS
+    set_index = program % SETS
     position = tl.load(counter)
     if KEY_BIAS == GIVEN:
-        new_bias = tl.load(bias + batch * bias_batch + of_set * bias_set)
+        new_bias = tl.load(bias + batch * bias_batch + set_index * bias_set)
     else:
         # Each bias head has a row of weights over the values of all heads.
         column = tl.arange(0, BLOCK_VALUE)
         is_column = column < VALUE_WIDTH
         all_values = tl.load(value + batch * value_batch + column, is_column, 0.0)
-        weight = tl.load(bias + of_set * VALUE_WIDTH + column, is_column, 0.0)
+        weight = tl.load(bias + set_index * VALUE_WIDTH + column, is_column, 0.0)
         state = tl.sum(all_values.to(tl.float32) * weight.to(tl.float32), 0)
         if HAS_STATES_BIAS:
-            state += tl.load(states_bias + of_set).to(tl.float32)
+            state += tl.load(states_bias + set_index).to(tl.float32)
         # Round to the dtype of the biases, like PyTorch's operations.
         dtype = held_bias.dtype.element_ty
         soft = _softplus(state.to(value.dtype.element_ty).to(tl.float32)).to(dtype)
-        new_bias = tl.load(amplitude + of_set).to(tl.float32) * soft.to(tl.float32)
+        new_bias = tl.load(amplitude + set_index).to(tl.float32) * soft.to(tl.float32)
         new_bias = new_bias.to(dtype).to(tl.float32)
         if KEY_BIAS == EXPONENTIAL:
             new_bias = tl.exp(new_bias) if INTERPRETED else libdevice.exp(new_bias)
             new_bias = new_bias.to(dtype).to(tl.float32)
     element = tl.arange(0, BLOCK_WIDTH)
-    inside = element < WIDTH
-    head = element // DIM + of_set * (WIDTH // DIM)
+    is_element = element < WIDTH
+    head = element // DIM + set_index * (WIDTH // DIM)
     within = element % DIM
-    new_key = tl.load(key + batch * key_batch + head * key_head + within, inside)
-    new_value = tl.load(value + batch * value_batch + head * value_head + within, inside)
+    new_key = tl.load(key + batch * key_batch + head * key_head + within, is_element)
+    new_value = tl.load(value + batch * value_batch + head * value_head + within, is_element)
     first_row = program * rows
-    first_state = (batch * rows * SETS + of_set) * WIDTH + element  # rows are SETS * WIDTH apart
+    first_state = (batch * rows * SETS + set_index) * WIDTH + element  # rows are SETS * WIDTH apart
     if KEEP_LAST + KEEP_FIRST > 0:
         # Padding has a bias of -inf. A NaN bias becomes -inf, too, but gets a position.
-        is_there = new_bias != float("-inf")
+        is_token = new_bias != float("-inf")
         new_bias = tl.where(new_bias == new_bias, new_bias, float("-inf"))
         new_position = position
         if KEEP_LAST > 0:
@@ -117,27 +117,27 @@ def insert(
                 held_position + first_row, rows - KEEP_LAST, rows, BLOCK_ROWS
             )
             slot = first_state + oldest * SETS * WIDTH
-            left_key = tl.load(held_key + slot, inside)
-            left_value = tl.load(held_value + slot, inside)
-            left_bias = tl.load(held_bias + first_row + oldest).to(tl.float32)
-            if is_there:
+            evicted_key = tl.load(held_key + slot, is_element)
+            evicted_value = tl.load(held_value + slot, is_element)
+            evicted_bias = tl.load(held_bias + first_row + oldest).to(tl.float32)
+            if is_token:
                 tl.store(held_bias + first_row + oldest, new_bias)
                 tl.store(held_position + first_row + oldest, new_position)
-                tl.store(held_key + slot, new_key, inside)
-                tl.store(held_value + slot, new_value, inside)
-            new_key, new_value, new_bias = left_key, left_value, left_bias
+                tl.store(held_key + slot, new_key, is_element)
+                tl.store(held_value + slot, new_value, is_element)
+            new_key, new_value, new_bias = evicted_key, evicted_value, evicted_bias
             new_position = oldest_position
-            is_there = is_there & (oldest_position >= 0)
+            is_token = is_token & (oldest_position >= 0)
         if KEEP_FIRST > 0:
-            free, free_position = _lowest(held_position + first_row, 0, KEEP_FIRST, BLOCK_ROWS)
-            if is_there & (free_position < 0):
-                tl.store(held_bias + first_row + free, new_bias)
-                tl.store(held_position + first_row + free, new_position)
-                slot = first_state + free * SETS * WIDTH
-                tl.store(held_key + slot, new_key, inside)
-                tl.store(held_value + slot, new_value, inside)
-            is_there = is_there & (free_position >= 0)
-        new_bias = tl.where(is_there, new_bias, float("-inf"))
+            free_row, free_position = _lowest(held_position + first_row, 0, KEEP_FIRST, BLOCK_ROWS)
+            if is_token & (free_position < 0):
+                tl.store(held_bias + first_row + free_row, new_bias)
+                tl.store(held_position + first_row + free_row, new_position)
+                slot = first_state + free_row * SETS * WIDTH
+                tl.store(held_key + slot, new_key, is_element)
+                tl.store(held_value + slot, new_value, is_element)
+            is_token = is_token & (free_position >= 0)
+        new_bias = tl.where(is_token, new_bias, float("-inf"))
     else:
         new_position = position
     # The worst row has the smallest bias, and of equal ones the latest position. Empty rows are
@@ -145,10 +145,10 @@ def insert(
     worst_bias = tl.full((), float("inf"), tl.float32)
     worst_position = tl.full((), -1, tl.int64)
     worst = tl.full((), 0, tl.int64)
-    past = rows - KEEP_LAST
-    for begin in range(KEEP_FIRST, past, BLOCK_ROWS):
+    end_of_best = rows - KEEP_LAST
+    for begin in range(KEEP_FIRST, end_of_best, BLOCK_ROWS):
         row = begin + tl.arange(0, BLOCK_ROWS)
-        is_row = row < past
+        is_row = row < end_of_best
         biases = tl.load(held_bias + program * rows + row, is_row, float("inf"))
         positions = tl.load(held_position + program * rows + row, is_row, -1)
         least = tl.min(biases, 0)
@@ -164,8 +164,8 @@ def insert(
         tl.store(held_bias + first_row + worst, new_bias)
         tl.store(held_position + first_row + worst, new_position)
         slot = first_state + worst * SETS * WIDTH
-        tl.store(held_key + slot, new_key, inside)
-        tl.store(held_value + slot, new_value, inside)
+        tl.store(held_key + slot, new_key, is_element)
+        tl.store(held_value + slot, new_value, is_element)
     # Other programs must read the old position, so the last program updates it.
     programs = tl.num_programs(0)
     if tl.atomic_add(counter + 2, 1) == programs - 1:

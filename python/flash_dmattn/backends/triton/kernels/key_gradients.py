@@ -98,7 +98,7 @@ def key_gradients_kernel(
     batch, q_begin, q_count, k_begin, k_count = sequence_place(
         index, cu_q, cu_k, rows, queries, total_keys, keys, VARLEN
     )
-    off = k_count - q_count
+    causal_offset = k_count - q_count
     this_list = index * list_batch + first_head // list_share
     base = this_list * list_keys + k_begin
     count = k_count
@@ -117,7 +117,7 @@ def key_gradients_kernel(
             begin, end = 0, q_count
         else:
             first_row, past_row = kept_intervals(
-                cols, valid, first, past, q_count, off, KIND, CAUSAL
+                cols, valid, first, past, q_count, causal_offset, KIND, CAUSAL
             )
             begin = tl.min(tl.where(valid, first_row, q_count), 0)
             end = tl.max(past_row, 0)
@@ -138,7 +138,7 @@ def key_gradients_kernel(
             elif BIAS == ROW_BIAS:
                 bias_place = index * bias_batch + head // bias_share * bias_head
                 bias_base = bias + bias_place + q_begin * bias_row
-            alive = valid & (added != float("-inf"))
+            is_kept_by_bias = valid & (added != float("-inf"))
             added = scaled_bias(added)
             row_base = (batch * rows * heads + head) * head_dim
             lse_base = (batch * heads + head) * rows
@@ -162,7 +162,7 @@ def key_gradients_kernel(
                     any_kept = tl.max((word != 0).to(tl.int32), 0) != 0
                 if any_kept:
                     if GUARD:
-                        kept &= alive[:, None]
+                        kept &= is_kept_by_bias[:, None]
                     row_places = q_begin + tile_rows
                     valid_rows = tile_rows < q_count
                     lse_place = lse_base + row_places

@@ -99,7 +99,7 @@ def key_mass_kernel(
     batch, q_begin, q_count, k_begin, k_count = sequence_place(
         index, cu_q, cu_k, rows, queries, total_keys, keys, VARLEN
     )
-    off = k_count - q_count
+    causal_offset = k_count - q_count
     this_list = index * list_batch + head // list_share
     base = this_list * list_keys + k_begin
     count = k_count
@@ -118,23 +118,25 @@ def key_mass_kernel(
             begin, end = 0, q_count
         else:
             first_row, past_row = kept_intervals(
-                cols, valid, first, past, q_count, off, KIND, CAUSAL
+                cols, valid, first, past, q_count, causal_offset, KIND, CAUSAL
             )
             begin = tl.min(tl.where(valid, first_row, q_count), 0)
             end = tl.max(past_row, 0)
         bias_place = index * bias_batch + head // bias_share * bias_head
-        alive = valid
+        is_kept_by_bias = valid
         added = tl.zeros([BLOCK_KEYS], tl.float32)
         if BIAS == KEY_BIAS:
             bias += bias_place + k_begin * bias_key
             added = tl.load(bias + cols.to(tl.int64) * bias_key, mask=valid, other=0.0)
-            alive &= added != float("-inf")
+            is_kept_by_bias &= added != float("-inf")
             added = scaled_bias(added)
         elif BIAS == ROW_BIAS:
             bias += bias_place + q_begin * bias_row
         kv_place = (batch * kv_batch + head // group * kv_head) * UNIT + k_begin * kv_row
         kv_offsets = cols.to(tl.int64) * kv_row
-        k_tile = load_tile(k + kv_place, kv_offsets, alive, head_dim, False, EVEN, BLOCK_D)
+        k_tile = load_tile(
+            k + kv_place, kv_offsets, is_kept_by_bias, head_dim, False, EVEN, BLOCK_D
+        )
         q += (batch * q_batch + head * q_head) * UNIT
         lse_base = (batch * heads + head) * rows
         head_sink = 0.0
@@ -142,8 +144,8 @@ def key_mass_kernel(
             head_sink = tl.load(sink + head) * LOG2E
         TESTS_PAIRS: tl.constexpr = KIND == ROWS or BIAS == ROW_BIAS
         # Rows in this range keep every valid key.
-        full_begin = tl.max(tl.where(alive, first_row, 0), 0)
-        full_end = tl.min(tl.where(alive, past_row, q_count), 0)
+        full_begin = tl.max(tl.where(is_kept_by_bias, first_row, 0), 0)
+        full_end = tl.min(tl.where(is_kept_by_bias, past_row, q_count), 0)
         sums = tl.zeros([BLOCK_KEYS, BLOCK_ROWS], tl.float32)
         for row0 in range(
             begin // BLOCK_ROWS * BLOCK_ROWS + row_part * BLOCK_ROWS,
@@ -151,7 +153,7 @@ def key_mass_kernel(
             row_parts * BLOCK_ROWS,
         ):
             tile_rows = row0 + tl.arange(0, BLOCK_ROWS)
-            kept = alive[:, None] & (tile_rows < q_count)[None, :]
+            kept = is_kept_by_bias[:, None] & (tile_rows < q_count)[None, :]
             any_kept = True
             if KIND == ROWS:
                 tile = list_tile(this_list, list_tiles, index, q_begin, row0, VARLEN)
@@ -189,7 +191,7 @@ def key_mass_kernel(
                 elif (row0 < full_begin) | (row0 + BLOCK_ROWS > full_end):
                     weights = tl.where(kept_pairs(tile_rows, first_row, past_row), weights, 0.0)
                 sums += weights
-        sums = tl.where(alive[:, None], sums, 0.0)
+        sums = tl.where(is_kept_by_bias[:, None], sums, 0.0)
         place = (row_part * (batch_heads // heads) + index) * heads + head
         if VARLEN:
             place = row_part.to(tl.int64) * heads + head

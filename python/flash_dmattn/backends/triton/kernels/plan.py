@@ -43,7 +43,7 @@ def compact_kernel(
         index, cu_q, cu_k, rows, queries, total_keys, keys, VARLEN
     )
     base = this_list * list_keys + k_begin
-    off = k_count - q_count
+    causal_offset = k_count - q_count
     found = 0
     for key0 in range(0, k_count, BLOCK_KEYS):
         cols = key0 + tl.arange(0, BLOCK_KEYS)
@@ -56,7 +56,7 @@ def compact_kernel(
             first_row = tl.zeros([BLOCK_KEYS], tl.int32)
             past_row = tl.where(kept_key, q_count, 0)
         if CAUSAL:
-            first_row = tl.maximum(first_row, cols - off)
+            first_row = tl.maximum(first_row, cols - causal_offset)
         tl.store(first + base + cols, first_row, mask=valid)
         tl.store(past + base + cols, past_row, mask=valid)
         is_kept = valid & (first_row < past_row)

@@ -39,7 +39,7 @@ def prepare_kernel(
     q_head,
     HAS_DLSE: tl.constexpr,
     HAS_SUMS: tl.constexpr,
-    REST: tl.constexpr,
+    HAS_REST: tl.constexpr,
     SINK: tl.constexpr,
     UNIT: tl.constexpr,
     EVEN: tl.constexpr,
@@ -52,7 +52,7 @@ def prepare_kernel(
     lse of +inf, which makes all probabilities 0. So the kernels that loop over rows need no check,
     which would serialize their loads.
 
-    With REST, out is rounded, and out_rest is the residual.
+    With HAS_REST, out is rounded, and out_rest is the residual.
 
     With HAS_SUMS, lse is the largest score in units of ln 2. The kernels then compute probabilities
     that are too large by the factor row_sums, and the written gradient is divided by it.
@@ -68,38 +68,38 @@ def prepare_kernel(
     lse_place = (batch * heads + head) * rows + row
     row_lse = tl.load(lse + lse_place, mask=valid, other=float("-inf"))
     if HAS_SUMS:
-        live = row_lse != float("-inf")
-        sums = tl.load(row_sums + lse_place, mask=live, other=1.0)
+        is_live = row_lse != float("-inf")
+        sums = tl.load(row_sums + lse_place, mask=is_live, other=1.0)
     else:
-        live = tl.abs(row_lse) < UNUSABLE_LSE
+        is_live = tl.abs(row_lse) < UNUSABLE_LSE
         row_lse *= LOG2E
         sums = tl.full([BLOCK_ROWS], 1.0, tl.float32)
-    whole = sums
+    divisor = sums
     if SINK:
         margin = tl.load(sink + head, mask=valid, other=0.0) * LOG2E - row_lse
         sink_weight = tl.exp2(tl.where(margin > MAX_SINK, MAX_SINK, margin))
-        whole = tl.where(live, sums + sink_weight, 1.0)
+        divisor = tl.where(is_live, sums + sink_weight, 1.0)
         if not HAS_SUMS:
-            row_lse += tl.log2(whole)
-    tl.store(log2_lse + lse_place, tl.where(live, row_lse, float("inf")), mask=valid)
+            row_lse += tl.log2(divisor)
+    tl.store(log2_lse + lse_place, tl.where(is_live, row_lse, float("inf")), mask=valid)
     offsets = place * head_dim
     q_offsets = (batch * q_batch + row * q_row + head * q_head) * UNIT
-    q_tile = load_tile(q, q_offsets, live, head_dim, False, EVEN, BLOCK_D)
+    q_tile = load_tile(q, q_offsets, is_live, head_dim, False, EVEN, BLOCK_D)
     store_tile(live_q, offsets, q_tile, valid, head_dim, BLOCK_D)
-    out_tile = load_tile(out, offsets, live, head_dim, False, EVEN, BLOCK_D)
-    dout_tile = load_tile(dout, offsets, live, head_dim, False, EVEN, BLOCK_D)
-    whole_out = out_tile.to(tl.float32)
-    if REST:
-        rests = load_tile(out_rest, offsets, live, head_dim, False, EVEN, BLOCK_D)
-        whole_out = with_rest(out_tile, rests, out.dtype.element_ty == tl.float16)
-    result = tl.sum(whole_out * dout_tile.to(tl.float32), 1)
+    out_tile = load_tile(out, offsets, is_live, head_dim, False, EVEN, BLOCK_D)
+    dout_tile = load_tile(dout, offsets, is_live, head_dim, False, EVEN, BLOCK_D)
+    exact_out = out_tile.to(tl.float32)
+    if HAS_REST:
+        rests = load_tile(out_rest, offsets, is_live, head_dim, False, EVEN, BLOCK_D)
+        exact_out = with_rest(out_tile, rests, out.dtype.element_ty == tl.float16)
+    result = tl.sum(exact_out * dout_tile.to(tl.float32), 1)
     if SINK:
-        sink_share = tl.where(live, sink_weight / whole * result, 0.0)
+        sink_share = tl.where(is_live, sink_weight / divisor * result, 0.0)
         tl.store(sink_shares + lse_place, -sink_share, mask=valid)
     if HAS_DLSE:
-        result -= tl.load(dlse + lse_place, mask=live, other=0.0) * (whole / sums)
+        result -= tl.load(dlse + lse_place, mask=is_live, other=0.0) * (divisor / sums)
     if HAS_SUMS:
-        result /= whole
-        dout_tile = dout_tile.to(tl.float32) / whole[:, None]
+        result /= divisor
+        dout_tile = dout_tile.to(tl.float32) / divisor[:, None]
     store_tile(live_dout, offsets, dout_tile, valid, head_dim, BLOCK_D)
     tl.store(delta + lse_place, result, mask=valid)

@@ -102,7 +102,7 @@ def row_gradients_kernel(
             index, cu_q, cu_k, rows, queries, total_keys, keys, VARLEN
         )
         if row0 < q_count:
-            off = k_count - q_count
+            causal_offset = k_count - q_count
             row_places = q_begin + tile_rows
             lse_place = (batch * heads + head) * rows + row_places
             valid_rows = tile_rows < q_count
@@ -132,12 +132,16 @@ def row_gradients_kernel(
                 past_base = past + this_list * list_keys + k_begin
             elif KIND == ROWS:
                 words_base = words + word_place(tile, row0) * keys
-            count, full, whole = tile_counts(
+            count, full, full_blocks_end = tile_counts(
                 counts, tile, row0, BLOCK_ROWS, q_count, k_count, BLOCK_KEYS, KIND, CAUSAL
             )
             dq_tile = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
             for partial in tl.static_range(2):
-                for at0 in range(partial * whole, whole + partial * (count - whole), BLOCK_KEYS):
+                for at0 in range(
+                    partial * full_blocks_end,
+                    full_blocks_end + partial * (count - full_blocks_end),
+                    BLOCK_KEYS,
+                ):
                     k_tile, v_tile, scores, slope, kept, cols = score_block(
                         q_tile,
                         tile_rows,
@@ -153,7 +157,7 @@ def row_gradients_kernel(
                         words_base,
                         None,
                         q_count,
-                        off,
+                        causal_offset,
                         keys,
                         head_dim,
                         kv_row,

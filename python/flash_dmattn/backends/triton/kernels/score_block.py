@@ -36,7 +36,7 @@ def score_block(
     words,
     table,
     q_count,
-    off,
+    causal_offset,
     keys,
     head_dim,
     kv_row,
@@ -71,7 +71,7 @@ def score_block(
             kept = ((word[None, :] >> bit[:, None]) & 1) != 0
         else:
             first_row, past_row = kept_intervals(
-                cols, valid, first, past, q_count, off, KIND, CAUSAL
+                cols, valid, first, past, q_count, causal_offset, KIND, CAUSAL
             )
             kept = (first_row[None, :] <= tile_rows[:, None]) & (
                 tile_rows[:, None] < past_row[None, :]
