@@ -37,18 +37,18 @@ def with_bias_columns(
         bias: broadcasts to ``(..., K, Hk)``.
         scale: the scale of the scores; not 0.
     """
-    full = key.shape[:-1]
-    pieces: Tensor = _Pieces.apply(bias, full, key.dtype, 1.0 / scale)  # type: ignore[no-untyped-call]
+    rows_shape = key.shape[:-1]
+    pieces: Tensor = _Pieces.apply(bias, rows_shape, key.dtype, 1.0 / scale)  # type: ignore[no-untyped-call]
     count = pieces.shape[-1]
     head_dim = key.shape[-1]
-    more = -(-(head_dim + count) // _UNIT) * _UNIT - head_dim
-    rest = key.new_zeros(()).expand(*full, more - count)
+    extra_columns = -(-(head_dim + count) // _UNIT) * _UNIT - head_dim
+    padding = key.new_zeros(()).expand(*rows_shape, extra_columns - count)
     ones = query.new_ones(()).expand(*query.shape[:-1], count)
-    zeros = query.new_zeros(()).expand(*query.shape[:-1], more - count)
+    zeros = query.new_zeros(()).expand(*query.shape[:-1], extra_columns - count)
     return Extended(
         torch.cat([query, ones, zeros], -1),
-        torch.cat([key, pieces, rest], -1),
-        torch.nn.functional.pad(value, (0, more)),
+        torch.cat([key, pieces, padding], -1),
+        torch.nn.functional.pad(value, (0, extra_columns)),
     )
 
 
@@ -60,17 +60,21 @@ class _Pieces(torch.autograd.Function):
         ctx: Any, bias: Tensor, shape: torch.Size, dtype: torch.dtype, factor: float
     ) -> Any:
         ctx.shape, ctx.dtype, ctx.factor = bias.shape, bias.dtype, factor
-        rest = bias.to(torch.promote_types(bias.dtype, torch.float32)) * factor
-        if dtype == rest.dtype:
-            pieces = [rest]
+        residual = bias.to(torch.promote_types(bias.dtype, torch.float32)) * factor
+        if dtype == residual.dtype:
+            pieces = [residual]
         else:
             limit, pieces = torch.finfo(dtype).max, []
             for _ in range(3):
                 # A finite bias beyond the dtype's range means "masked", so clamping is harmless.
                 # inf and NaN stay.
-                piece = torch.where(rest.isfinite(), rest.clamp(-limit, limit), rest).to(dtype)
+                piece = torch.where(
+                    residual.isfinite(), residual.clamp(-limit, limit), residual
+                ).to(dtype)
                 pieces.append(piece)
-                rest = torch.where(rest.isfinite(), rest - piece.to(rest.dtype), 0.0)
+                residual = torch.where(
+                    residual.isfinite(), residual - piece.to(residual.dtype), 0.0
+                )
         return torch.stack(pieces, -1).expand(*shape, len(pieces))
 
     @staticmethod

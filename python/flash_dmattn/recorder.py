@@ -44,20 +44,20 @@ class _EmptyTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if func is torch.ops.flash_dmattn.select_keep.default:
             self.selections.append(SelectionInputs(*args[:-1]))
-        return _answers().get(func, func)(*args, **(kwargs or {}))
+        return _replacements().get(func, func)(*args, **(kwargs or {}))
 
 
 @cache
-def _answers() -> dict[Any, Callable[..., Any]]:
+def _replacements() -> dict[Any, Callable[..., Any]]:
     from . import blocks, selection_ops
 
-    aten, own = torch.ops.aten, torch.ops.flash_dmattn
+    aten, ours = torch.ops.aten, torch.ops.flash_dmattn
     return {
-        own.select_intervals.default: selection_ops._select_intervals_fake,
-        own.select_keep.default: selection_ops._select_keep_fake,
-        own.block_keys.default: blocks._keys_fake,
-        own.block_keep.default: blocks._keep_fake,
-        own.block_keep_alone.default: blocks._keep_alone_fake,
+        ours.select_intervals.default: selection_ops._select_intervals_fake,
+        ours.select_keep.default: selection_ops._select_keep_fake,
+        ours.block_keys.default: blocks._keys_fake,
+        ours.block_keep.default: blocks._keep_fake,
+        ours.block_keep_alone.default: blocks._keep_alone_fake,
         aten._to_copy.default: _cast_nothing,
         aten.arange.default: _arange,
         aten.clamp.default: _clamp,

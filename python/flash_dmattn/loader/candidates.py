@@ -118,12 +118,12 @@ def forced_candidate(path: str, variable: str, open_pack: Callable[[str], Pack])
 
 def difference(candidate: Candidate, pack: Pack) -> str:
     """Return how an opened pack differs from its source's description; "" if it does not."""
-    said, found = vars(candidate), _table(pack)
+    stated, found = vars(candidate), _table(pack)
     words = {"device": "device", "cuda": "CUDA", "arch": "arch", "version": "version"}
     return "; ".join(
-        messages.DIFFERENCE.format(what=word, said=said[key], found=found[key])
+        messages.DIFFERENCE.format(what=word, said=stated[key], found=found[key])
         for key, word in words.items()
-        if said[key] != found[key]
+        if stated[key] != found[key]
     )
 
 
@@ -157,10 +157,10 @@ def _candidate(row: Mapping[str, Any], directory: Path, common: Mapping[str, Any
     if file in ("", "..") or PureWindowsPath(file).name != file:
         raise ValueError(messages.MANIFEST_FILE.format(name=row["name"], file=file))
     path = directory / file
-    said = {key: row[key] for key in ("name", "device", "machine", "cuda", "arch")}
-    said |= {key: row.get(key) for key in ("sha256", "size")}
+    stated = {key: row[key] for key in ("name", "device", "machine", "cuda", "arch")}
+    stated |= {key: row.get(key) for key in ("sha256", "size")}
     defect = "" if path.is_file() else messages.FILE_MISSING
-    return Candidate(path=str(path), **said, **common, defect=defect)
+    return Candidate(path=str(path), **stated, **common, defect=defect)
 
 
 def _distribution(entry_point: EntryPoint) -> tuple[str, str]:

@@ -270,18 +270,18 @@ def decide(
     forced = any(c.forced and c.device in (situation.device.kind, None) for c in candidates)
     majors = {c.cuda_major for c in candidates if c.device == "cuda" and c.cuda_major}
     need = Need(situation, wishes, targets or Targets({}, {}, {}), forced, majors)
-    entries = [_judge(Case(pack, need, situation), place) for place, pack in enumerate(candidates)]
+    entries = [_judge(Case(pack, need, situation), order) for order, pack in enumerate(candidates)]
     accepted = sorted((entry for entry in entries if not entry.rule), key=lambda e: e.rank)
     refused = [entry for entry in entries if entry.rule]
-    return Trace(situation, (*_told_apart(accepted), *refused), need.fix_of_no_pack)
+    return Trace(situation, (*_note_same_names(accepted), *refused), need.fix_of_no_pack)
 
 
-def _judge(case: Case, place: int) -> Entry:
+def _judge(case: Case, order: int) -> Entry:
     pack, archs = case.pack, case.need.archs
     arch = archs.index(pack.arch) if pack.arch in archs else 0
     major = pack.cuda_major or ""
     newest_first = -int(major) if major.isdigit() else 0
-    rank = (not pack.forced, arch, major != case.need.torch_major, newest_first, place)
+    rank = (not pack.forced, arch, major != case.need.torch_major, newest_first, order)
     for rule, refuses, reason, fix in ROWS:
         if refuses(case):
             return Entry(pack, rank, rule, case.filled(reason), case.filled(fix))
@@ -289,7 +289,7 @@ def _judge(case: Case, place: int) -> Entry:
     return Entry(pack, rank, None, notes, trial=case.needs_trial)
 
 
-def _told_apart(accepted: Sequence[Entry]) -> list[Entry]:
+def _note_same_names(accepted: Sequence[Entry]) -> list[Entry]:
     """Add to each accepted candidate a note if one of the same name precedes it."""
     first: dict[str, Candidate] = {}
     result = []

@@ -39,10 +39,10 @@ def find_targets(directories: Iterable[Path]) -> Targets:
     Raises:
         InstallationError: no directory has it, or it is invalid.
     """
-    looked = [directory / "targets.json" for directory in directories]
-    path = next((path for path in looked if path.is_file()), None)
+    paths = [directory / "targets.json" for directory in directories]
+    path = next((path for path in paths if path.is_file()), None)
     if path is None:
-        raise InstallationError(messages.NO_TABLE.format(paths=" or ".join(map(str, looked))))
+        raise InstallationError(messages.NO_TABLE.format(paths=" or ".join(map(str, paths))))
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         found = data.get("schema")

@@ -53,19 +53,22 @@ def verify(
         records: returns the records of a distribution; `records_of` if None.
     """
     known = list(candidates)
-    said: dict[str, list[Recorded]] = {}
+    records_by_path: dict[str, list[Recorded]] = {}
     broken = {}
     for pack in known:
         if pack.device is None:
             broken[pack.path or pack.name] = Checked(pack.path or pack.name, pack.defect)
         elif not pack.forced:
-            rows = said.setdefault(os.path.realpath(pack.path), [])
+            rows = records_by_path.setdefault(os.path.realpath(pack.path), [])
             if pack.sha256 is not None:
                 rows.append(Recorded(pack.path, MANIFEST, "sha256", pack.sha256, pack.size))
     for distribution in dict.fromkeys((OWN_DISTRIBUTION, *(c.distribution for c in known))):
         for recorded in (records or records_of)(distribution):
-            said.setdefault(os.path.realpath(recorded.path), []).append(recorded)
-    return [*broken.values(), *(Checked(path, _problem(path, rows)) for path, rows in said.items())]
+            records_by_path.setdefault(os.path.realpath(recorded.path), []).append(recorded)
+    return [
+        *broken.values(),
+        *(Checked(path, _problem(path, rows)) for path, rows in records_by_path.items()),
+    ]
 
 
 def records_of(distribution: str) -> Iterator[Recorded]:
@@ -101,12 +104,12 @@ def as_json(checked: Sequence[Checked]) -> dict[str, Any]:
     return {"passed": passed(checked), "files": files}
 
 
-def _problem(path: str, said: Sequence[Recorded]) -> str:
+def _problem(path: str, records: Sequence[Recorded]) -> str:
     """Return the first difference of a file from its records."""
     digest = functools.cache(functools.partial(_digest, path))  # one read per algorithm
     try:
         size = Path(path).stat().st_size
-        for _, record, algorithm, expected, expected_size in said:
+        for _, record, algorithm, expected, expected_size in records:
             if expected_size not in (None, size):
                 return messages.RESIZED.format(found=size, record=record, recorded=expected_size)
             if digest(algorithm) != expected:
@@ -117,7 +120,7 @@ def _problem(path: str, said: Sequence[Recorded]) -> str:
         return messages.FILE_MISSING
     except OSError as error:
         return messages.UNREADABLE.format(error=error)
-    return "" if said else messages.NOT_RECORDED
+    return "" if records else messages.NOT_RECORDED
 
 
 def _digest(path: str, algorithm: str) -> str:

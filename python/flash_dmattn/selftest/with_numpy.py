@@ -50,12 +50,12 @@ def compare(pack: Any) -> Iterator[Comparison]:
         ("boolean mask", {"mask": by_row}, False, by_row),
         ("window and bias", {"start": start, "end": end, "bias": bias}, True, in_window),
     )
-    for case, given, is_causal, kept in cases:
+    for case, fields, is_causal, kept in cases:
         query, dout = random.standard_normal((2, BATCH, QUERIES, HEADS, HEAD_DIM))
         key, value = random.standard_normal((2, BATCH, KEYS, KV_HEADS, HEAD_DIM))
         query, key, value, dout = (a.astype(np.float32) for a in (query, key, value, dout))
-        found = _run_pack(pack, query, key, value, dout, given, is_causal)
-        wanted = attention(query, key, value, dout, given.get("bias"), kept)
+        found = _run_pack(pack, query, key, value, dout, fields, is_causal)
+        wanted = attention(query, key, value, dout, fields.get("bias"), kept)
         for name, result in found.items():
             expected = wanted[name]
             same = result == expected
@@ -101,7 +101,7 @@ def attention(query: Any, key: Any, value: Any, dout: Any, bias: Any, kept: Any)
 
 
 def _run_pack(
-    pack: Any, query: Any, key: Any, value: Any, dout: Any, given: dict[str, Any], causal: bool
+    pack: Any, query: Any, key: Any, value: Any, dout: Any, fields: dict[str, Any], causal: bool
 ) -> dict[str, Any]:
     """Return the same results as `attention`, computed by the pack."""
     problem = _core.Problem(
@@ -109,16 +109,16 @@ def _run_pack(
         _as_tuple(query),
         _as_tuple(key),
         _as_tuple(value),
-        mask=_as_tuple(given.get("mask")),
-        start=_as_tuple(given.get("start")),
-        end=_as_tuple(given.get("end")),
-        bias=_as_tuple(given.get("bias")),
+        mask=_as_tuple(fields.get("mask")),
+        start=_as_tuple(fields.get("start")),
+        end=_as_tuple(fields.get("end")),
+        bias=_as_tuple(fields.get("bias")),
         scale=query.shape[-1] ** -0.5,
         causal=causal,
         softcap=0.0,
         threads=2,
     )
-    bias = given.get("bias")
+    bias = fields.get("bias")
     results = {
         "out": np.empty_like(query),
         "lse": np.empty((query.shape[0], query.shape[2], query.shape[1]), np.float32),

@@ -57,16 +57,16 @@ def compare(device: str, compute: Compute | None = None) -> Iterator[Comparison]
             inputs = [_random((BATCH, *s, HEAD_DIM), seed) for seed, s in enumerate(shapes)]
             if bias is not None:
                 inputs.append(bias)
-            given = [t.to(device, getattr(torch, dtype)) for t in inputs]
-            exact = [t.double().requires_grad_() for t in given]
-            dout = _random(tuple(given[0].shape), 9).to(device, given[0].dtype)
-            query, key, value = given[:3]
-            problem = Problem(query, key, value, mask, _last(given, bias), causal, dout)
+            leaves = [t.to(device, getattr(torch, dtype)) for t in inputs]
+            exact = [t.double().requires_grad_() for t in leaves]
+            dout = _random(tuple(leaves[0].shape), 9).to(device, leaves[0].dtype)
+            query, key, value = leaves[:3]
+            problem = Problem(query, key, value, mask, _last_if_bias(leaves, bias), causal, dout)
             found = (compute or _by_calls)(problem)
             query, key, value = exact[:3]
             with _one_thread():
                 out, lse = attention_reference(
-                    query, key, value, mask, _last(exact, bias), causal=causal
+                    query, key, value, mask, _last_if_bias(exact, bias), causal=causal
                 )
                 wanted = torch.autograd.grad((out * dout.double()).sum(), exact)
             names = ("out", "lse", "dq", "dk", "dv", "dbias")
@@ -145,7 +145,7 @@ def _cases(device: str) -> Iterator[tuple[str, Any, torch.Tensor | None, bool]]:
     yield "window and bias", window, bias, True
 
 
-def _last(leaves: list[torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor | None:
+def _last_if_bias(leaves: list[torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor | None:
     return None if bias is None else leaves[-1]
 
 
