@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from flash_dmattn import IntervalMask, explain, flash_dmattn_varlen_func, forgetting_bias
-from flash_dmattn.forgetting_formula import remembered
+from flash_dmattn.forgetting_formula import decay_mask
 from support import Problem, Target, check, randn, reads_float64
 from test_plan_room import results
 
@@ -147,7 +147,7 @@ def test_which_masks_say_so() -> None:
     assert mask is not None
     sums = gates.double().cumsum(-1)
     mapped = pytree.tree_map(torch.clone, mask)
-    for says in (mask, mask.to("cpu"), copy.deepcopy(mask), mapped, remembered(sums, sums, -2.0)):
+    for says in (mask, mask.to("cpu"), copy.deepcopy(mask), mapped, decay_mask(sums, sums, -2.0)):
         assert says._keeps_runs
     other = IntervalMask.sliding_window(3, 0, 40, 40)
     for silent in (other, mask & other, IntervalMask(mask.start, mask.end)):

@@ -100,12 +100,14 @@ AUTOCAST_DEVICES = frozenset(
 )
 
 
-def _ask_each_device() -> bool:
+def _any_device_autocasts() -> bool:
     return any(map(torch.is_autocast_enabled, AUTOCAST_DEVICES))
 
 
 # Whether autocast is enabled for any device type. The function for all types at once is private.
-any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", _ask_each_device)
+any_autocast: Callable[[], bool] = getattr(
+    torch._C, "_is_any_autocast_enabled", _any_device_autocasts
+)
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:

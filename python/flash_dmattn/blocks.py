@@ -39,11 +39,11 @@ def lists_or_mask(
     if block_indices is None or block_size is None:
         missing = "block_indices" if block_indices is None else "block_size"
         raise ValueError(f"{missing} must be given too: block_indices lists blocks of block_size")
-    given = [name for name, value in excluded.items() if value is not None]
-    if given:
+    conflicting = [name for name, value in excluded.items() if value is not None]
+    if conflicting:
         raise ValueError(
-            f"block_indices cannot be combined with {', '.join(given)}: what a query attends to is "
-            "what the list of its block names; leave other blocks out of the list"
+            f"block_indices cannot be combined with {', '.join(conflicting)}: what a query attends "
+            "to is what the list of its block names; leave other blocks out of the list"
         )
     if not isinstance(block_size, (tuple, list)) or len(block_size) != 2:
         raise TypeError(
@@ -59,12 +59,14 @@ def lists_or_mask(
         # A block beyond the sequence is the only block; clamp it, or its empty part would cost.
         rows, size = min(rows, max(queries, 1)), min(size, max(keys, 1))
     if rows == 1 and not by_mask and checks.is_one_of(heads, 1, key.shape[-2]):
-        return _run("block_keys", _keys, block_indices, size, keys), None
+        return _call_operator("block_keys", _keys, block_indices, size, keys), None
     if is_dense or queries != 1:
-        return None, _run("block_keep", _keep, block_indices, rows, size, queries, keys)
+        return None, _call_operator("block_keep", _keep, block_indices, rows, size, queries, keys)
     total = total_keys(key, packing)
-    bounds = [checks.bounds(name, getattr(packing, name)) for name in Packing._fields[:2]]
-    return None, _run("block_keep_alone", _keep_alone, block_indices, *bounds, size, keys, total)
+    bounds = [checks.cu_seqlens(name, getattr(packing, name)) for name in Packing._fields[:2]]
+    return None, _call_operator(
+        "block_keep_alone", _keep_alone, block_indices, *bounds, size, keys, total
+    )
 
 
 def _check(packing: Packing, query: Tensor, key: Tensor, blocks: Tensor, rows: int) -> None:
@@ -102,7 +104,7 @@ def _check(packing: Packing, query: Tensor, key: Tensor, blocks: Tensor, rows: i
     raise ValueError(f"block_indices must have shape ({form}) = ({sizes}), got {shape}")
 
 
-def _run(name: str, implementation: Callable[..., Tensor], *arguments: Any) -> Tensor:
+def _call_operator(name: str, implementation: Callable[..., Tensor], *arguments: Any) -> Tensor:
     if dispatch_state.is_transformed():
         return implementation(*arguments)
     made: Tensor = getattr(torch.ops.flash_dmattn, name).default(*arguments)
@@ -117,11 +119,11 @@ def _keys(blocks: Tensor, size: int, keys: int) -> Tensor:
     """List the keys of blocks. A block that is listed twice counts once."""
     blocks = blocks.masked_fill(~_in_range(blocks, size, keys), -1).sort(-1).values
     if blocks.shape[-1] > 1:
-        again = blocks[..., 1:] == blocks[..., :-1]
-        blocks = torch.cat([blocks[..., :1], blocks[..., 1:].masked_fill(again, -1)], -1)
-    places = torch.arange(size, device=blocks.device, dtype=torch.int32)
+        is_repeated = blocks[..., 1:] == blocks[..., :-1]
+        blocks = torch.cat([blocks[..., :1], blocks[..., 1:].masked_fill(is_repeated, -1)], -1)
+    offsets = torch.arange(size, device=blocks.device, dtype=torch.int32)
     # All keys of a negative block are negative.
-    return (blocks.unsqueeze(-1) * size + places).flatten(-2)
+    return (blocks.unsqueeze(-1) * size + offsets).flatten(-2)
 
 
 def _keys_fake(blocks: Tensor, size: int, keys: int) -> Tensor:

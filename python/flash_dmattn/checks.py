@@ -128,14 +128,14 @@ def is_one_of(size: int, *allowed: int) -> bool:
     return False
 
 
-def bounds(name: str, value: Any) -> Tensor:
+def cu_seqlens(name: str, value: Any) -> Tensor:
     """Return a cu_seqlens argument. Its values are checked where they are read."""
-    cu_seqlens = tensor(name, value)
-    if cu_seqlens.dtype != torch.int32:
-        raise TypeError(f"{name} must have dtype torch.int32, got {cu_seqlens.dtype}")
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
-        raise ValueError(f"{name} must have shape (B + 1,), got {tuple(cu_seqlens.shape)}")
-    return cu_seqlens
+    bounds = tensor(name, value)
+    if bounds.dtype != torch.int32:
+        raise TypeError(f"{name} must have dtype torch.int32, got {bounds.dtype}")
+    if bounds.dim() != 1 or bounds.shape[0] < 1:
+        raise ValueError(f"{name} must have shape (B + 1,), got {tuple(bounds.shape)}")
+    return bounds
 
 
 def index(name: str, value: Any, minimum: int = -_INT64_MAX - 1, maximum: int = _INT64_MAX) -> int:

@@ -156,7 +156,7 @@ def has_values(tensor: Tensor) -> bool:
     return type(tensor) is not FakeTensor and get_proxy_mode() is None
 
 
-def is_looked_at(tensor: Tensor) -> bool:
+def is_checkable(tensor: Tensor) -> bool:
     """Say whether a check may read a tensor: it is on a CPU, so the read does not synchronize.
 
     Compiled, traced and transformed code is excluded, since it also serves other values.

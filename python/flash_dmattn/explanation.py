@@ -99,7 +99,7 @@ def explain(
     chosen = select_backend(inputs.query.device, name)
     if inputs.window >= 0 and not chosen.selects():
         with recorded_calls():
-            inputs = interface._selected(inputs, name)
+            inputs = interface._select_mask(inputs, name)
     gradients = _gradients(inputs, ATTENTION.differentiable)
     obstacles = (*width_obstacles, *_obstacles(inputs, chosen.name, name))
     key_mass = _kernel(chosen.key_mass_kernel(inputs)) if wants_mass else None

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import checks, dispatch_state, forgetting_ops
 from .arguments import resolved_deterministic, scale_of
-from .forgetting_formula import plain_results, read_by
+from .forgetting_formula import bias_for_backend, plain_results
 from .interface import flash_dmattn_func
 from .mask_checks import check_token_mask
 from .masks import IntervalMask, mark_runs
@@ -69,7 +69,7 @@ def forgetting_bias(
     """
     if unknown:
         refuse_keywords(forgetting_bias, unknown)
-    prune = _checked(log_forget, prune, cu_seqlens, padding)
+    prune = _check_arguments(log_forget, prune, cu_seqlens, padding)
     return _bias_and_mask(log_forget, prune, cu_seqlens, padding)
 
 
@@ -91,7 +91,7 @@ def forgetting_attention(
         log_forget, prune, padding: as in `forgetting_bias`.
         softmax_scale, backend: as in `flash_dmattn_func`.
     """
-    prune = _checked(log_forget, prune, None, padding)
+    prune = _check_arguments(log_forget, prune, None, padding)
     # The separate functions handle errors, casts and padding.
     is_usual = (
         backend is None
@@ -109,7 +109,7 @@ def forgetting_attention(
         if found is not None:
             return found
     bias, mask = _bias_and_mask(log_forget, prune, None, padding)
-    bias = read_by(backend, bias)
+    bias = bias_for_backend(backend, bias)
     out = flash_dmattn_func(
         query, key, value, mask, bias, softmax_scale, is_causal=True, backend=backend
     )
@@ -117,7 +117,7 @@ def forgetting_attention(
     return out
 
 
-def _checked(
+def _check_arguments(
     log_forget: Tensor, prune: float | None, cu_seqlens: Tensor | None, padding: Tensor | None
 ) -> float | None:
     """Check all arguments, and return the pruning threshold."""
@@ -175,13 +175,13 @@ def checked_prune(prune: float | None) -> float | None:
     """Check and return a threshold of log decay."""
     if prune is None:
         return None
-    given = checks.number("prune", prune)
-    if not -math.inf < given <= 0:
+    threshold = checks.number("prune", prune)
+    if not -math.inf < threshold <= 0:
         raise ValueError(
             f"prune must be a finite log decay of at most 0, such as -16.0, or None to keep all "
-            f"keys, got {given}"
+            f"keys, got {threshold}"
         )
-    return given
+    return threshold
 
 
 def check_log_forget(log_forget: Tensor, cu_seqlens: Tensor | None, padding: Tensor | None) -> None:
@@ -208,8 +208,8 @@ def check_log_forget(log_forget: Tensor, cu_seqlens: Tensor | None, padding: Ten
 
 
 def _check_bounds(cu_seqlens: Tensor, total: int) -> None:
-    checks.bounds("cu_seqlens", cu_seqlens)
-    if not dispatch_state.is_looked_at(cu_seqlens):
+    checks.cu_seqlens("cu_seqlens", cu_seqlens)
+    if not dispatch_state.is_checkable(cu_seqlens):
         return
     values = cu_seqlens.tolist()
     if values[0] != 0 or values[-1] != total or values != sorted(values):
@@ -231,7 +231,7 @@ def _check_padding(padding: Tensor, log_forget: Tensor, cu_seqlens: Tensor | Non
 
 def check_gates(log_forget: Tensor) -> None:
     """Raise ValueError if a gate is above 0. Only gates on a CPU are checked."""
-    if not dispatch_state.is_looked_at(log_forget):
+    if not dispatch_state.is_checkable(log_forget):
         return
     if bool((log_forget > 0).any()):
         raise ValueError(

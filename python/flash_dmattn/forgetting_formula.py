@@ -13,29 +13,29 @@ from .masks import IntervalMask, mark_runs
 
 __all__ = [
     "Results",
+    "bias_for_backend",
     "bounded_gates",
+    "decay_mask",
     "empty_results",
-    "kept_until",
-    "least_gate",
+    "first_decayed_row",
+    "min_gate",
     "plain_gradient",
     "plain_results",
-    "read_by",
-    "remembered",
 ]
 
 # The bias, start and end. start and end are empty without pruning.
 Results = tuple[Tensor, Tensor, Tensor]
 # The value of a -inf gate without pruning. No score can compensate for it.
-_FORGETS_ALL = -1000.0
+_MIN_GATE_WITHOUT_PRUNING = -1000.0
 # Gates in a chunk of `running_sums`.
-_SUMMED_TOGETHER = 128
+_CHUNK_GATES = 128
 
 
 def plain_results(
     log_forget: Tensor, padding: Tensor | None, cu_seqlens: Tensor | None, prune: float | None
 ) -> Results:
     """Return the bias, with gradients, and the start and end for `forgetting_bias`."""
-    tokens = _tokens(padding)
+    tokens = _token_mask(padding)
     total = running_sums(bounded_gates(log_forget, prune, tokens))
     within = None if cu_seqlens is None else _bounds_of_tokens(cu_seqlens, total.shape[-1])
     sums = total
@@ -57,19 +57,19 @@ def plain_gradient(
     prune: float | None,
 ) -> Tensor:
     """Return the gradient of the gates. It is differentiable with respect to dbias."""
-    tokens = _tokens(padding)
-    given = dbias.squeeze(-2).to(torch.float64)
+    tokens = _token_mask(padding)
+    dsums = dbias.squeeze(-2).to(torch.float64)
     if tokens is not None:
-        given = given.masked_fill(~tokens, 0)
-    sums = running_sums(given.flip(-1)).flip(-1)
+        dsums = dsums.masked_fill(~tokens, 0)
+    sums = running_sums(dsums.flip(-1)).flip(-1)
     if cu_seqlens is not None:
-        _, past = _bounds_of_tokens(cu_seqlens, given.shape[-1])
-        behind = torch.nn.functional.pad(sums, (0, 1))
-        sums = sums - behind.gather(-1, past.expand_as(sums))
-    counted = log_forget >= least_gate(prune)
+        _, past = _bounds_of_tokens(cu_seqlens, dsums.shape[-1])
+        after = torch.nn.functional.pad(sums, (0, 1))
+        sums = sums - after.gather(-1, past.expand_as(sums))
+    has_gradient = log_forget >= min_gate(prune)
     if tokens is not None:
-        counted = counted & tokens
-    return torch.where(counted, -sums, 0).to(log_forget.dtype)
+        has_gradient = has_gradient & tokens
+    return torch.where(has_gradient, -sums, 0).to(log_forget.dtype)
 
 
 def empty_results(log_forget: Tensor, prune: float | None) -> Results:
@@ -80,12 +80,12 @@ def empty_results(log_forget: Tensor, prune: float | None) -> Results:
     return bias, start, torch.empty_like(start)
 
 
-def least_gate(prune: float | None) -> float:
+def min_gate(prune: float | None) -> float:
     """Return the least gate. Smaller gates count as it."""
-    return _FORGETS_ALL if prune is None else prune - 1
+    return _MIN_GATE_WITHOUT_PRUNING if prune is None else prune - 1
 
 
-def read_by(backend: str | None, bias: Tensor) -> Tensor:
+def bias_for_backend(backend: str | None, bias: Tensor) -> Tensor:
     """Return a float64 bias in a dtype that a backend reads: float32 for portable backends."""
     name = backend_name(backend)
     chosen = _default_backend() if name == "auto" else name
@@ -104,7 +104,7 @@ def bounded_gates(log_forget: Tensor, prune: float | None, tokens: Tensor | None
     """Return gates in float64 that can be summed: finite, and 0 at padding."""
     gates = log_forget.to(torch.float64)
     # clamp gives a gate at the bound its gradient only before torch 2.14.
-    gates = gates.masked_fill(gates < least_gate(prune), least_gate(prune))
+    gates = gates.masked_fill(gates < min_gate(prune), min_gate(prune))
     return gates if tokens is None else gates.masked_fill(~tokens, 0)
 
 
@@ -115,15 +115,15 @@ def running_sums(gates: Tensor) -> Tensor:
     few rows.
     """
     length = gates.shape[-1]
-    if length < 2 * _SUMMED_TOGETHER:
+    if length < 2 * _CHUNK_GATES:
         return gates.cumsum(-1)
-    padded = torch.nn.functional.pad(gates, (0, -length % _SUMMED_TOGETHER))
-    within = padded.reshape(*gates.shape[:-1], -1, _SUMMED_TOGETHER).cumsum(-1)
+    padded = torch.nn.functional.pad(gates, (0, -length % _CHUNK_GATES))
+    within = padded.reshape(*gates.shape[:-1], -1, _CHUNK_GATES).cumsum(-1)
     before = torch.nn.functional.pad(within[..., :-1, -1].cumsum(-1), (1, 0))
     return (within + before.unsqueeze(-1)).flatten(-2)[..., :length]
 
 
-def kept_until(rows: Tensor, keys: Tensor, prune: float) -> Tensor:
+def first_decayed_row(rows: Tensor, keys: Tensor, prune: float) -> Tensor:
     """Return the first row, int64, for which each key has decayed below a threshold.
 
     Args:
@@ -134,13 +134,13 @@ def kept_until(rows: Tensor, keys: Tensor, prune: float) -> Tensor:
     return torch.searchsorted((-rows).contiguous(), (-prune - keys).contiguous(), right=True)
 
 
-def remembered(
+def decay_mask(
     rows: Tensor, keys: Tensor, prune: float | None, capacity: int | None = None
 ) -> IntervalMask:
     """Return the mask of causal queries whose tokens are the last keys.
 
     Args:
-        rows, keys: as in `kept_until`, without gradients.
+        rows, keys: as in `first_decayed_row`, without gradients.
         prune: the threshold, or None.
         capacity: most keys that a query sees, including its own; or None.
     """
@@ -148,7 +148,7 @@ def remembered(
     row = torch.arange(keys.shape[-1], device=keys.device) - (keys.shape[-1] - count)
     end = torch.full_like(row, count).expand_as(keys)
     if prune is not None:
-        end = kept_until(rows, keys, prune)
+        end = first_decayed_row(rows, keys, prune)
     if capacity is not None:
         end = torch.minimum(end, row + capacity)
     start = row.clamp(min=0).to(torch.int32).expand_as(end).contiguous()
@@ -161,7 +161,7 @@ def _intervals(
 ) -> tuple[Tensor, Tensor]:
     length = total.shape[-1]
     start = torch.arange(length, device=total.device)
-    end = kept_until(total, total, prune)
+    end = first_decayed_row(total, total, prune)
     if within is not None:
         begin, past = within
         start, end = start - begin, torch.minimum(end, past) - begin
@@ -179,6 +179,6 @@ def _bounds_of_tokens(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
     return bounds[after - 1], bounds[after.clamp(max=len(bounds) - 1)]
 
 
-def _tokens(padding: Tensor | None) -> Tensor | None:
+def _token_mask(padding: Tensor | None) -> Tensor | None:
     """Return padding as ``(..., 1, N)``, which broadcasts over the heads."""
     return None if padding is None else padding.unsqueeze(-2)

@@ -18,7 +18,7 @@ from .backends import select_backend
 from .forgetting_formula import (
     Results,
     empty_results,
-    least_gate,
+    min_gate,
     plain_gradient,
     plain_results,
 )
@@ -128,8 +128,8 @@ def _serving_pack(device: torch.device) -> PackBackend | None:
 
 def _results(pack: PackBackend, gates: _Gates, prune: float | None) -> Results:
     results = empty_results(gates[0], prune)
-    given = (results[0], None, None) if prune is None else results
-    pack.forget(given, gates, least_gate(prune), prune or 0.0)
+    written = (results[0], None, None) if prune is None else results
+    pack.forget(written, gates, min_gate(prune), prune or 0.0)
     return results
 
 
@@ -159,7 +159,7 @@ def _forget_backward(dbias: Tensor, *arguments: Any) -> Tensor:
         return torch.empty_like(log_forget).copy_(plain)
     gradient = torch.empty_like(log_forget)  # in the gates' memory layout, which autograd keeps
     gates = (log_forget, padding, _contiguous(cu_seqlens))
-    pack.forget_backward(gradient, dbias, gates, least_gate(prune))
+    pack.forget_backward(gradient, dbias, gates, min_gate(prune))
     return gradient
 
 
@@ -220,8 +220,8 @@ class _ForgettingAttention(torch.autograd.Function):
         *saved, log_forget, padding = ctx.saved_tensors
         # Flags of query, key, value and bias. The gates need their gradient through the bias.
         flags = ctx.needs_input_grad[:4]
-        found = kept_gradients(ctx.call, tuple(saved), (*flags, False), dout, None)
-        dquery, dkey, dvalue, dbias, _ = found
+        gradients = kept_gradients(ctx.call, tuple(saved), (*flags, False), dout, None)
+        dquery, dkey, dvalue, dbias, _ = gradients
         dgates = None if dbias is None else _gradient(dbias, (log_forget, padding, None), ctx.prune)
         return dquery, dkey, dvalue, dgates, None
 

@@ -45,11 +45,11 @@ from .selection import (
     is_per_key,
     keeps_all,
     key_counts,
-    place_bias,
     refuse_without_window,
     select,
     selectable_bias,
     without_nan,
+    zero_bias,
 )
 from .wrong_keywords import hide_unknown_keywords, refuse_keywords
 
@@ -165,7 +165,7 @@ def flash_dmattn_func(
     if unknown:
         refuse_keywords(flash_dmattn_func, unknown)
     if block_indices is not None or block_size is not None:
-        key_indices, attn_mask = _blocks(
+        key_indices, attn_mask = _convert_blocks(
             DENSE,
             query,
             key,
@@ -182,7 +182,7 @@ def flash_dmattn_func(
             index_bias=index_bias,
         )
     if key_indices is not None or index_bias is not None:
-        return _listed(
+        return _attend_listed(
             DENSE,
             query,
             key,
@@ -205,9 +205,9 @@ def flash_dmattn_func(
             plan=plan,
             return_attn_probs=return_attn_probs,
         )
-    wants_probabilities = return_attn_probs is not None and return_attn_probs is not False
-    wants_more = wants_probabilities or return_key_mass is not False
-    if plan is None and backend is None and not wants_more:
+    needs_probabilities = return_attn_probs is not None and return_attn_probs is not False
+    needs_general_path = needs_probabilities or return_key_mass is not False
+    if plan is None and backend is None and not needs_general_path:
         tensors = query, key, value, attn_bias, sink
         found = ops.usual_attention(
             tensors,
@@ -344,7 +344,7 @@ def flash_dmattn_varlen_func(
         index("max_seqlen_k", max_seqlen_k, 0, MAX_ROWS),
     )
     if block_indices is not None or block_size is not None:
-        key_indices, attn_mask = _blocks(
+        key_indices, attn_mask = _convert_blocks(
             packing,
             query,
             key,
@@ -361,7 +361,7 @@ def flash_dmattn_varlen_func(
             index_bias=index_bias,
         )
     if key_indices is not None or index_bias is not None:
-        return _listed(
+        return _attend_listed(
             packing,
             query,
             key,
@@ -407,7 +407,7 @@ def flash_dmattn_varlen_func(
     )
 
 
-def _blocks(
+def _convert_blocks(
     packing: Packing,
     query: Tensor,
     key: Tensor,
@@ -434,7 +434,7 @@ def _blocks(
     )
 
 
-def _listed(*arguments: Any, **settings: Any) -> Output:
+def _attend_listed(*arguments: Any, **settings: Any) -> Output:
     """Compute a call that lists the keys of each query."""
     from .key_lists import listed_attention  # imported here: other calls do not need it
 
@@ -514,23 +514,23 @@ def _attention(
     query, key, value, bias, sink = autocast(query, key, value, attn_bias, sink)
     check_dtypes(query, key, value, name)
     cu_seqlens_q, cu_seqlens_k, block_table, max_seqlen_q, max_seqlen_k = packing
-    dense = cu_seqlens_q is None
-    if dense:
+    is_dense = cu_seqlens_q is None
+    if is_dense:
         if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
             refuse_ranks(query=query, key=key, value=value)
     else:
         check_packed_ranks(query, key, paged=block_table is not None)
     if plan is not None:
-        given = (attn_mask, is_causal, window_size, backend)
-        attn_mask = checked_mask(plan, query, key, *given, packing)
+        plan_arguments = (attn_mask, is_causal, window_size, backend)
+        attn_mask = checked_mask(plan, query, key, *plan_arguments, packing)
         is_causal, name = plan.is_causal, plan.backend
-    if dense:
+    if is_dense:
         bias = _to_4d("attn_bias", bias, query, key)
         if isinstance(attn_mask, IntervalMask):
             attn_mask.check_query_length(query.shape[1], "attn_mask")
         else:
             attn_mask = _to_4d("attn_mask", attn_mask, query, key)
-    causal, within = flag("is_causal", is_causal), KeyCounts()
+    causal, inner_counts = flag("is_causal", is_causal), KeyCounts()
     return_probabilities = flag("return_attn_probs", return_attn_probs)
     return_key_mass = flag("return_key_mass", return_key_mass)
     if return_key_mass and block_table is not None:
@@ -540,24 +540,26 @@ def _attention(
         parts = mask_parts(attn_mask)
     else:
         counts = key_counts(window_size, keep_last, keep_first)
-        check_causal(counts, causal, query.shape[1] if dense else max_seqlen_q)
-        bias = selectable_bias(bias, counts, query.shape[0] if dense else None)
+        check_causal(counts, causal, query.shape[1] if is_dense else max_seqlen_q)
+        bias = selectable_bias(bias, counts, query.shape[0] if is_dense else None)
         parts = MaskParts(composable_mask(attn_mask))
-        if keeps_all(counts, key.shape[1] if dense else max_seqlen_k):
+        if keeps_all(counts, key.shape[1] if is_dense else max_seqlen_k):
             bias = None if bias is None else without_nan(bias)
         else:
-            limited = causal and not (dense and is_one_row(query.shape[1]))
+            is_causal_selection = causal and not (is_dense and is_one_row(query.shape[1]))
             # Steps that run apart from the output, probabilities and mass, need a mask.
-            is_alone = not (return_probabilities or return_key_mass)
-            if limited and is_alone and is_per_key(bias, parts.mask, dense):
-                within = counts
+            is_only_output = not (return_probabilities or return_key_mass)
+            if is_causal_selection and is_only_output and is_per_key(bias, parts.mask, is_dense):
+                inner_counts = counts
             else:
                 shape = call_shape(query, key, packing)
-                ranking = place_bias(key, packing) if bias is None else bias
-                parts = select(ranking, parts.mask, packing, shape, counts, limited, name)
+                ranking = zero_bias(key, packing) if bias is None else bias
+                parts = select(
+                    ranking, parts.mask, packing, shape, counts, is_causal_selection, name
+                )
     # Of packed tensors only the head dimension may be narrowed: the size of the next one
     # distinguishes per-key from per-query masks.
-    expandable = 4 if dense else 1
+    expandable = 4 if is_dense else 1
     inputs = AttentionInputs(
         query,
         key,
@@ -578,14 +580,14 @@ def _attention(
         0.0 if softcap is None else number("softcap", softcap),
         resolved_deterministic(deterministic),
         parts.max_kept,
-        *within,
+        *inner_counts,
         parts.keeps_runs,
     )
     return_lse = flag("return_lse", return_lse) or return_probabilities
     need_lse = return_lse or return_key_mass
     if return_key_mass:
         inputs = ops.with_shared_plan(inputs, name)
-    out, lse = ops.attention(inputs, name, _selected, need_lse=need_lse)
+    out, lse = ops.attention(inputs, name, _select_mask, need_lse=need_lse)
     if lse is None or not need_lse:
         return out
     results = [out]
@@ -598,7 +600,7 @@ def _attention(
     return tuple(results)
 
 
-def _selected(inputs: AttentionInputs, backend: str) -> AttentionInputs:
+def _select_mask(inputs: AttentionInputs, backend: str) -> AttentionInputs:
     """Return a call with a mask in place of its window, for backends that select separately."""
     packing = Packing(*(getattr(inputs, name) for name in Packing._fields))
     shape = call_shape(inputs.query, inputs.key, packing)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .dispatch_state import is_looked_at
+from .dispatch_state import is_checkable
 from .mask_checks import check_integers
 
 
@@ -34,7 +34,7 @@ def depth_first(parents: Tensor) -> TreeOrder:
     """
     check_integers("parents", parents, 2, "(B, N)")
     count = parents.shape[1]
-    if not is_looked_at(parents):
+    if not is_checkable(parents):
         parents = parents.clamp(-1, max(count - 1, 0))
     elif parents.numel() and (int(parents.min()) < -1 or int(parents.max()) >= count):
         wrong = parents[(parents < -1) | (parents >= count)][0]
@@ -65,7 +65,7 @@ def _ancestors(above: Tensor) -> list[Tensor]:
     for _ in range(count.bit_length()):
         steps.append(ancestor)
         ancestor = ancestor.gather(1, ancestor)
-    if is_looked_at(above) and not bool((ancestor == count).all()):
+    if is_checkable(above) and not bool((ancestor == count).all()):
         wrong = (ancestor != count).nonzero()[0]
         raise ValueError(
             f"parents must lead to a root, but in row {int(wrong[0])} node {int(wrong[1])} is, or "

@@ -51,7 +51,7 @@ _FIELD_COUNT = len(AttentionInputs._fields)
 _TENSOR_COUNT = ATTENTION.tensor_count
 # The differentiable fields of a record.
 _differentiable: Callable[[AttentionInputs], tuple[Tensor | None, ...]]
-_differentiable = operator.itemgetter(*ATTENTION.places)
+_differentiable = operator.itemgetter(*ATTENTION.positions)
 # A gradient, or None, for each of them.
 _Slots: TypeAlias = tuple[Tensor | None, ...]
 
@@ -120,8 +120,10 @@ def attention(
         if inputs.window >= 0 and not chosen.selects():
             assert select is not None
             inputs = select(inputs, backend)
-        given = _differentiable(inputs)
-        return _attention_of(chosen, backend, chosen.call(inputs), given, need_lse=need_lse)
+        differentiable = _differentiable(inputs)
+        return _attention_of(
+            chosen, backend, chosen.call(inputs), differentiable, need_lse=need_lse
+        )
     stop_if_recorded(inputs, backend)
     if inputs.window >= 0:
         assert select is not None
@@ -181,8 +183,8 @@ def usual_attention(
         parts, query_length = mask_parts(mask), mask.query_length
     elif mask is not None:
         parts = MaskParts(mask)
-    given = tensors if mask is None else (*tensors, *parts[:3])
-    if not dispatch_state.is_idle(given) or any_autocast():
+    all_tensors = tensors if mask is None else (*tensors, *parts[:3])
+    if not dispatch_state.is_idle(all_tensors) or any_autocast():
         return None
     usual_call = _usual_call()
     if usual_call is None:
@@ -203,13 +205,18 @@ def usual_attention(
 
 
 def _attention_of(
-    chosen: Backend, backend: str, call: Any, given: tuple[Tensor | None, ...], *, need_lse: bool
+    chosen: Backend,
+    backend: str,
+    call: Any,
+    differentiable: tuple[Tensor | None, ...],
+    *,
+    need_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute a call in a backend's own form; ``given`` are its differentiable fields."""
-    if not is_recorded(given) or dispatch_state.is_below_autograd():
+    """Compute a call in a backend's own form; ``differentiable`` are its differentiable fields."""
+    if not is_recorded(differentiable) or dispatch_state.is_below_autograd():
         return chosen.attend(call, need_lse=need_lse)
-    made = _apply(*given, (call, backend, chosen, need_lse))
-    return made if need_lse else (made, None)
+    results = _apply(*differentiable, (call, backend, chosen, need_lse))
+    return results if need_lse else (results, None)
 
 
 def make_plan(inputs: AttentionInputs, backend: str) -> Tensor:
@@ -317,12 +324,12 @@ def _backward_fake(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, plan: Tensor, *arguments: Any
 ) -> tuple[Tensor, ...]:
     inputs = AttentionInputs(*arguments[:_FIELD_COUNT])
-    given, flags = _differentiable(inputs), arguments[_FIELD_COUNT + 1 :]
+    differentiable, flags = _differentiable(inputs), arguments[_FIELD_COUNT + 1 :]
     return _as_outputs(
         inputs,
         tuple(
             like.new_empty(like.shape) if wanted and like is not None else None
-            for like, wanted in zip(given, flags, strict=True)
+            for like, wanted in zip(differentiable, flags, strict=True)
         ),
     )
 
@@ -351,12 +358,12 @@ def _gradients(
         results: the gradients of out and lse, out, lse, and the data that forward kept.
         flags: the wanted gradients. Flags of absent fields are ignored.
     """
-    dout, dlse, *made = results
+    dout, dlse, *forward_results = results
     assert dout is not None
-    given = _differentiable(inputs)
-    flags = tuple(f and t is not None for f, t in zip(flags, given, strict=True))
+    differentiable = _differentiable(inputs)
+    flags = tuple(f and t is not None for f, t in zip(flags, differentiable, strict=True))
     chosen = select_backend(inputs.query.device, backend)
-    return chosen.differentiate(inputs, tuple(made), flags, dout, dlse)
+    return chosen.differentiate(inputs, tuple(forward_results), flags, dout, dlse)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -370,11 +377,11 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 def _differentiate(
     ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any
 ) -> tuple[Tensor | None, ...]:
-    flags = tuple(bool(ctx.needs_input_grad[place]) for place in ATTENTION.places)
+    flags = tuple(bool(ctx.needs_input_grad[position]) for position in ATTENTION.positions)
     gradients = _saved_gradients(ctx.saved_tensors, ctx.settings, ctx.backend, flags, dout, dlse)
     gradients_of_fields: list[Tensor | None] = [None] * (_FIELD_COUNT + 1)
-    for place, gradient in zip(ATTENTION.places, gradients, strict=True):
-        gradients_of_fields[place] = gradient
+    for position, gradient in zip(ATTENTION.positions, gradients, strict=True):
+        gradients_of_fields[position] = gradient
     return tuple(gradients_of_fields)
 
 
@@ -400,13 +407,13 @@ def _saved_gradients(
     if dout is None:
         dout = out.new_zeros(()).expand(out.shape)
     results = (dout, dlse, out, lse, kept)
-    given = (*results, *tensors)
+    all_tensors = (*results, *tensors)
     inputs = AttentionInputs(*tensors, *settings)
-    if backend == "reference" and is_recorded(given):
+    if backend == "reference" and is_recorded(all_tensors):
         wanted = tuple(itertools.compress(ATTENTION.differentiable, flags))
-        named = _REFERENCE.recorded_backward(inputs, dout, dlse, wanted)
-        return tuple(map(named.get, ATTENTION.differentiable))
-    if dispatch_state.is_idle(given) and not is_recorded(given):
+        gradients = _REFERENCE.recorded_backward(inputs, dout, dlse, wanted)
+        return tuple(map(gradients.get, ATTENTION.differentiable))
+    if dispatch_state.is_idle(all_tensors) and not is_recorded(all_tensors):
         return _gradients(inputs, backend, results, flags)
     differentiate: Callable[..., tuple[Tensor, ...]] = (
         _TransformedGradients.apply
@@ -438,16 +445,16 @@ def kept_gradients(
         gradients: _Slots | None = chosen.resume(kept, saved, flags, dout, dlse)
         if gradients is not None:
             return gradients
-    *tensors, out, lse, more = saved
+    *tensors, out, lse, kept_data = saved
     settings = chosen.settings(kept)
     if lse is None:
         dtype = lse_dtype(AttentionInputs(*tensors, *settings))
-        lse = kept.lse_within(more, out, dtype)
-        more = None if more is None else more[: more.numel() - lse.nbytes]
-        saved = (*tensors, out, lse, more)
-    own = len(ATTENTION.differentiable)
-    found = _saved_gradients(saved, settings, backend, flags[:own], dout, dlse)
-    return (*found, *(None,) * (len(flags) - own))
+        lse = kept.lse_within(kept_data, out, dtype)
+        kept_data = None if kept_data is None else kept_data[: kept_data.numel() - lse.nbytes]
+        saved = (*tensors, out, lse, kept_data)
+    count = len(ATTENTION.differentiable)
+    gradients = _saved_gradients(saved, settings, backend, flags[:count], dout, dlse)
+    return (*gradients, *(None,) * (len(flags) - count))
 
 
 class _Attention(torch.autograd.Function):

@@ -87,7 +87,7 @@ def pair_bias_attention(
         checks.tensor("key_bias", key_bias)
         _check_shape("key_bias", key_bias, sizes, 1)
         if attn_bias is None or attn_bias.shape[3] == 1:
-            attn_bias = _sum(attn_bias, key_bias)
+            attn_bias = _add_biases(attn_bias, key_bias)
         else:
             scale = _scale(softmax_scale, head_dim, softcap)
             # The mask must drop keys of -inf, so that their contents affect no result.
@@ -95,7 +95,7 @@ def pair_bias_attention(
             if attn_mask is None:
                 attn_mask = kept
             else:
-                one, other = _of_equal_heads(attn_mask, kept)
+                one, other = _with_equal_heads(attn_mask, kept)
                 attn_mask = one & other
             columns = torch.where(kept, key_bias, 0).squeeze(3).transpose(2, 3)
             query, key, value = with_bias_columns(query, key, value, columns, scale)
@@ -117,7 +117,7 @@ def pair_bias_attention(
         out, lse = flash_dmattn_func(*tensors, **options)  # type: ignore[arg-type]
         return out, lse
 
-    out, lse = _over_batches(attend, (query, key, value), (attn_mask, attn_bias), sizes)
+    out, lse = _loop_over_batch(attend, (query, key, value), (attn_mask, attn_bias), sizes)
     out = out if out.shape[-1] == head_dim else out[..., :head_dim]
     return (out, lse) if return_lse else out
 
@@ -140,9 +140,11 @@ def _sizes(query: Tensor, key: Tensor, value: Tensor) -> _Sizes:
 def _check_shape(name: str, tensor: Tensor, sizes: _Sizes, rows: int) -> None:
     heads = {1, sizes.kv_heads} if name == "key_bias" else {1, sizes.kv_heads, sizes.heads}
     allowed = ({1, sizes.outer}, {1, sizes.inner}, heads, {1, rows}, {1, sizes.keys})
-    if tensor.dim() == 5 and all(n in some for n, some in zip(tensor.shape, allowed, strict=True)):
+    if tensor.dim() == 5 and all(
+        n in sizes_of_dim for n, sizes_of_dim in zip(tensor.shape, allowed, strict=True)
+    ):
         return
-    choices = ("|".join(map(str, sorted(some, reverse=True))) for some in allowed)
+    choices = ("|".join(map(str, sorted(sizes_of_dim, reverse=True))) for sizes_of_dim in allowed)
     wanted = ", ".join(f"{{{choice}}}" if "|" in choice else choice for choice in choices)
     raise ValueError(f"{name} must have shape ({wanted}), got {tuple(tensor.shape)}")
 
@@ -161,16 +163,16 @@ def _scale(softmax_scale: float | None, head_dim: int, softcap: float | None) ->
     return float(scale)
 
 
-def _sum(bias: Tensor | None, key_bias: Tensor) -> Tensor:
+def _add_biases(bias: Tensor | None, key_bias: Tensor) -> Tensor:
     """Return the float32 sum of a bias that is the same for every query and a per-key bias."""
     key_bias = key_bias.to(torch.float32)
     if bias is None:
         return key_bias
-    one, other = _of_equal_heads(bias.to(torch.float32), key_bias)
+    one, other = _with_equal_heads(bias.to(torch.float32), key_bias)
     return one + other
 
 
-def _of_equal_heads(*tensors: Tensor) -> list[Tensor]:
+def _with_equal_heads(*tensors: Tensor) -> list[Tensor]:
     """Repeat entries per KV head for the query heads of the group, if head counts differ."""
     heads = max(t.shape[2] for t in tensors)
     return [
@@ -179,7 +181,7 @@ def _of_equal_heads(*tensors: Tensor) -> list[Tensor]:
     ]
 
 
-def _over_batches(
+def _loop_over_batch(
     attend: Callable[..., tuple[Tensor, Tensor]],
     tensors: tuple[Tensor, Tensor, Tensor],
     shared: tuple[Tensor | None, ...],
@@ -195,30 +197,30 @@ def _over_batches(
             *(None if t is None else t.flatten(0, 1) for t in shared),
         )
         return torch.unflatten(out, 0, batch), torch.unflatten(lse, 0, batch)
-    along = 0 if sizes.outer <= sizes.inner else 1
-    whole = [None if t is None else _summed_in_float32(t, along) for t in shared]
+    dim = 0 if sizes.outer <= sizes.inner else 1
+    masks_and_biases = [None if t is None else _summed_in_float32(t, dim) for t in shared]
     results = [
         attend(
-            *(t.select(along, n) for t in tensors),
+            *(t.select(dim, n) for t in tensors),
             *(
-                None if t is None else t.select(along, n if t.shape[along] > 1 else 0)
-                for t in whole
+                None if t is None else t.select(dim, n if t.shape[dim] > 1 else 0)
+                for t in masks_and_biases
             ),
         )
-        for n in range(batch[along])
+        for n in range(batch[dim])
     ]
     outs, lses = zip(*results, strict=True)
-    return torch.stack(outs, along), torch.stack(lses, along)
+    return torch.stack(outs, dim), torch.stack(lses, dim)
 
 
 def _is_mixed(tensor: Tensor, batch: tuple[int, int]) -> bool:
     """Say whether a tensor has exactly one of the batch dimensions and shares the other."""
-    own = tuple(tensor.shape[:2])
-    return own != batch and own != (1, 1)
+    batch_shape = tuple(tensor.shape[:2])
+    return batch_shape != batch and batch_shape != (1, 1)
 
 
-def _summed_in_float32(tensor: Tensor, along: int) -> Tensor:
+def _summed_in_float32(tensor: Tensor, dim: int) -> Tensor:
     """Return a tensor whose gradients from several calls are summed in float32."""
-    if tensor.dtype == torch.bool or tensor.shape[along] > 1 or not tensor.requires_grad:
+    if tensor.dtype == torch.bool or tensor.shape[dim] > 1 or not tensor.requires_grad:
         return tensor
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -123,13 +123,13 @@ class AttentionPlan:
 
     def _sources_now(self) -> tuple[_Source, ...]:
         is_interval = isinstance(self.attn_mask, IntervalMask)
-        places = [(0, name) for name in ("is_causal", "backend")]
-        places += [(2, name) for name in _BOUNDS]
-        places += [(1, name) for name in _OF_INTERVALS] if is_interval else [(0, "attn_mask")]
-        held = [getattr(self._owners()[owner], name) for owner, name in places]
+        sources = [(0, name) for name in ("is_causal", "backend")]
+        sources += [(2, name) for name in _BOUNDS]
+        sources += [(1, name) for name in _OF_INTERVALS] if is_interval else [(0, "attn_mask")]
+        values = [getattr(self._owners()[owner], name) for owner, name in sources]
         return tuple(
             _Source(owner, name, value, mark_of(value))
-            for (owner, name), value in zip(places, held, strict=True)
+            for (owner, name), value in zip(sources, values, strict=True)
         )
 
     def _changed(self) -> str | None:
@@ -213,17 +213,17 @@ def make_plan(
     """
     if unknown:
         refuse_keywords(make_plan, unknown)
-    own_mask: Any = attn_mask
-    if is_block_mask(own_mask):
+    plain: Any = attn_mask
+    if is_block_mask(plain):
         from .block_masks import plain_mask
 
         # Autograd cannot save inference tensors, so make the mask outside of inference mode.
         with torch.inference_mode(False):
-            own_mask = plain_mask(own_mask, query, key)
+            plain = plain_mask(plain, query, key)
     check_tensors(
         query,
         key=key,
-        attn_mask=own_mask,
+        attn_mask=plain,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         block_table=block_table,
@@ -232,7 +232,7 @@ def make_plan(
     query, key, _ = autocast(query.detach(), key.detach(), key.detach())
     packing = _packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table)
     sizes = _sizes(query, key, packing)
-    mask = own_mask
+    mask = plain
     if packing.is_dense:
         if isinstance(mask, IntervalMask):
             mask.check_query_length(query.shape[1], "attn_mask")
@@ -246,8 +246,8 @@ def make_plan(
     # Autograd cannot save inference tensors, so make the columns outside of inference mode.
     with torch.inference_mode(False):
         columns = ops.make_plan(inputs, name)
-    plan = AttentionPlan(own_mask, causal, name, columns, sizes, packing)
-    plan.block_mask = None if own_mask is attn_mask else attn_mask
+    plan = AttentionPlan(plain, causal, name, columns, sizes, packing)
+    plan.block_mask = None if plain is attn_mask else attn_mask
     return plan
 
 
@@ -320,8 +320,8 @@ def _check_packing(packing: Packing, made_for: Packing) -> None:
                 f"{tuple(getattr(packing, name).shape)}"
             )
     if (packing.block_table is None) != (made_for.block_table is None):
-        given = "None" if packing.block_table is None else "a tensor"
-        raise ValueError(f"block_table is {given}, unlike in the make_plan of plan")
+        got = "None" if packing.block_table is None else "a tensor"
+        raise ValueError(f"block_table is {got}, unlike in the make_plan of plan")
 
 
 def _packing(
@@ -331,21 +331,21 @@ def _packing(
     max_seqlen_k: int | None,
     block_table: Tensor | None,
 ) -> Packing:
-    given = {
+    arguments = {
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k,
         "max_seqlen_q": max_seqlen_q,
         "max_seqlen_k": max_seqlen_k,
     }
-    missing = [name for name, value in given.items() if value is None]
-    if len(missing) == len(given) and block_table is None:
+    missing = [name for name, value in arguments.items() if value is None]
+    if len(missing) == len(arguments) and block_table is None:
         return DENSE
     if cu_seqlens_q is None or cu_seqlens_k is None or missing:
         raise ValueError(
-            f"{missing[0]} must be given too: packed sequences need {', '.join(given)}"
+            f"{missing[0]} must be given too: packed sequences need {', '.join(arguments)}"
         )
     longest_q, longest_k = (
-        index(n, given[n], 0, MAX_ROWS) for n in ("max_seqlen_q", "max_seqlen_k")
+        index(n, arguments[n], 0, MAX_ROWS) for n in ("max_seqlen_q", "max_seqlen_k")
     )
     return Packing(cu_seqlens_q, cu_seqlens_k, block_table, longest_q, longest_k)
 

@@ -152,7 +152,7 @@ class KeyCounts(NamedTuple):
         return self.window + self.keep_last + self.keep_first
 
     @property
-    def by_place(self) -> bool:
+    def keeps_first_or_last(self) -> bool:
         """Whether some keys are kept for their position."""
         return self.keep_last != 0 or self.keep_first != 0
 
@@ -187,29 +187,29 @@ class Schema(NamedTuple):
     text: str  # schema of the operators' arguments
     tensor_count: int  # the first fields are tensors, the rest settings
     differentiable: tuple[str, ...]
-    places: tuple[int, ...]  # positions of the differentiable fields
+    positions: tuple[int, ...]  # positions of the differentiable fields
 
 
 _SETTINGS = {int: "SymInt", float: "float", bool: "bool"}
 
 
 def _schema(record: type[Any]) -> Schema:
-    texts, differentiable, places, tensors = [], [], [], 0
+    texts, differentiable, positions, tensors = [], [], [], 0
     hints = typing.get_type_hints(record, include_extras=True)
-    for place, name in enumerate(record._fields):
+    for position, name in enumerate(record._fields):
         hint, mark = hints[name], ""
         if typing.get_origin(hint) in (typing.Union, types.UnionType):
             hint, mark = typing.get_args(hint)[0], "?"
         if typing.get_origin(hint) is Annotated:
             differentiable.append(name)
-            places.append(place)
+            positions.append(position)
             hint = typing.get_args(hint)[0]
         if hint is Tensor:
-            assert tensors == place, f"{name} is a tensor after a setting"
+            assert tensors == position, f"{name} is a tensor after a setting"
             tensors += 1
         kind = "Tensor" if hint is Tensor else _SETTINGS[hint]
         texts.append(f"{kind}{mark} {name}")
-    return Schema(", ".join(texts), tensors, tuple(differentiable), tuple(places))
+    return Schema(", ".join(texts), tensors, tuple(differentiable), tuple(positions))
 
 
 ATTENTION = _schema(AttentionInputs)

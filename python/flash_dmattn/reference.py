@@ -117,8 +117,8 @@ def formula(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
     query = inputs.query
     parts = [(part, attend(part, inputs)) for part in sequences(inputs)]
     if not inputs.packed:
-        (_, whole), *_ = parts
-        return whole.out.transpose(1, 2).to(query.dtype).contiguous(), whole.lse
+        (_, dense), *_ = parts
+        return dense.out.transpose(1, 2).to(query.dtype).contiguous(), dense.lse
     out = torch.cat(
         [query.new_empty((0, query.shape[1], inputs.value.shape[-1]))]
         + [attended.out[0].transpose(0, 1).to(query.dtype) for _, attended in parts]
@@ -136,12 +136,12 @@ def attention_probabilities(inputs: AttentionInputs) -> Tensor:
 
     A packed call gives ``(B, H, max_seqlen_q, max_seqlen_k)``, zero outside each sequence.
     """
-    inputs = _side_by_side(inputs)
+    inputs = _unpack(inputs)
     (part,) = sequences(inputs)
     return attend(part, inputs).probabilities.to(inputs.query.dtype)
 
 
-def _side_by_side(inputs: AttentionInputs) -> AttentionInputs:
+def _unpack(inputs: AttentionInputs) -> AttentionInputs:
     """Return the dense call with a batch entry for each sequence, of the longest lengths.
 
     No value is read on the host, so that it can be compiled, and traced without values.
@@ -161,22 +161,22 @@ def _side_by_side(inputs: AttentionInputs) -> AttentionInputs:
         kept = kept & (column <= limit.unsqueeze(2))
     kept = kept.unsqueeze(1)
     if inputs.start is not None and inputs.end is not None:
-        start, end = (_at(t, keys, 1).transpose(0, 1) for t in (inputs.start, inputs.end))
+        start, end = (_gather(t, keys, 1).transpose(0, 1) for t in (inputs.start, inputs.end))
         kept = kept & intervals_to_bool(start, end, inputs.max_seqlen_q)
     if inputs.mask is not None:
         kept = kept & _dense_form(inputs.mask, rows, keys)
-    key, value, places = inputs.key, inputs.value, keys
+    key, value, key_rows = inputs.key, inputs.value, keys
     if inputs.block_table is not None:
         page_size = key.shape[1]
-        pages = _at(inputs.block_table, column // page_size, 1).long()
-        places = pages * page_size + column % page_size
+        pages = _gather(inputs.block_table, column // page_size, 1).long()
+        key_rows = pages * page_size + column % page_size
         key, value = key.flatten(0, 1), value.flatten(0, 1)
     changed = {**Packing()._asdict(), "causal": False, "start": None, "end": None, "mask": kept}
     return inputs._replace(
         **changed,
-        query=_at(inputs.query, rows, 0),
-        key=_at(key, places, 0),
-        value=_at(value, places, 0),
+        query=_gather(inputs.query, rows, 0),
+        key=_gather(key, key_rows, 0),
+        value=_gather(value, key_rows, 0),
         bias=None if inputs.bias is None else _dense_form(inputs.bias, rows, keys),
     )
 
@@ -184,17 +184,17 @@ def _side_by_side(inputs: AttentionInputs) -> AttentionInputs:
 def _dense_form(tensor: Tensor, rows: Tensor, keys: Tensor) -> Tensor:
     """Return a packed mask or bias as ``(B, heads, Q or 1, K)``."""
     if tensor.shape[1] == 1:
-        return _at(tensor.squeeze(1), keys, 1).transpose(0, 1).unsqueeze(2)
-    return _at(tensor, rows, 1).transpose(0, 1)
+        return _gather(tensor.squeeze(1), keys, 1).transpose(0, 1).unsqueeze(2)
+    return _gather(tensor, rows, 1).transpose(0, 1)
 
 
-def _at(tensor: Tensor, places: Tensor, dimension: int) -> Tensor:
+def _gather(tensor: Tensor, indices: Tensor, dimension: int) -> Tensor:
     """Return what is at places of a dimension, whose shape replaces it; anything where none is."""
     before, (length, *after) = tensor.shape[:dimension], tensor.shape[dimension:]
     if length == 0:
         tensor, length = torch.cat([tensor, tensor.new_zeros((*before, 1, *after))], dimension), 1
-    found = tensor.index_select(dimension, places.clamp(0, length - 1).flatten())
-    return found.view(*before, *places.shape, *after)
+    gathered = tensor.index_select(dimension, indices.clamp(0, length - 1).flatten())
+    return gathered.view(*before, *indices.shape, *after)
 
 
 def key_mass(inputs: AttentionInputs) -> Tensor:
@@ -276,12 +276,12 @@ def recorded_gradients(
     """
     with torch.enable_grad():
         # Views: one tensor may be several arguments, each of which needs its own gradient.
-        own = {name: None if t is None else t.view_as(t) for name, t in tensors.items()}
-        pairs = [p for p in zip(compute(own), gradients, strict=True) if p[1] is not None]
+        views = {name: None if t is None else t.view_as(t) for name, t in tensors.items()}
+        pairs = [p for p in zip(compute(views), gradients, strict=True) if p[1] is not None]
         outputs, grads = zip(*pairs, strict=True)
         found = torch.autograd.grad(
             outputs,
-            [t for name in wanted if (t := own[name]) is not None],
+            [t for name in wanted if (t := views[name]) is not None],
             grads,
             create_graph=True,
             allow_unused=True,
@@ -292,8 +292,8 @@ def recorded_gradients(
 
 def computing_dtype(query: Tensor, bias: Tensor | None) -> torch.dtype:
     """Return the dtype that a call is computed in, and the dtype of lse."""
-    is_exact = torch.float64 in (query.dtype, None if bias is None else bias.dtype)
-    return torch.float64 if is_exact else torch.float32
+    is_float64 = torch.float64 in (query.dtype, None if bias is None else bias.dtype)
+    return torch.float64 if is_float64 else torch.float32
 
 
 def sequences(inputs: AttentionInputs) -> Iterator[Sequence]:

@@ -34,15 +34,15 @@ def check_reference(
         TypeError: an argument has the wrong type or dtype.
         ValueError: a shape, a device or a number does not fit.
     """
-    given = packing._asdict()
-    bounds = {name: given[name] for name in ("cu_seqlens_q", "cu_seqlens_k")}
+    packing_fields = packing._asdict()
+    bounds = {name: packing_fields[name] for name in ("cu_seqlens_q", "cu_seqlens_k")}
     checks.tensor("query", query)
     named = {"key": key, "value": value, "attn_mask": mask, "bias": bias, "sink": sink}
     try:
         check_together("query", query, {**named, **bounds, "block_table": packing.block_table})
         for name, tensor in bounds.items():
             if tensor is not None:
-                checks.bounds(name, tensor)
+                checks.cu_seqlens(name, tensor)
         missing = [name for name, tensor in bounds.items() if tensor is None]
         if len(missing) == 1:
             raise ValueError(f"{missing[0]} must be given too: packed sequences need both")
@@ -64,8 +64,8 @@ def check_reference(
     except (TypeError, ValueError) as error:
         # Translate the argument names of flash_dmattn_func, whose rules these are.
         text = str(error)
-        for name, own in _NAMES.items():
-            text = text.replace(name, own)
+        for name, name_here in _NAMES.items():
+            text = text.replace(name, name_here)
         raise type(error)(text) from None
     return inputs
 

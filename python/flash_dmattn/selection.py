@@ -35,12 +35,12 @@ __all__ = [
     "keeps_all",
     "key_counts",
     "longest",
-    "place_bias",
     "refuse_without_window",
     "select",
     "selectable_bias",
     "total_keys",
     "without_nan",
+    "zero_bias",
 ]
 
 # torch < 2.7 has no is_exporting: there all compiled code counts as exported.
@@ -210,9 +210,9 @@ def select(
     return MaskParts(selection_ops.select_keep(selection, backend))
 
 
-def is_per_key(bias: Tensor | None, mask: Tensor | None, dense: bool) -> bool:
+def is_per_key(bias: Tensor | None, mask: Tensor | None, is_dense: bool) -> bool:
     """Say whether attention can select within the call: the bias is the same for every query."""
-    rank = 4 if dense else 3
+    rank = 4 if is_dense else 3
     if bias is None or bias.dim() != rank or bias.shape[-2] != 1 or bias.dtype == torch.float64:
         return False
     return mask is None or (mask.dim() == rank and mask.shape[-2] == 1)
@@ -241,7 +241,7 @@ def refuse_without_window(keep_last: int, keep_first: int, reason: str) -> None:
 
 def check_causal(counts: KeyCounts, causal: bool, queries: int) -> None:
     """Raise ValueError if keys are kept by place but several queries all see the same keys."""
-    if counts.by_place and not causal and queries > 1:
+    if counts.keeps_first_or_last and not causal and queries > 1:
         refuse_without_window(
             counts.keep_last,
             counts.keep_first,
@@ -277,7 +277,7 @@ def selectable_bias(
     Return None if it is absent and keys are kept only for their places.
     """
     if bias is None:
-        if counts.window == 0 and counts.by_place:
+        if counts.window == 0 and counts.keeps_first_or_last:
             return None
         raise ValueError(
             "window_size selects the keys with the largest attn_bias, but attn_bias is None; pass "
@@ -292,7 +292,7 @@ def selectable_bias(
     return bias
 
 
-def place_bias(key: Tensor, packing: Packing) -> Tensor:
+def zero_bias(key: Tensor, packing: Packing) -> Tensor:
     """Return a bias of zeros, which a call without a bias selects by."""
     if packing.is_dense:
         return key.new_zeros(1, 1, 1, 1)
@@ -325,22 +325,22 @@ def _dense_tensors(
     bias: Tensor, mask: Tensor | None, query_length: int | None, key_length: int | None
 ) -> tuple[Tensor, Tensor | None, int, int, int]:
     """Return the 4-D bias and mask, and B, Q and K."""
-    given = [bias] if mask is None else [bias, mask]
+    tensors = [bias] if mask is None else [bias, mask]
     for name, tensor in (("attn_bias", bias), ("attention_mask", mask)):
         if tensor is not None and tensor.dim() not in (2, 3, 4):
             raise ValueError(
                 f"{name} must have shape ({{B|1}}, {{H|Hk|1}}, {{Q|1}}, {{K|1}}), "
                 f"(B, {{H|Hk|1}}, K) or (B, K), got {tuple(tensor.shape)}"
             )
-    keys = _key_length(given, key_length)
-    batch = next((t.shape[0] for t in given if t.dim() and t.shape[0] != 1), 1)
+    keys = _key_length(tensors, key_length)
+    batch = next((t.shape[0] for t in tensors if t.dim() and t.shape[0] != 1), 1)
 
     def in_4d(name: str, tensor: Tensor) -> Tensor:
         # Accept any head count here; _head_counts checks all tensors together.
         heads = tensor.shape[1] if tensor.dim() == 3 else 1
         # Bias and mask broadcast against each other.
-        own_batch = 1 if tensor.dim() and tensor.shape[0] == 1 else batch
-        return to_4d(name, tensor, batch=own_batch, heads=heads, kv_heads=heads, keys=keys)
+        tensor_batch = 1 if tensor.dim() and tensor.shape[0] == 1 else batch
+        return to_4d(name, tensor, batch=tensor_batch, heads=heads, kv_heads=heads, keys=keys)
 
     bias = in_4d("attn_bias", bias)
     mask = None if mask is None else in_4d("attention_mask", mask)
@@ -359,24 +359,24 @@ def _head_counts(
     heads = max(counts) if num_heads is None else index("num_heads", num_heads, 1)
     kv_heads = min(counts) if num_kv_heads is None else index("num_kv_heads", num_kv_heads, 1)
     if kv_heads and heads % kv_heads:
-        given = "num_heads" if num_kv_heads is None else "num_kv_heads"
+        name = "num_heads" if num_kv_heads is None else "num_kv_heads"
         raise ValueError(
-            f"{given}: the number of query heads must be a multiple of the number of key heads, "
+            f"{name}: the number of query heads must be a multiple of the number of key heads, "
             f"got {heads} and {kv_heads}"
         )
     return heads, kv_heads
 
 
-def _key_length(given: list[Tensor], key_length: int | None) -> int:
+def _key_length(tensors: list[Tensor], key_length: int | None) -> int:
     """Return K, from the argument or from the first tensor with a key dimension above 1."""
     if key_length is not None:
         return index("key_length", key_length, 0, MAX_ROWS)
-    for tensor in given:
+    for tensor in tensors:
         if tensor.dim() and tensor.shape[-1] != 1:
             return tensor.shape[-1]
     raise ValueError(
         "key_length must be given where the last dimension of attn_bias and attention_mask is 1, "
-        f"which serves any number of keys; got {' and '.join(str(tuple(t.shape)) for t in given)}"
+        f"which serves any number of keys; got {' and '.join(str(tuple(t.shape)) for t in tensors)}"
     )
 
 
@@ -395,7 +395,7 @@ def _packing(packing: Packing, max_seqlen_q: int | None, max_seqlen_k: int | Non
 
 def _check_bounds(packing: Packing) -> None:
     for name, bounds in zip(Packing._fields, packing[:2], strict=False):
-        checks.bounds(name, bounds)
+        checks.cu_seqlens(name, bounds)
 
 
 def _check_packed_form(bias: Tensor, mask: Tensor | None, mask_name: str) -> None:
@@ -427,9 +427,9 @@ def _check_mask(mask: Tensor, bias: Tensor, shape: CallShape) -> None:
         form = "({B|1}, {H|Hk|1}, {Q|1}, {K|1})"
     else:
         # Only shapes are compared here; the lengths are values of the cu_seqlens.
-        same_rows = mask.shape[1] == bias.shape[1]
+        has_same_rows = mask.shape[1] == bias.shape[1]
         fits = checks.is_one_of(mask.shape[0], *head_sizes) and (
-            not same_rows or mask.shape[2] == bias.shape[2]
+            not has_same_rows or mask.shape[2] == bias.shape[2]
         )
         form = "({H|Hk|1}, 1, total_k) or, with total_q > 1, ({H|Hk|1}, total_q, max_seqlen_k)"
     if not fits:

@@ -179,7 +179,7 @@ def check_rows(device: str) -> None:
     """Ranks send only keys that are not decayed at a later rank's first row; runs on a rank."""
     del device
     planned: list[Any] = []
-    plan = forgetting._planned
+    plan = forgetting._plan_rows
 
     def watched(*arguments: Any) -> Any:
         planned.append(plan(*arguments))
@@ -189,7 +189,7 @@ def check_rows(device: str) -> None:
     query, key, value = torch.randn(3, 1, 50, 2, 8)
     gates = torch.full((1, 2, 50), -1.0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(forgetting, "_planned", watched)
+        patch.setattr(forgetting, "_plan_rows", watched)
         context_parallel_forgetting(query, key, value, gates, -9.0)
         context_parallel_forgetting(query, key, value, gates, -60.0)
     near, far = planned

@@ -39,8 +39,8 @@ def check_rows(device: str) -> None:
     counts: list[tuple[int, int, int]] = []
     exchange_rows: Any = exchange._all_to_all
 
-    def counted(rows: Tensor, given: exchange.Exchange, *, is_home: bool) -> Tensor:
-        arrived: Tensor = exchange_rows(rows, given, is_home=is_home)
+    def counted(rows: Tensor, given: exchange.Exchange, *, is_backward: bool) -> Tensor:
+        arrived: Tensor = exchange_rows(rows, given, is_backward=is_backward)
         counts.append((len(rows), len(arrived), rows.shape[1]))
         return arrived
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import flash_dmattn
 from flash_dmattn import attention_reference, flash_dmattn_func
 from flash_dmattn.integrations import model_attention
-from flash_dmattn.integrations.key_bias import KeyBias, give_bias
+from flash_dmattn.integrations.key_bias import KeyBias, attach_key_bias
 from flash_dmattn.integrations.model_attention import (
     _flash_dynamic_mask_attention_forward,
 )
@@ -398,7 +398,7 @@ def test_biases_of_any_form_add_up(kind: str, own: bool) -> None:
 
     def run(query: Tensor, key: Tensor, value: Tensor, *biases: Tensor) -> Tensor:
         if own:
-            give_bias(module, KeyBias(lambda module, value: biases[2], None))
+            attach_key_bias(module, KeyBias(lambda module, value: biases[2], None))
         return flash_dynamic_mask_attention_forward(
             module, query, key, value, None, biases[0], position_bias=biases[1]
         )[0]

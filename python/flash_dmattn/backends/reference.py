@@ -253,13 +253,17 @@ def _select_rows(
             key = torch.arange(keys, device=bias.device)
             visible = visible & (key <= row + (keys - queries))
         number = visible.cumsum(-1)
-        by_place = (number <= inputs.keep_first) | (number > number[..., -1:] - inputs.keep_last)
+        is_first_or_last = (number <= inputs.keep_first) | (
+            number > number[..., -1:] - inputs.keep_last
+        )
         visible = visible & ~torch.isnan(scores) & (scores != -torch.inf)
-        ranked = visible & ~by_place
+        ranked = visible & ~is_first_or_last
         scores = scores.masked_fill(~ranked, -torch.inf)
         order = scores.sort(dim=-1, descending=True, stable=True).indices
         best = order[..., : inputs.window]
-        keep = (torch.zeros_like(visible).scatter_(-1, best, True) & ranked) | (visible & by_place)
+        keep = (torch.zeros_like(visible).scatter_(-1, best, True) & ranked) | (
+            visible & is_first_or_last
+        )
         chunks.append(keep.expand(*keep.shape[:2], rows.stop - rows.start, keys))
     if not chunks:
         return bias.new_zeros((*bias.shape[:2], 0, keys), dtype=torch.bool)

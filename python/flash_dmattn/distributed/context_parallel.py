@@ -16,10 +16,10 @@ from ..interface import Output, flash_dmattn_func, flash_dmattn_varlen_func
 from ..record import KeyCounts
 from ..selection import key_counts
 from ..state.chunks import as_rows, check_heads
-from ..state.rows import Rows, concatenated, empty_rows, kept_rows, marked
+from ..state.rows import Rows, concatenated, empty_rows, kept_rows, mark_dropped
 from ..wrong_keywords import hide_unknown_keywords, refuse_keywords
-from .exchange import exchanged, planned
-from .packed import packed_best, packed_shard, together
+from .exchange import exchange_rows, plan_exchange
+from .packed import check_packed_shard, packed_candidates, prepend_received
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -99,7 +99,7 @@ def context_parallel_dmattn(
     if unknown:
         refuse_keywords(context_parallel_dmattn, unknown)
     counts = key_counts(window_size, keep_last, keep_first)
-    index("window_size", window_size, 0 if counts.by_place else 1, MAX_ROWS)
+    index("window_size", window_size, 0 if counts.keeps_first_or_last else 1, MAX_ROWS)
     ranks, name = checked_group(group), backend_name(backend)
     settings: dict[str, Any] = {
         "softmax_scale": softmax_scale,
@@ -116,42 +116,45 @@ def context_parallel_dmattn(
     if cu_seqlens is not None:
         if padding is not None:
             raise ValueError("padding must be None with cu_seqlens: packed sequences have none")
-        packing = packed_shard(query, key, value, attn_bias, cu_seqlens, max_seqlen)
-        if counts.by_place:  # NaN: the token counts for places, but its bias is not selected
+        packing = check_packed_shard(query, key, value, attn_bias, cu_seqlens, max_seqlen)
+        # NaN: the token counts among the last and the first, but its bias is not selected.
+        if counts.keeps_first_or_last:
             attn_bias = attn_bias.masked_fill(attn_bias == -torch.inf, torch.nan)
         seen = key, value, attn_bias, packing
         if dist.get_world_size(ranks) > 1:
-            candidates = packed_best(key, value, attn_bias, packing, counts, name)
-            seen = together(_received(candidates, counts, ranks, name), *seen)
+            candidates = packed_candidates(key, value, attn_bias, packing, counts, name)
+            seen = prepend_received(_receive(candidates, counts, ranks, name), *seen)
         key, value, bias, packing = seen
         assert packing.cu_seqlens_k is not None
         bounds = cu_seqlens, packing.cu_seqlens_k, *packing[3:]
-        settings["attn_mask"] = _tokens(bias, counts)
+        settings["attn_mask"] = _token_mask(bias, counts)
         return flash_dmattn_varlen_func(query, key, value, *bounds, attn_bias=bias, **settings)
     check_heads("query", query)
     check_heads("key", key)
     local = torch.arange(key.shape[1], device=key.device)
     heads = query.shape[2]
-    shard = as_rows(key, value, attn_bias, padding, local, heads, counts_dropped=counts.by_place)
+    shard = as_rows(
+        key, value, attn_bias, padding, local, heads, counts_dropped=counts.keeps_first_or_last
+    )
     if dist.get_world_size(ranks) > 1:
         # A rank without tokens has candidates, too: gradients of received rows flow through them.
-        some = shard if shard.size else concatenated(shard, empty_rows(shard, 1))
-        candidates = kept_rows(some, counts, name)
-        candidates = marked(candidates) if counts.by_place else candidates
-        shard = concatenated(_received(candidates, counts, ranks, name), shard)
-    settings["attn_mask"] = _tokens(shard.bias, counts)
+        sent_shard = shard if shard.size else concatenated(shard, empty_rows(shard, 1))
+        candidates = kept_rows(sent_shard, counts, name)
+        candidates = mark_dropped(candidates) if counts.keeps_first_or_last else candidates
+        shard = concatenated(_receive(candidates, counts, ranks, name), shard)
+    settings["attn_mask"] = _token_mask(shard.bias, counts)
     return flash_dmattn_func(query, shard.key, shard.value, attn_bias=shard.bias, **settings)
 
 
-def _tokens(bias: Tensor, counts: KeyCounts) -> Tensor | None:
+def _token_mask(bias: Tensor, counts: KeyCounts) -> Tensor | None:
     """Return the columns that are tokens, if places must be counted."""
-    return bias.detach() != -torch.inf if counts.by_place else None
+    return bias.detach() != -torch.inf if counts.keeps_first_or_last else None
 
 
-def _received(candidates: Rows, counts: KeyCounts, ranks: dist.ProcessGroup, backend: str) -> Rows:
+def _receive(candidates: Rows, counts: KeyCounts, ranks: dist.ProcessGroup, backend: str) -> Rows:
     """Return the rows that earlier ranks send to this rank."""
-    exchange = planned(candidates, counts, ranks, backend)
-    return Rows(*exchanged(candidates, exchange), exchange.places)
+    exchange = plan_exchange(candidates, counts, ranks, backend)
+    return Rows(*exchange_rows(candidates, exchange), exchange.places)
 
 
 def checked_group(group: Any) -> dist.ProcessGroup:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import checks
 from ..forgetting import check_gates, check_log_forget, checked_prune
-from ..forgetting_formula import bounded_gates, read_by, remembered
+from ..forgetting_formula import bias_for_backend, bounded_gates, decay_mask
 from ..interface import flash_dmattn_func
 from ..modules import ForgettingAttention
 from ..modules.forgetting_cache import check_tokens
@@ -90,19 +90,19 @@ def context_parallel_forgetting(
             "it each rank needs all keys of those before it"
         )
     if cu_seqlens is not None:
-        slots = _Slots(query, key, value, log_forget, cu_seqlens, padding)
+        batch = _PaddedBatch(query, key, value, log_forget, cu_seqlens, padding)
         padded: Tensor = context_parallel_forgetting(
-            *(slots.filled(tensor) for tensor in (query, key, value)),
-            slots.filled(log_forget.transpose(0, 1)).transpose(1, 2),
+            *(batch.filled(tensor) for tensor in (query, key, value)),
+            batch.filled(log_forget.transpose(0, 1)).transpose(1, 2),
             threshold,
             group,
-            padding=slots.filled(torch.ones_like(slots.of_token, dtype=torch.bool)),
+            padding=batch.filled(torch.ones_like(batch.of_token, dtype=torch.bool)),
             softmax_scale=softmax_scale,
             softcap=softcap,
             deterministic=deterministic,
             backend=backend,
         )
-        return padded.flatten(0, 1).index_select(0, slots.of_token)
+        return padded.flatten(0, 1).index_select(0, batch.of_token)
     check_heads("query", query)
     check_tokens(key, value, log_forget)
     check_log_forget(log_forget, None, padding)
@@ -113,14 +113,14 @@ def context_parallel_forgetting(
     rows = gates.cumsum(-1)
     seen = rows if tokens is None else rows.masked_fill(~tokens, torch.inf)
     if dist.get_world_size(ranks) > 1:
-        key, value, seen = _with_earlier(key, value, seen, gates.sum(-1), threshold, ranks)
+        key, value, seen = _prepend_earlier(key, value, seen, gates.sum(-1), threshold, ranks)
     bias = -seen.unsqueeze(2)
     out = flash_dmattn_func(
         query,
         key,
         value,
-        remembered(rows.detach(), seen.detach(), threshold),
-        read_by(backend, bias),
+        decay_mask(rows.detach(), seen.detach(), threshold),
+        bias_for_backend(backend, bias),
         softmax_scale,
         True,
         softcap,
@@ -206,7 +206,7 @@ class ContextParallelForgetting(ForgettingAttention):
         return out
 
 
-class _Slots:
+class _PaddedBatch:
     """Places for a rank's parts of packed sequences in a batch, each at the end of its row.
 
     Each rank sends the last rows of all parts, so this limits the rows to what one part needs.
@@ -247,11 +247,11 @@ class _Slots:
     def filled(self, rows: Tensor) -> Tensor:
         """Return ``(B, N, ...)`` with the rows ``(total, ...)`` at their places, else zeros."""
         batch, most = self.shape
-        made = rows.new_zeros(batch * most, *rows.shape[1:]).index_copy(0, self.of_token, rows)
-        return made.view(batch, most, *rows.shape[1:])
+        padded = rows.new_zeros(batch * most, *rows.shape[1:]).index_copy(0, self.of_token, rows)
+        return padded.view(batch, most, *rows.shape[1:])
 
 
-class _Rows(NamedTuple):
+class _RowCounts(NamedTuple):
     """The number of last rows that each rank sends to each other rank."""
 
     group: dist.ProcessGroup
@@ -259,7 +259,7 @@ class _Rows(NamedTuple):
     received: list[int]
 
 
-def _with_earlier(
+def _prepend_earlier(
     key: Tensor, value: Tensor, seen: Tensor, sums: Tensor, prune: float, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return key, value and gate sums, from the first needed key on.
@@ -272,89 +272,91 @@ def _with_earlier(
         group: of the ranks.
     """
     rank = dist.get_rank(group)
-    of_ranks: Tensor = _Gathered.apply(sums, group)  # type: ignore[no-untyped-call]
+    rank_sums: Tensor = _GatherSums.apply(sums, group)  # type: ignore[no-untyped-call]
     # The log decay from each key to the end of the shard.
-    left = sums.unsqueeze(-1) - seen
-    rows = _planned(left.detach(), of_ranks.detach(), prune, group)
+    log_decay = sums.unsqueeze(-1) - seen
+    rows = _plan_rows(log_decay.detach(), rank_sums.detach(), prune, group)
     states = torch.cat([key, value], -1)
-    arrived = _sent(states.transpose(0, 1), rows).transpose(0, 1)
-    arrived_left = _sent(left.permute(2, 0, 1), rows).permute(1, 2, 0)
+    arrived = _send_rows(states.transpose(0, 1), rows).transpose(0, 1)
+    arrived_decay = _send_rows(log_decay.permute(2, 0, 1), rows).permute(1, 2, 0)
     # Add the decay by the shards between.
     counts = torch.tensor(rows.received, dtype=torch.int64, device="cpu")
     source = torch.repeat_interleave(counts).to(key.device)
-    other = torch.arange(len(rows.received), device=key.device)
-    between = (other > source.unsqueeze(1)) & (other < rank)
-    taken = torch.einsum("nr,rbg->bgn", between.to(torch.float64), of_ranks)
+    other_rank = torch.arange(len(rows.received), device=key.device)
+    is_between = (other_rank > source.unsqueeze(1)) & (other_rank < rank)
+    decay_between = torch.einsum("nr,rbg->bgn", is_between.to(torch.float64), rank_sums)
     earlier_key, earlier_value = arrived.chunk(2, -1)
     return (
         torch.cat([earlier_key, key], 1),
         torch.cat([earlier_value, value], 1),
-        torch.cat([-(arrived_left + taken), seen], -1),
+        torch.cat([-(arrived_decay + decay_between), seen], -1),
     )
 
 
-def _planned(left: Tensor, sums: Tensor, prune: float, group: dist.ProcessGroup) -> _Rows:
+def _plan_rows(
+    log_decay: Tensor, sums: Tensor, prune: float, group: dist.ProcessGroup
+) -> _RowCounts:
     """Plan the rows to send: those that have not decayed where the tokens of a rank begin."""
-    ranks, rank, length = dist.get_world_size(group), dist.get_rank(group), left.shape[-1]
-    counts = [torch.zeros((), dtype=torch.int64, device=left.device)] * ranks
+    ranks, rank, length = dist.get_world_size(group), dist.get_rank(group), log_decay.shape[-1]
+    counts = [torch.zeros((), dtype=torch.int64, device=log_decay.device)] * ranks
     for to in range(rank + 1, ranks):
-        lives = left + sums[rank + 1 : to].sum(0).unsqueeze(-1) >= prune
+        is_alive = log_decay + sums[rank + 1 : to].sum(0).unsqueeze(-1) >= prune
         # Append True, so that argmax finds the end if no key is alive.
-        first = torch.nn.functional.pad(lives.flatten(0, 1).any(0), (0, 1), value=True)
+        first = torch.nn.functional.pad(is_alive.flatten(0, 1).any(0), (0, 1), value=True)
         counts[to] = length - first.byte().argmax()
-    own = torch.stack([*counts, torch.full_like(counts[0], length)])
-    gathered = [torch.empty_like(own) for _ in range(ranks)]
-    dist.all_gather(gathered, own, group=group)
+    local_counts = torch.stack([*counts, torch.full_like(counts[0], length)])
+    gathered = [torch.empty_like(local_counts) for _ in range(ranks)]
+    dist.all_gather(gathered, local_counts, group=group)
     wanted = torch.stack(gathered)
     # A rank without tokens needs no rows.
     table = wanted[:, :ranks].masked_fill(wanted[:, ranks] == 0, 0).tolist()
-    return _Rows(group, table[rank], [of_rank[rank] for of_rank in table])
+    return _RowCounts(group, table[rank], [of_rank[rank] for of_rank in table])
 
 
-def _sent(rows: Tensor, plan: _Rows) -> Tensor:
+def _send_rows(rows: Tensor, plan: _RowCounts) -> Tensor:
     """Return the received rows ``(rows, ...)``, in the order of the ranks, with gradients."""
-    arrived: Tensor = _Sent.apply(rows.flatten(1), plan)  # type: ignore[no-untyped-call]
+    arrived: Tensor = _SendRows.apply(rows.flatten(1), plan)  # type: ignore[no-untyped-call]
     return arrived.view(len(arrived), *rows.shape[1:])
 
 
-class _Sent(torch.autograd.Function):
+class _SendRows(torch.autograd.Function):
     """Sends last rows to the ranks that need them, and their gradients back."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, plan: _Rows) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, plan: _RowCounts) -> Tensor:
         ctx.plan, ctx.length = plan, len(rows)
-        given = torch.cat([rows[len(rows) - count :] for count in plan.sent])
-        return _all_to_all(given, plan.sent, plan.received, plan.group)
+        sent_rows = torch.cat([rows[len(rows) - count :] for count in plan.sent])
+        return _all_to_all(sent_rows, plan.sent, plan.received, plan.group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        plan: _Rows = ctx.plan
-        home = _all_to_all(gradient.contiguous(), plan.received, plan.sent, plan.group)
-        summed = torch.promote_types(home.dtype, torch.float32)
-        total = home.new_zeros(ctx.length, home.shape[1], dtype=summed)
-        for part in torch.split(home, plan.sent):  # in the order of the ranks
+        plan: _RowCounts = ctx.plan
+        returned = _all_to_all(gradient.contiguous(), plan.received, plan.sent, plan.group)
+        summed = torch.promote_types(returned.dtype, torch.float32)
+        total = returned.new_zeros(ctx.length, returned.shape[1], dtype=summed)
+        for part in torch.split(returned, plan.sent):  # in the order of the ranks
             total[ctx.length - len(part) :] += part
-        return total.to(home.dtype), None
+        return total.to(returned.dtype), None
 
 
-class _Gathered(torch.autograd.Function):
+class _GatherSums(torch.autograd.Function):
     """Gathers a tensor of each rank on all ranks; sums gradients in the order of the ranks."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, local_sums: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _all_gather(own, group)
+        return _all_gather(local_sums, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        of_ranks = _all_gather(gradient, ctx.group)
-        return of_ranks[:, dist.get_rank(ctx.group)].sum(0), None
+        rank_gradients = _all_gather(gradient, ctx.group)
+        return rank_gradients[:, dist.get_rank(ctx.group)].sum(0), None
 
 
-def _all_gather(own: Tensor, group: dist.ProcessGroup) -> Tensor:
-    own = own.contiguous()
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, own, group=group)
+def _all_gather(local: Tensor, group: dist.ProcessGroup) -> Tensor:
+    local = local.contiguous()
+    gathered = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, local, group=group)
     return torch.stack(gathered)
 
 

@@ -129,16 +129,16 @@ def shard_positions(process_group: Any, hidden_states: Tensor, cu_seqlens: Tenso
     group = checked_group(process_group)
     device = hidden_states.device
     if cu_seqlens is None:
-        own = torch.full((1,), hidden_states.shape[1], dtype=torch.int64, device=device)
+        local_lengths = torch.full((1,), hidden_states.shape[1], dtype=torch.int64, device=device)
     else:
-        own = check_cu_seqlens(cu_seqlens, hidden_states).diff().long()
-    lengths = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(lengths, own, group=group)
+        local_lengths = check_cu_seqlens(cu_seqlens, hidden_states).diff().long()
+    lengths = [torch.empty_like(local_lengths) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(lengths, local_lengths, group=group)
     starts = torch.stack(lengths)[: dist.get_rank(group)].sum(0)
     if cu_seqlens is None:
         return starts + torch.arange(hidden_states.shape[1], device=device)
-    within = packed_positions(cu_seqlens, len(hidden_states))
+    local_positions = packed_positions(cu_seqlens, len(hidden_states))
     token = torch.arange(len(hidden_states), device=device)
-    of_token = torch.bucketize(token, cu_seqlens[1:], right=True)
+    sequence_of_token = torch.bucketize(token, cu_seqlens[1:], right=True)
     # Attention refuses tokens beyond the last sequence, with the reason.
-    return within + starts[of_token.clamp(max=max(len(starts) - 1, 0))]
+    return local_positions + starts[sequence_of_token.clamp(max=max(len(starts) - 1, 0))]

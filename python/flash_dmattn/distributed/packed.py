@@ -14,7 +14,7 @@ from ..selection import CallShape, select
 from ..state.rows import NOWHERE, Rows
 
 
-def packed_shard(
+def check_packed_shard(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -27,7 +27,7 @@ def packed_shard(
     Raises:
         TypeError, ValueError: as `context_parallel_dmattn`.
     """
-    bounds = checks.bounds("cu_seqlens", cu_seqlens)
+    bounds = checks.cu_seqlens("cu_seqlens", cu_seqlens)
     if bounds.numel() < 2:
         raise ValueError("cu_seqlens must have the bounds of one sequence at least")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -59,7 +59,7 @@ def packed_shard(
     return Packing(bounds, bounds, None, longest, longest)
 
 
-def packed_best(
+def packed_candidates(
     key: Tensor, value: Tensor, bias: Tensor, packing: Packing, counts: KeyCounts, backend: str
 ) -> Rows:
     """Return the rows of each sequence that later queries can see: for each head those with the
@@ -83,16 +83,16 @@ def packed_best(
     (total, kv_heads, dim), heads, batch = key.shape, bias.shape[0], packing.sequences
     sets = 1 if heads == 1 else kv_heads
     shape = CallShape(batch, max(heads, kv_heads), kv_heads, *packing[3:])
-    by = "reference" if bias.dtype == torch.float64 else backend
+    ranking = "reference" if bias.dtype == torch.float64 else backend
     has_place = None
-    if counts.by_place:
+    if counts.keeps_first_or_last:
         token = torch.arange(total, device=key.device)
         sequence = torch.bucketize(token, bounds[1:], right=True).clamp(max=batch - 1)
         is_first = token < bounds[sequence] + counts.keep_first
         is_last = token >= bounds[sequence + 1] - counts.keep_last
         has_place = (is_first | is_last) & (bias != -torch.inf).any(0, keepdim=True)
-    others = None if has_place is None else ~has_place
-    keep = select(bias, others, packing, shape, KeyCounts(counts.window), False, by).mask
+    is_ranked = None if has_place is None else ~has_place
+    keep = select(bias, is_ranked, packing, shape, KeyCounts(counts.window), False, ranking).mask
     assert keep is not None
     keep = keep if has_place is None else keep | has_place
     keep = keep.expand_as(bias)  # an expanded bias has one selection for all heads
@@ -103,7 +103,7 @@ def packed_best(
     before = torch.cat([running.new_zeros(sets, 1), running], 1)[:, inside]
     capacity = counts.keep_first + counts.window * (heads // sets) + counts.keep_last
     wanted = before[:, :-1, None] + torch.arange(1, capacity + 1, device=key.device)
-    is_there = (wanted <= before[:, 1:, None]).transpose(0, 1)  # (B, p, capacity)
+    is_row = (wanted <= before[:, 1:, None]).transpose(0, 1)  # (B, p, capacity)
     place = torch.searchsorted(running, wanted.flatten(1)).clamp(max=total - 1)
     place = place.view(sets, batch, capacity).transpose(0, 1)
     by_row = place.transpose(1, 2).expand(batch, capacity, kv_heads).reshape(-1, kv_heads, 1)
@@ -111,23 +111,23 @@ def packed_best(
     kept = bias[:, 0].masked_fill(~keep[:, 0], -torch.inf)
     by_head = place.repeat_interleave(heads // sets, 1).transpose(0, 1)  # (h, B, capacity)
     biases = kept.gather(1, by_head.reshape(heads, -1)).view(heads, batch, 1, capacity)
-    there = is_there.repeat_interleave(heads // sets, 1).unsqueeze(2)
+    is_filled = is_row.repeat_interleave(heads // sets, 1).unsqueeze(2)
     return Rows(
         key.gather(0, by_row).view(batch, capacity, kv_heads, dim),
         value.gather(0, by_row).view(batch, capacity, kv_heads, dim),
-        biases.transpose(0, 1).masked_fill(~there, -torch.inf),
-        (place - bounds[:-1].view(-1, 1, 1)).masked_fill(~is_there, NOWHERE),
+        biases.transpose(0, 1).masked_fill(~is_filled, -torch.inf),
+        (place - bounds[:-1].view(-1, 1, 1)).masked_fill(~is_row, NOWHERE),
     )
 
 
-def together(
+def prepend_received(
     received: Rows, key: Tensor, value: Tensor, bias: Tensor, packing: Packing
 ) -> tuple[Tensor, Tensor, Tensor, Packing]:
     """Insert the received rows of each sequence before its tokens.
 
     Args:
         received: ``(B, rows, ...)``.
-        key, value, bias: as in `packed_best`.
+        key, value, bias: as in `packed_candidates`.
         packing: of the shard.
 
     Returns:

@@ -13,7 +13,7 @@ from flash_dmattn.selection import refuse_without_window
 
 from .implementations import ATTENTION_NAME, KEY_BIAS_ATTENTION_NAME
 from .import_utils import require_transformers
-from .key_bias import KeyBias, KeyBiasFunction, give_bias, is_doge_attention, patch_doge
+from .key_bias import KeyBias, KeyBiasFunction, attach_key_bias, is_doge_attention, patch_doge
 from .registration import register
 from .saving import forget_note, warn_when_saved
 
@@ -76,7 +76,7 @@ def apply_flash_dmattn(
     if window_size is None or key_bias is None:
         needed = "window_size" if window_size is None else "key_bias, as Doge's weights need it"
         refuse_without_window(keep_last, keep_first, f"without {needed}")
-    places = {
+    keep_counts = {
         "keep_last": checks.index("keep_last", keep_last, 0),
         "keep_first": checks.index("keep_first", keep_first, 0),
     }
@@ -98,9 +98,11 @@ def apply_flash_dmattn(
     _set_attention(model, KEY_BIAS_ATTENTION_NAME if key_bias is None else ATTENTION_NAME)
     if key_bias is not None:
         for module in modules:
-            give_bias(module, KeyBias(key_bias, window_size, **places, every_key=every_key))
+            attach_key_bias(
+                module, KeyBias(key_bias, window_size, **keep_counts, every_key=every_key)
+            )
         kept = {} if window_size is None else {"window_size": window_size}
-        kept |= {name: count for name, count in places.items() if count}
+        kept |= {name: count for name, count in keep_counts.items() if count}
         words = ["key_bias", *(f"{name}={count}" for name, count in kept.items())]
         warn_when_saved(modules[0], " and ".join(words))
         return model
@@ -132,9 +134,9 @@ def _check_types(model: Any, key_bias: Any, attention: Any) -> None:
 
 def _set_attention(model: Any, name: str) -> None:
     model.set_attn_implementation(name)
-    taken = model.config._attn_implementation
-    if taken != name:
+    actual = model.config._attn_implementation
+    if actual != name:
         raise RuntimeError(
-            f"transformers gave {type(model).__name__} attn_implementation={taken!r} in place of "
+            f"transformers gave {type(model).__name__} attn_implementation={actual!r} in place of "
             f"{name!r}; its attention is not called through the attention interface"
         )

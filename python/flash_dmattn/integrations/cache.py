@@ -101,17 +101,18 @@ class KeptLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
             )
         key, value = key_states.transpose(1, 2), value_states.transpose(1, 2)
         bias = self._key_bias(value)
-        if self.kept.counts.by_place:  # NaN: the token counts for places, but is not selected
+        # NaN: the token counts among the last and the first, but is not selected.
+        if self.kept.counts.keeps_first_or_last:
             bias = bias.masked_fill(bias == -torch.inf, torch.nan)
         if self._padding is not None:
             padding = self._padding[:, self._padding.shape[1] - key.shape[1] :].bool()
             bias = bias.masked_fill(~padding[:, None, None], -torch.inf)
         self._widths = key.shape[-1], value.shape[-1]
-        key, value = (_of_width(max(self._widths), states) for states in (key, value))
+        key, value = (_pad_width(max(self._widths), states) for states in (key, value))
         self._key_bias = self._padding = None
         tokens = key, value, bias
         if self.record_past:
-            held = tokens if self._held is None else _joined(self._held, tokens)
+            held = tokens if self._held is None else _join(self._held, tokens)
             self._show(*self.kept.visible_by_marked(*held))
             self._held = held
         else:
@@ -190,7 +191,7 @@ class KeptLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         if kept:
             # Rows without a token go to the last place, which is cut off.
             place = torch.where(kept["bias"][:, :, 0] > -torch.inf, kept["position"], count)
-            key, value = (_scattered(kept[name], place, count) for name in ("key", "value"))
+            key, value = (_scatter(kept[name], place, count) for name in ("key", "value"))
             layer.update(key, value)
         if self._held is not None:
             layer.update(*(tensor.transpose(1, 2) for tensor in self._held[:2]))
@@ -233,8 +234,12 @@ class KeptLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         if self._held is not None:
             key, value, bias = self._held
             with _with_gradients():  # otherwise the views have no gradients
-                left = key[:, : held - count], value[:, : held - count], bias[..., : held - count]
-            self._take_in(*left)
+                remaining = (
+                    key[:, : held - count],
+                    value[:, : held - count],
+                    bias[..., : held - count],
+                )
+            self._take_in(*remaining)
         self._held = None
         self._seen -= count
 
@@ -336,22 +341,22 @@ def remember_recording() -> None:
     ``generate`` makes the request before a cache's first use, when its layers ignore it. Repeated
     calls have no effect.
     """
-    wrap_once(cache_utils.Cache, "activate_past_recording", _ask_and_remember)
+    wrap_once(cache_utils.Cache, "activate_past_recording", _request_and_remember)
 
 
-def _ask_and_remember(ask: Callable[..., Any], cache: Any) -> Any:
+def _request_and_remember(request: Callable[..., Any], cache: Any) -> Any:
     setattr(cache, _RECORDS, True)
-    return ask(cache)
+    return request(cache)
 
 
-def _scattered(rows: Tensor, place: Tensor, count: int) -> Tensor:
+def _scatter(rows: Tensor, place: Tensor, count: int) -> Tensor:
     """Return ``(B, Hk, count, D)``: rows ``(B, N, Hk, D)`` at their places ``(B, Hk, N)``."""
     rows = rows.transpose(1, 2)
-    whole = rows.new_zeros(*rows.shape[:2], count + 1, rows.shape[3])
-    return whole.scatter(2, place[..., None].expand_as(rows), rows)[:, :, :count]
+    padded = rows.new_zeros(*rows.shape[:2], count + 1, rows.shape[3])
+    return padded.scatter(2, place[..., None].expand_as(rows), rows)[:, :, :count]
 
 
-def _of_width(width: int, states: Tensor) -> Tensor:
+def _pad_width(width: int, states: Tensor) -> Tensor:
     """Pad the last dimension with zeros."""
     missing = width - states.shape[-1]
     return pad(states, (0, missing)) if missing else states
@@ -364,7 +369,7 @@ def _with_gradients() -> Iterator[None]:
         yield
 
 
-def _joined(one: _Tokens, other: _Tokens) -> _Tokens:
+def _join(one: _Tokens, other: _Tokens) -> _Tokens:
     with _with_gradients():
         return (
             torch.cat([one[0], other[0]], 1),

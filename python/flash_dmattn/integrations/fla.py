@@ -9,7 +9,7 @@ from torch import Tensor
 from flash_dmattn import checks
 from flash_dmattn.arguments import check_together
 from flash_dmattn.forgetting import forgetting_attention, forgetting_bias
-from flash_dmattn.forgetting_formula import read_by
+from flash_dmattn.forgetting_formula import bias_for_backend
 from flash_dmattn.interface import flash_dmattn_func, flash_dmattn_varlen_func
 from flash_dmattn.masks import IntervalMask, mark_runs
 from flash_dmattn.modules.rotary import packed_positions
@@ -82,7 +82,7 @@ def parallel_forgetting_attn(
             return forgetting_attention(q, k, v, gates, prune, softmax_scale=scale, backend=backend)
         bias, mask = forgetting_bias(gates, prune)
         mask = _within(window_size, mask, torch.arange(length, device=q.device)[None])
-        bias = read_by(backend, bias)
+        bias = bias_for_backend(backend, bias)
         out = flash_dmattn_func(q, k, v, mask, bias, scale, is_causal=True, backend=backend)
         assert isinstance(out, Tensor)
         return out
@@ -96,7 +96,7 @@ def parallel_forgetting_attn(
     most = checks.longest("cu_seqlens", cu_seqlens)
     out = flash_dmattn_varlen_func(
         q[0], k[0], v[0], cu_seqlens, cu_seqlens, most, most, scale,
-        attn_mask=mask, attn_bias=read_by(backend, bias), is_causal=True, backend=backend,
+        attn_mask=mask, attn_bias=bias_for_backend(backend, bias), is_causal=True, backend=backend,
     )  # fmt: skip
     assert isinstance(out, Tensor)
     return out.unsqueeze(0)

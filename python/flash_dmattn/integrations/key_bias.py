@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 __all__ = [
     "CACHE_NAMES",
     "CALL",
-    "Biased",
+    "BiasedCall",
     "KeyBias",
     "KeyBiasFunction",
-    "biased",
-    "give_bias",
+    "apply_key_bias",
+    "attach_key_bias",
     "has_bias",
     "is_doge_attention",
     "patch_doge",
@@ -70,10 +70,13 @@ class DogeCall:
     bias: Tensor | None
     window_size: int | None
     layer: KeptLayer | None
-    own: Callable[..., Tensor] | None
+    prepare_dynamic_mask: Callable[..., Tensor] | None
 
     def __init__(
-        self, mask: Mask, layer: KeptLayer | None, own: Callable[..., Tensor] | None = None
+        self,
+        mask: Mask,
+        layer: KeptLayer | None,
+        prepare_dynamic_mask: Callable[..., Tensor] | None = None,
     ) -> None:
         """Store the mask. The module adds the other attributes when it has computed them.
 
@@ -82,16 +85,16 @@ class DogeCall:
         Args:
             mask: of the call.
             layer: of a cache that keeps only visible keys, or None.
-            own: the module's own ``prepare_dynamic_mask``, for other attention implementations.
+            prepare_dynamic_mask: the module's own method, for other attention implementations.
         """
         self.mask = mask if layer is None else None
         self.bias = None
         self.window_size = None
         self.layer = layer
-        self.own = own
+        self.prepare_dynamic_mask = prepare_dynamic_mask
 
 
-class Biased(NamedTuple):
+class BiasedCall(NamedTuple):
     """Keys and values of a call, ``(B, Hk, K, D)``, and what determines their visibility."""
 
     key: Tensor
@@ -100,10 +103,10 @@ class Biased(NamedTuple):
     bias: Tensor | None
     window_size: int | None
     # keep_last and keep_first by name; None keeps those of the call.
-    places: dict[str, int] | None = None
+    keep_counts: dict[str, int] | None = None
 
 
-def biased(
+def apply_key_bias(
     module: torch.nn.Module,
     key: Tensor,
     value: Tensor,
@@ -111,30 +114,30 @@ def biased(
     bias: Tensor | None,
     window_size: int | None,
     kwargs: dict[str, Any],
-) -> Biased:
+) -> BiasedCall:
     """Return a call with the changes that `apply_flash_dmattn` made to the module."""
     call: DogeCall | KeptCall | None = kwargs.pop(CALL, None)
     if isinstance(call, KeptCall):
         is_given_more = bias is not None or kwargs.get("position_bias") is not None
-        return _biased_by_kept(module, call, key, value, is_given_more=is_given_more)
+        return _apply_kept_bias(module, call, key, value, is_given_more=is_given_more)
     if call is not None:
         if call.layer is not None:
             key, value = call.layer.keys, call.layer.values
-        places = {"keep_last": 0, "keep_first": 0}
-        return Biased(key, value, call.mask, call.bias, call.window_size, places)
-    given: KeyBias | None = getattr(module, _ATTRIBUTE, None)
-    if given is None:
-        return Biased(key, value, mask, bias, window_size)
-    own = _own_bias(module, given.function, value)
-    bias = sum_of_biases(key_bias=own, attention_bias=bias)
+        keep_counts = {"keep_last": 0, "keep_first": 0}
+        return BiasedCall(key, value, call.mask, call.bias, call.window_size, keep_counts)
+    settings: KeyBias | None = getattr(module, _ATTRIBUTE, None)
+    if settings is None:
+        return BiasedCall(key, value, mask, bias, window_size)
+    key_bias = _compute_bias(module, settings.function, value)
+    bias = sum_of_biases(key_bias=key_bias, attention_bias=bias)
     if window_size is not None:
-        return Biased(key, value, mask, bias, window_size)
-    places = {"keep_last": given.keep_last, "keep_first": given.keep_first}
-    return Biased(key, value, mask, bias, given.window_size, places)
+        return BiasedCall(key, value, mask, bias, window_size)
+    keep_counts = {"keep_last": settings.keep_last, "keep_first": settings.keep_first}
+    return BiasedCall(key, value, mask, bias, settings.window_size, keep_counts)
 
 
-def give_bias(module: torch.nn.Module, bias: KeyBias) -> None:
-    """Give an attention module a bias, which `biased` computes in its calls."""
+def attach_key_bias(module: torch.nn.Module, bias: KeyBias) -> None:
+    """Give an attention module a bias, which `apply_key_bias` computes in its calls."""
     if not has_bias(module):
         module.register_forward_pre_hook(_refuse_other_attention)
         module.register_forward_pre_hook(_hand_on_kept_layer, with_kwargs=True)
@@ -161,19 +164,19 @@ def _refuse_other_attention(module: torch.nn.Module, args: tuple[Any, ...]) -> N
         )
 
 
-def _biased_by_kept(
+def _apply_kept_bias(
     module: torch.nn.Module, call: KeptCall, key: Tensor, value: Tensor, *, is_given_more: bool
-) -> Biased:
+) -> BiasedCall:
     """Return a call with the keys and values that its cache keeps."""
-    given: KeyBias = getattr(module, _ATTRIBUTE)
+    settings: KeyBias = getattr(module, _ATTRIBUTE)
     layer, call.is_read = call.layer, True
     if is_given_more or layer.is_prepared or key.shape[2] != layer.keys.shape[2]:
         what = "adds another bias" if is_given_more else "does not attend to what its cache returns"
         raise NotImplementedError(f"{type(module).__name__} {what}; {_KEEP_EVERY_KEY}")
     assert layer.bias is not None
-    places = {"keep_last": given.keep_last, "keep_first": given.keep_first}
+    keep_counts = {"keep_last": settings.keep_last, "keep_first": settings.keep_first}
     mask = layer.kept.seen(layer.bias)
-    return Biased(key, value, mask, layer.bias, given.window_size, places)
+    return BiasedCall(key, value, mask, layer.bias, settings.window_size, keep_counts)
 
 
 _KEEP_EVERY_KEY = (
@@ -186,10 +189,10 @@ def _hand_on_kept_layer(
     module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Let the cache of a call keep only visible keys, if the module's call allows that."""
-    given: KeyBias = getattr(module, _ATTRIBUTE)
-    names = _names_of(type(module).forward)
+    settings: KeyBias = getattr(module, _ATTRIBUTE)
+    names = _parameter_names(type(module).forward)
     index = getattr(module, "layer_idx", None)
-    if given.window_size is None or given.every_key or names is None or index is None:
+    if settings.window_size is None or settings.every_key or names is None or index is None:
         return None
     named = {**dict(zip(names, args, strict=False)), **kwargs}
     cache = next((named[name] for name in CACHE_NAMES if named.get(name) is not None), None)
@@ -199,7 +202,7 @@ def _hand_on_kept_layer(
         return None
     from .cache import kept_layer_of
 
-    counts = KeyCounts(given.window_size, given.keep_last, given.keep_first)
+    counts = KeyCounts(settings.window_size, settings.keep_last, settings.keep_first)
     mask = named.get("attention_mask")
     needs_all = ""
     if torch.is_grad_enabled():
@@ -211,7 +214,7 @@ def _hand_on_kept_layer(
     if layer is None:
         return None
     padding = mask if isinstance(mask, Tensor) else None
-    layer.prepare(functools.partial(_bias_of_each_value, module, given.function), padding)
+    layer.prepare(functools.partial(_bias_of_each_value, module, settings.function), padding)
     return args, {**kwargs, CALL: KeptCall(layer)}
 
 
@@ -220,7 +223,7 @@ _OTHER_LIMITS = ("window_size", "keep_window_size", "sliding_window")
 
 
 @functools.lru_cache(maxsize=256)
-def _names_of(forward: Callable[..., Any]) -> tuple[str, ...] | None:
+def _parameter_names(forward: Callable[..., Any]) -> tuple[str, ...] | None:
     """Return the names of a method's arguments, or None if it takes no other keywords."""
     _, *parameters = inspect.signature(forward).parameters.values()
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
@@ -239,10 +242,10 @@ def _refuse_unread_layer(
         )
 
 
-def _own_bias(module: torch.nn.Module, function: KeyBiasFunction, value: Tensor) -> Tensor:
+def _compute_bias(module: torch.nn.Module, function: KeyBiasFunction, value: Tensor) -> Tensor:
     """Return the bias ``(B, {H|Hk|1}, 1, K)`` of values ``(B, Hk, K, D)``."""
-    own = checks.tensor("the result of key_bias", function(module, value))
-    return own if own.dim() == 4 else own.unsqueeze(-2)
+    bias = checks.tensor("the result of key_bias", function(module, value))
+    return bias if bias.dim() == 4 else bias.unsqueeze(-2)
 
 
 def _bias_of_each_value(
@@ -250,7 +253,7 @@ def _bias_of_each_value(
 ) -> Tensor:
     """Return the bias of values ``(B, N, Hk, D)``, which must not depend on other values."""
     value = value.transpose(1, 2)
-    bias = _own_bias(module, function, value)
+    bias = _compute_bias(module, function, value)
     is_checked = getattr(module, _CHECKED, None) is function or torch.compiler.is_compiling()
     if value.shape[2] and not is_checked:
         _check_each_value(module, function, value)
@@ -263,12 +266,12 @@ def _check_each_value(module: torch.nn.Module, function: KeyBiasFunction, value:
     if value.shape[2] == 1:
         value = torch.cat([value, 2 * value + 1], 2)
     half = value.shape[2] // 2
-    beside = _own_bias(module, function, value)[..., half:].float()
-    alone = _own_bias(module, function, value[:, :, half:]).float()
-    size = beside.nan_to_num(0, 0, 0).abs().amax()
+    together = _compute_bias(module, function, value)[..., half:].float()
+    alone = _compute_bias(module, function, value[:, :, half:]).float()
+    size = together.nan_to_num(0, 0, 0).abs().amax()
     bound = size * (1e-4 if value.element_size() > 2 else 3e-2)
-    if beside.shape != alone.shape or not torch.allclose(
-        beside, alone, rtol=0, atol=float(bound), equal_nan=True
+    if together.shape != alone.shape or not torch.allclose(
+        together, alone, rtol=0, atol=float(bound), equal_nan=True
     ):
         raise ValueError(
             "key_bias must give each token a bias by its own value, whatever its place and the "
@@ -310,8 +313,8 @@ def _hand_on_mask(
         call = DogeCall(mask, layer)
         kwargs = {**kwargs, CALL: call}
     else:
-        own = functools.partial(type(module).prepare_dynamic_mask, module)
-        call = DogeCall(mask, None, own)
+        prepare_dynamic_mask = functools.partial(type(module).prepare_dynamic_mask, module)
+        call = DogeCall(mask, None, prepare_dynamic_mask)
     if len(args) > 2:
         return (*args[:2], call, *args[3:]), kwargs
     return args, {**kwargs, "attention_mask": call}
@@ -363,8 +366,8 @@ def take_key_bias(
             "a Doge attention module changed by apply_flash_dmattn must be called as a module, "
             "not by its forward method"
         )
-    if attention_mask.own is not None:
-        return attention_mask.own(
+    if attention_mask.prepare_dynamic_mask is not None:
+        return attention_mask.prepare_dynamic_mask(
             hidden_states=hidden_states,
             dt_states=dt_states,
             keep_window_size=keep_window_size,

@@ -16,10 +16,10 @@ from flash_dmattn.selection import (
     call_shape,
     keeps_all,
     key_counts,
-    place_bias,
     refuse_without_window,
     select,
     without_nan,
+    zero_bias,
 )
 
 from .mask_forms import Mask, has_rows, mask_and_bias
@@ -132,7 +132,11 @@ def _flash_dynamic_mask_attention_forward(
         key, value = key[:, :keys], value[:, :keys]
     if indices is not None and counts is not None:
         raise ValueError("window_size cannot be combined with keys that the model itself selects")
-    if counts is not None and bias is None and not (counts.window == 0 and counts.by_place):
+    if (
+        counts is not None
+        and bias is None
+        and not (counts.window == 0 and counts.keeps_first_or_last)
+    ):
         raise ValueError(
             "window_size selects the keys with the largest attention_bias, but attention_bias is "
             "None"
@@ -149,7 +153,7 @@ def _flash_dynamic_mask_attention_forward(
         mask is None and position_ids is not None and _may_hold_documents(position_ids, query, key)
     ):
         mask = documents_of_positions(position_ids)
-    if sliding_window is not None and sliding_window < keys and not _tells_of_queries(mask):
+    if sliding_window is not None and sliding_window < keys and not _depends_on_queries(mask):
         mask = _sliding(mask, sliding_window, query.shape[1], keys, query.device, is_causal)
     if indices is not None:
         lists = key_lists(indices, mask, bias, query, keys)._asdict()
@@ -198,7 +202,7 @@ def _may_hold_documents(position_ids: Tensor, query: Tensor, key: Tensor) -> boo
     )
 
 
-def _tells_of_queries(mask: Mask) -> bool:
+def _depends_on_queries(mask: Mask) -> bool:
     """Say whether a mask depends on queries, as a sliding window does."""
     return isinstance(mask, IntervalMask) or has_rows(mask)
 
@@ -229,26 +233,26 @@ def _dense(
     if isinstance(mask, Documents):
         if counts is None:
             mask = mask.intervals()
-        elif bias is None or has_rows(bias) or counts.by_place:
+        elif bias is None or has_rows(bias) or counts.keeps_first_or_last:
             mask = mask.intervals().to_bool(query.shape[1])
         else:
             mask = select_within_documents(bias, counts.window, mask, is_causal=is_causal)
             counts = None
     elif isinstance(mask, IntervalMask) and counts is not None:
         mask = mask.to_bool(query.shape[1])
-    if counts is not None and counts.by_place and not is_causal and has_rows(mask):
+    if counts is not None and counts.keeps_first_or_last and not is_causal and has_rows(mask):
         # Last and first are relative to the keys that the mask lets each query see.
         assert isinstance(mask, Tensor)
         shape = call_shape(query, key, DENSE)
-        ranking = place_bias(key, DENSE) if bias is None else bias
+        ranking = zero_bias(key, DENSE) if bias is None else bias
         mask, counts = select(ranking, mask, DENSE, shape, counts, False, "auto").mask, None
-    options = {**options, **_selecting(counts)}
+    options = {**options, **_window_options(counts)}
     out = flash_dmattn_func(query, key, value, mask, bias, is_causal=is_causal, **options)
     assert isinstance(out, Tensor)
     return out
 
 
-def _selecting(counts: KeyCounts | None) -> dict[str, Any]:
+def _window_options(counts: KeyCounts | None) -> dict[str, Any]:
     if counts is None:
         return {}
     names = ("window_size", "keep_last", "keep_first")
@@ -269,13 +273,15 @@ def _varlen(
     batch, keys = key.shape[:2]
     cu_seqlens_q, cu_seqlens_k, longest_q, longest_k = packing
     assert mask is None or isinstance(mask, Tensor)
-    options = {**options, **_selecting(counts)}
-    trains = torch.is_grad_enabled() and query.requires_grad and query.shape[:2] == key.shape[:2]
+    options = {**options, **_window_options(counts)}
+    is_training = (
+        torch.is_grad_enabled() and query.requires_grad and query.shape[:2] == key.shape[:2]
+    )
     out = flash_dmattn_varlen_func(
         query.flatten(0, 1),
         key.flatten(0, 1),
         value.flatten(0, 1),
-        *bounds_of_sequences(cu_seqlens_q, cu_seqlens_k, compare=trains),
+        *bounds_of_sequences(cu_seqlens_q, cu_seqlens_k, compare=is_training),
         checks.longest("cu_seq_lens_q", cu_seqlens_q) if longest_q is None else longest_q,
         checks.longest("cu_seq_lens_k", cu_seqlens_k) if longest_k is None else longest_k,
         is_causal=is_causal,
@@ -299,7 +305,7 @@ def _within_sequences(
 ) -> Tensor:
     """Return bool ``(B, h, Q, K)``: a mask limited to each query's own sequence."""
     (batch, queries), keys = query.shape[:2], key.shape[1]
-    own = packed_keep(*packing[:2], batch, queries, keys, is_causal=is_causal)
+    in_sequence = packed_keep(*packing[:2], batch, queries, keys, is_causal=is_causal)
     if isinstance(mask, IntervalMask):
-        return own & mask.to_bool(queries)
-    return own & mask if isinstance(mask, Tensor) else own
+        return in_sequence & mask.to_bool(queries)
+    return in_sequence & mask if isinstance(mask, Tensor) else in_sequence

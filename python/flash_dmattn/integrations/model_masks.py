@@ -52,12 +52,12 @@ def model_mask(**settings: Any) -> ModelMask:
         added: Tensor = masking_utils.eager_mask(**settings | _NOTHING_IS_SKIPPED)
         return added
     if model_type in _MASK_IS_COMPUTED_WITH or _has_indexer(settings.get("config")):
-        return _rows(settings)
+        return _full_mask(settings)
     if model_type in _MASK_SAYS_WHAT_IS_CAUSAL and function is _CAUSAL:
-        return _rows(settings)
+        return _full_mask(settings)
     # allow_is_causal_skip is False for packed sequences and other patterns.
     if function is _CAUSAL and not settings.get("allow_is_causal_skip", True):
-        return _rows(settings)
+        return _full_mask(settings)
     return _smallest(settings)
 
 
@@ -80,7 +80,7 @@ def compact_model_mask(**settings: Any) -> ModelMask:
 def _smallest(settings: dict[str, Any]) -> ModelMask:
     function = settings.get("mask_function", _CAUSAL)
     if function is _BIDIRECTIONAL:
-        padding = _unless_all(_padding(settings))
+        padding = _none_if_all(_padding(settings))
         if padding is None or _query_sizes(settings)[0] == settings["kv_length"]:
             return padding
         # Pooling heads, such as that of Siglip 2, repeat the mask for each head.
@@ -91,9 +91,9 @@ def _smallest(settings: dict[str, Any]) -> ModelMask:
     is_whole = queries == settings["kv_length"] and settings.get("kv_offset", 0) == 0
     # generate(), which disables gradients, assumes that the masks of some caches are tensors.
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not is_whole or offset != 0:
-        return _rows(settings)
+        return _full_mask(settings)
     intervals = _intervals(settings, queries)
-    return _rows(settings) if intervals is None else _described(intervals)
+    return _full_mask(settings) if intervals is None else _simplify(intervals)
 
 
 def _causal(settings: dict[str, Any]) -> ModelMask:
@@ -101,19 +101,19 @@ def _causal(settings: dict[str, Any]) -> ModelMask:
     queries, offset = _query_sizes(settings)
     padding = _padding(settings)
     if queries == keys and key_offset == 0:
-        return _unless_all(padding)
+        return _none_if_all(padding)
     if queries == 1 and isinstance(offset, Tensor):
         # The length of a static cache is known only on the device.
         place = torch.arange(keys, device=offset.device) + key_offset
         seen: Tensor = (place <= offset)[None]
         return (seen if padding is None else seen & padding)[:, None, None]
     if isinstance(offset, Tensor) and torch.compiler.is_compiling():
-        return _rows(settings)
+        return _full_mask(settings)
     written_keys = int(offset) + queries - key_offset
     if written_keys == keys:
-        return _unless_all(padding)
+        return _none_if_all(padding)
     if written_keys > keys:
-        return _rows(settings)
+        return _full_mask(settings)
     if padding is not None:
         return padding[:, :written_keys]
     device = settings.get("device")
@@ -142,13 +142,13 @@ def _padding(settings: dict[str, Any]) -> Tensor | None:
     return torch.nn.functional.pad(mask, (0, keys - mask.shape[1]))
 
 
-def _unless_all(padding: Tensor | None) -> Tensor | None:
+def _none_if_all(padding: Tensor | None) -> Tensor | None:
     if padding is None or torch.compiler.is_compiling() or not padding.all():
         return padding
     return None
 
 
-def _rows(settings: dict[str, Any]) -> Tensor:
+def _full_mask(settings: dict[str, Any]) -> Tensor:
     """Return the whole mask, bool ``(B, 1, Q, K)``, by transformers' function for SDPA."""
     mask: Tensor = masking_utils.sdpa_mask(**settings | _NOTHING_IS_SKIPPED)
     return mask
@@ -164,7 +164,7 @@ def _intervals(settings: dict[str, Any], queries: int) -> IntervalMask | None:
     first: Tensor | None = None
     for begin in range(0, queries, rows):
         end = min(begin + rows, queries)
-        kept = _rows({**settings, **_block(settings, begin, end)})[:, 0]
+        kept = _full_mask({**settings, **_block(settings, begin, end)})[:, 0]
         count = kept.sum(1, dtype=torch.int32)
         # The first True row of each key, and one past the last True row.
         begins = kept.to(torch.uint8).argmax(1).to(torch.int32) + begin
@@ -197,16 +197,16 @@ def _documents(settings: dict[str, Any]) -> Documents:
         device = settings["cache_position"].device
     row, key = torch.arange(batch, device=device)[:, None], torch.arange(keys, device=device)[None]
     joined = settings["mask_function"](row, torch.zeros_like(row), key[:, 1:], key[:, :-1])
-    return _of_beginnings(~joined)
+    return _documents_of_beginnings(~joined)
 
 
-def _of_beginnings(begins: Tensor) -> Documents:
+def _documents_of_beginnings(begins: Tensor) -> Documents:
     """Return the documents from flags of each token but the first that begin a document."""
     ids = begins.to(torch.int32).cumsum(1, dtype=torch.int32)
     return Documents(torch.nn.functional.pad(ids, (1, 0)))
 
 
-def _described(intervals: IntervalMask) -> ModelMask:
+def _simplify(intervals: IntervalMask) -> ModelMask:
     """Return None for one causal document, `Documents` for several, else the intervals."""
     start, end = intervals.start[:, 0], intervals.end[:, 0]
     key = torch.arange(start.shape[1], device=start.device)
@@ -218,4 +218,4 @@ def _described(intervals: IntervalMask) -> ModelMask:
         return intervals
     if not begins.any():
         return None
-    return _of_beginnings(begins)
+    return _documents_of_beginnings(begins)

@@ -39,7 +39,7 @@ _last_documents, _last_bounds = threading.local(), threading.local()
 _Answer = TypeVar("_Answer")
 
 
-def _once(memory: threading.local, find: Callable[..., _Answer], *tensors: Tensor) -> _Answer:
+def _reuse_last(memory: threading.local, find: Callable[..., _Answer], *tensors: Tensor) -> _Answer:
     """Return ``find(*tensors)``; the result of the last call is reused for the same tensors."""
     known = getattr(memory, "known", None)
     if known is not None:
@@ -63,10 +63,10 @@ def documents_of_positions(position_ids: Tensor) -> Documents | None:
     """
     if torch.compiler.is_compiling():
         return Documents(_document_ids(position_ids))
-    return _once(_last_documents, _several_documents, position_ids)
+    return _reuse_last(_last_documents, _documents_if_several, position_ids)
 
 
-def _several_documents(position_ids: Tensor) -> Documents | None:
+def _documents_if_several(position_ids: Tensor) -> Documents | None:
     ids = _document_ids(position_ids)
     return Documents(ids) if ids[:, -1].any() else None
 
@@ -87,20 +87,20 @@ def bounds_of_sequences(
     if cu_seqlens_q is cu_seqlens_k:
         both = cu_seqlens_q.to(torch.int32)
         return both, both
-    unreadable = (
+    is_unreadable = (
         torch.compiler.is_compiling()
         or not type(cu_seqlens_q) is type(cu_seqlens_k) is Tensor
         or (cu_seqlens_q.is_cuda and torch.cuda.is_current_stream_capturing())
     )
-    if not compare or unreadable:
+    if not compare or is_unreadable:
         return cu_seqlens_q.to(torch.int32), cu_seqlens_k.to(torch.int32)
-    return _once(_last_bounds, _compared, cu_seqlens_q, cu_seqlens_k)
+    return _reuse_last(_last_bounds, _compared, cu_seqlens_q, cu_seqlens_k)
 
 
 def _compared(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[Tensor, Tensor]:
     bounds_q, bounds_k = cu_seqlens_q.to(torch.int32), cu_seqlens_k.to(torch.int32)
-    same = bounds_q.device == bounds_k.device and torch.equal(bounds_q, bounds_k)
-    return bounds_q, bounds_q if same else bounds_k
+    is_same = bounds_q.device == bounds_k.device and torch.equal(bounds_q, bounds_k)
+    return bounds_q, bounds_q if is_same else bounds_k
 
 
 def _document_ids(position_ids: Tensor) -> Tensor:
@@ -123,20 +123,24 @@ def select_within_documents(
         A mask ``({B|1}, {H|Hk|1}, N)``, which includes causality.
     """
     scores = bias.detach()[:, :, 0].to(torch.float32)
-    usable = scores > -torch.inf  # False for NaN
-    rank = _ranks(torch.where(usable, scores, -torch.inf), documents.ids)
-    own = documents.intervals()
+    is_usable = scores > -torch.inf  # False for NaN
+    rank = _ranks(torch.where(is_usable, scores, -torch.inf), documents.ids)
+    document_mask = documents.intervals()
     if not is_causal:
         # A document's ranks fill the same range as its keys, so its end bounds both.
-        end = torch.where((own.end - rank <= window_size) & usable, own.end, 0).to(torch.int32)
-        return IntervalMask(own.start.expand_as(end), end, query_length=own.query_length)
+        end = torch.where(
+            (document_mask.end - rank <= window_size) & is_usable, document_mask.end, 0
+        ).to(torch.int32)
+        return IntervalMask(
+            document_mask.start.expand_as(end), end, query_length=document_mask.query_length
+        )
     # Of all keys up to the query, those of its document rank first. If the document is too short to
     # fill the window, the window also takes keys of earlier documents; `& own` drops these. Ranks
     # are below 2^24, so float32 distinguishes them.
-    ranked = torch.where(usable, rank.to(torch.float32), -torch.inf)
+    ranked = torch.where(is_usable, rank.to(torch.float32), -torch.inf)
     selected = dynamic_mask(ranked.unsqueeze(2), window_size, is_causal=True)
     assert isinstance(selected, IntervalMask)
-    return selected & own
+    return selected & document_mask
 
 
 def _ranks(scores: Tensor, ids: Tensor) -> Tensor:

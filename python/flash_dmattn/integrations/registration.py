@@ -45,11 +45,11 @@ def register(attention_dropout: str | None = None) -> None:
     for name, mask in ((ATTENTION_NAME, model_mask), (KEY_BIAS_ATTENTION_NAME, compact_model_mask)):
         AttentionInterface.register(name, flash_dynamic_mask_attention_forward)
         AttentionMaskInterface.register(name, mask)
-    _take_names_as_they_are()
+    _keep_attention_names()
     _refuse_continuous_batching()
 
 
-def _take_names_as_they_are() -> None:
+def _keep_attention_names() -> None:
     """Keep transformers from treating these names as FlashAttention's.
 
     From version 5 it treats each such name, registered or not, as a flash attention kernel. It
@@ -57,10 +57,10 @@ def _take_names_as_they_are() -> None:
     """
     from transformers import PreTrainedModel
 
-    wrap_once(PreTrainedModel, "_check_and_adjust_attn_implementation", _check_others)
+    wrap_once(PreTrainedModel, "_check_and_adjust_attn_implementation", _check_implementation)
 
 
-def _check_others(
+def _check_implementation(
     check: Callable[..., Any], model: Any, implementation: str | None, *args: Any, **kwargs: Any
 ) -> Any:
     warn_of_note(model.config)
@@ -97,16 +97,17 @@ def _refuse_continuous_batching() -> None:
         return
     # generate_batch and all other entry points call this, in every version.
     models = getattr(continuous_api, "ContinuousMixin", None)
-    wrap_once(models, "init_continuous_batching", _begin_others)
+    wrap_once(models, "init_continuous_batching", _begin_batching)
 
 
-def _begin_others(begin: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+def _begin_batching(begin: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     implementation = model.config._attn_implementation
     is_biased = any(has_bias(module) for module in model.modules())
     if implementation in NAMES or is_biased:
-        others = "" if is_biased else ", or model.set_attn_implementation('sdpa') before it"
+        alternative = "" if is_biased else ", or model.set_attn_implementation('sdpa') before it"
         raise NotImplementedError(
             f"attn_implementation={implementation!r}: the paged caches of continuous batching "
-            f"are not read by flash_dmattn; call generate() in place of generate_batch(){others}"
+            "are not read by flash_dmattn; call generate() in place of generate_batch()"
+            f"{alternative}"
         )
     return begin(model, *args, **kwargs)

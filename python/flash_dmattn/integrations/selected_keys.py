@@ -46,8 +46,8 @@ def selected_keys(module: torch.nn.Module, kwargs: dict[str, Any]) -> Tensor | N
                 f"{type(module).__name__} does not have; pass indices of keys"
             )
         size = checks.index("module.indexer.block_size", size, 1)
-        places = torch.arange(size, device=blocks.device)  # negative blocks give negative keys
-        return (blocks.unsqueeze(-1) * size + places).flatten(-2)
+        offsets = torch.arange(size, device=blocks.device)  # negative blocks give negative keys
+        return (blocks.unsqueeze(-1) * size + offsets).flatten(-2)
     if indices is not None:
         _check("indices", indices, (3, 4), "(B, Q, k) or (B, {Hk|1}, Q, k)")
         indices = indices.unsqueeze(1) if indices.dim() == 3 else indices
@@ -80,15 +80,17 @@ def key_lists(
             f"queries, got indices of shape {tuple(indices.shape)}"
         )
     invalid = (indices < 0) | (indices >= keys)
-    places = indices.masked_fill(invalid, 0).long()
+    valid_indices = indices.masked_fill(invalid, 0).long()
 
-    def looked_up(tensor: Tensor) -> Tensor:
+    def look_up(tensor: Tensor) -> Tensor:
         """Return ``(B, {lists|h}, Q, k)`` from a tensor that broadcasts to Q and K."""
         heads = max(lists, tensor.shape[1])
         if tensor.shape[1] != 1 and tensor.shape[1] != heads:
             tensor = tensor.repeat_interleave(heads // tensor.shape[1], 1)
-        own = places if lists == heads else places.repeat_interleave(heads // lists, 1)
-        return tensor.expand(batch, heads, queries, keys).gather(-1, own)
+        head_indices = (
+            valid_indices if lists == heads else valid_indices.repeat_interleave(heads // lists, 1)
+        )
+        return tensor.expand(batch, heads, queries, keys).gather(-1, head_indices)
 
     if isinstance(mask, Documents):
         mask = mask.intervals()
@@ -97,9 +99,9 @@ def key_lists(
     index_bias = None
     if has_rows(bias):
         assert bias is not None
-        index_bias, bias = looked_up(bias), None
+        index_bias, bias = look_up(bias), None
     if mask is not None:
-        kept = looked_up(mask)
+        kept = look_up(mask)
         if kept.shape[1] == lists:
             invalid = invalid | ~kept
         else:  # heads that share a list keep different keys

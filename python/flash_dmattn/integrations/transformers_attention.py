@@ -13,7 +13,7 @@ from flash_dmattn.masks import IntervalMask
 
 from . import implementations
 from .implementations import expects_eager_masks
-from .key_bias import biased, has_bias
+from .key_bias import apply_key_bias, has_bias
 from .mask_forms import Mask, sum_of_biases
 from .model_attention import _flash_dynamic_mask_attention_forward
 from .peft import target_dtype_of
@@ -84,12 +84,12 @@ def flash_dynamic_mask_attention_forward(
         if checks.tensor(name, states).dim() != 4:
             raise ValueError(f"{name} must have shape (B, H, N, D), got {tuple(states.shape)}")
     _refuse(module, kwargs)
-    places = {name: kwargs.pop(name, 0) for name in ("keep_last", "keep_first")}
-    given = module, key, value, attention_mask, attention_bias
-    key, value, attention_mask, attention_bias, window_size, given_places = biased(
-        *given, window_size, kwargs
+    keep_counts = {name: kwargs.pop(name, 0) for name in ("keep_last", "keep_first")}
+    call = module, key, value, attention_mask, attention_bias
+    key, value, attention_mask, attention_bias, window_size, module_keep_counts = apply_key_bias(
+        *call, window_size, kwargs
     )
-    places = places if given_places is None else given_places
+    keep_counts = keep_counts if module_keep_counts is None else module_keep_counts
     if hasattr(getattr(module, "config", None), "_attn_implementation"):
         # transformers made the mask, with regard to caches and to padding that is all True. It also
         # detects documents in the positions, if there is neither.
@@ -104,7 +104,7 @@ def flash_dynamic_mask_attention_forward(
     if is_causal is None:
         is_causal = (
             getattr(module, "is_causal", True)
-            and not _says_what_is_causal(attention_mask)
+            and not _includes_causality(attention_mask)
             and not expects_eager_masks(getattr(module, "config", None))
         )
     if scaling is None:
@@ -122,7 +122,7 @@ def flash_dynamic_mask_attention_forward(
         is_causal=checks.flag("is_causal", is_causal),
         softmax_scale=scaling,
         window_size=window_size,
-        **places,
+        **keep_counts,
         softcap=softcap,
         target_dtype=target_dtype_of(query, module),
         sink=sink,
@@ -143,15 +143,19 @@ def _sink(kwargs: dict[str, Any], dtype: torch.dtype) -> Tensor | None:
 
 def _refuse(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
     for name, remedy in REFUSED.items():
-        asked = kwargs.pop(name, None)
-        if asked is None or asked is False or (name == "dropout" and _may_be_skipped(asked)):
+        argument = kwargs.pop(name, None)
+        if (
+            argument is None
+            or argument is False
+            or (name == "dropout" and _may_be_skipped(argument))
+        ):
             continue
         if has_bias(module) and remedy.endswith(_USE_EAGER):
             what = remedy.partition(";")[0]
             remedy = f"{what}, and no other attention computes with this model's key_bias"
         raise NotImplementedError(
             f"{name} must be None, False or 0 with attn_implementation='flash_dmattn', got "
-            f"{checks.described(asked)}: {remedy}"
+            f"{checks.described(argument)}: {remedy}"
         )
 
 
@@ -161,7 +165,7 @@ def _may_be_skipped(dropout: Any) -> bool:
     )
 
 
-def _says_what_is_causal(mask: Mask) -> bool:
+def _includes_causality(mask: Mask) -> bool:
     if isinstance(mask, Tensor):
         return mask.dim() == 4 and mask.shape[2] != 1
     return isinstance(mask, IntervalMask)

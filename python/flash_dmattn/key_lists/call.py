@@ -19,6 +19,7 @@ from flash_dmattn.arguments import (
     refuse_paged_mass,
     refuse_ranks,
     resolved_deterministic,
+    scale_of,
     to_4d,
 )
 from flash_dmattn.record import KeyListInputs, Packing
@@ -55,11 +56,13 @@ def listed_attention(
         raise ValueError(
             "index_bias is added to the scores of the keys that key_indices lists, which is None"
         )
-    given = [name for name, value in excluded.items() if value is not None and value is not False]
-    if given:
+    conflicting = [
+        name for name, value in excluded.items() if value is not None and value is not False
+    ]
+    if conflicting:
         raise ValueError(
-            f"key_indices cannot be combined with {', '.join(given)}: what a query attends to is "
-            "what its list names; leave other keys out of the list"
+            f"key_indices cannot be combined with {', '.join(conflicting)}: what a query attends "
+            "to is what its list names; leave other keys out of the list"
         )
     check_tensors(
         query,
@@ -91,11 +94,6 @@ def listed_attention(
         check_packed_ranks(query, key, paged=packing.block_table is not None)
         if packing.block_table is not None:
             refuse_paged_gradients(query, key, value, attn_bias, index_bias, sink)
-    head_dim = query.shape[-1]
-    if softmax_scale is not None:
-        scale = number("softmax_scale", softmax_scale)
-    else:
-        scale = float(head_dim**-0.5) if head_dim else 1.0
     inputs = KeyListInputs(
         query,
         key,
@@ -105,7 +103,7 @@ def listed_attention(
         index_bias,
         sink,
         **packing._asdict(),
-        scale=scale,
+        scale=scale_of(softmax_scale, query),
         causal=flag("is_causal", is_causal),
         softcap=0.0 if softcap is None else number("softcap", softcap),
         deterministic=resolved_deterministic(deterministic),

@@ -198,7 +198,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     *tensors, out, lse = ctx.saved_tensors
     inputs = KeyListInputs(*tensors, *ctx.settings)
-    flags = tuple(bool(ctx.needs_input_grad[place]) for place in KEY_LISTS.places)
+    flags = tuple(bool(ctx.needs_input_grad[position]) for position in KEY_LISTS.positions)
     gradients_of_fields: list[Tensor | None] = [None] * (_FIELD_COUNT + 1)
     if (dout is None and dlse is None) or not any(flags):
         return tuple(gradients_of_fields)
@@ -211,8 +211,8 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
         gradients = torch.ops.flash_dmattn.key_list_backward.default(
             dout, dlse, out, lse, *inputs, ctx.backend, *flags
         )
-    for place, gradient, wanted in zip(KEY_LISTS.places, gradients, flags, strict=True):
-        gradients_of_fields[place] = gradient if wanted else None
+    for position, gradient, wanted in zip(KEY_LISTS.positions, gradients, flags, strict=True):
+        gradients_of_fields[position] = gradient if wanted else None
     return tuple(gradients_of_fields)
 
 

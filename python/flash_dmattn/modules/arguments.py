@@ -127,7 +127,7 @@ def check_fits_projection(hidden_states: Tensor, weight: Tensor) -> None:
 
 def check_cu_seqlens(cu_seqlens: Tensor, hidden_states: Tensor) -> Tensor:
     """Check the form of packed bounds, and return them; their values are checked later."""
-    checks.bounds("cu_seqlens", cu_seqlens)
+    checks.cu_seqlens("cu_seqlens", cu_seqlens)
     checks.same_device("cu_seqlens", cu_seqlens, "hidden_states' device", hidden_states.device)
     return cu_seqlens
 

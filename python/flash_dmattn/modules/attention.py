@@ -136,7 +136,7 @@ class DynamicMaskAttention(nn.Module):
             keep_last = window_size if is_causal and window_size is not None else 0
         if window_size is None:
             refuse_without_window(keep_last, keep_first, "without window_size")
-        elif not key_counts(window_size, keep_last, keep_first).by_place:
+        elif not key_counts(window_size, keep_last, keep_first).keeps_first_or_last:
             check_positive(window_size=window_size)
         elif not is_causal:
             refuse_without_window(keep_last, keep_first, "with is_causal=False")
@@ -254,7 +254,7 @@ class DynamicMaskAttention(nn.Module):
         counts = self._counts()
         # A bias of -inf marks padding. A token with such a bias gets NaN: it counts for keep_last
         # and keep_first, but is not kept.
-        is_marked = counts.by_place and not (cache is None and padding is None)
+        is_marked = counts.keeps_first_or_last and not (cache is None and padding is None)
         if is_marked:
             bias = bias.masked_fill(bias == -torch.inf, torch.nan)
         keeps_window = cache is not None and cache.keeps_window(self.window_size, attn_mask)

@@ -18,7 +18,7 @@ from ..selection import key_counts, refuse_without_window
 from ..state import KeptKeys
 from ..state.chunks import check_left, check_sequences
 from ..state.rows import Rows, chosen
-from ..state.stored import check_names, check_setting, with_added
+from ..state.stored import check_names, check_setting, with_default_settings
 from ..wrong_keywords import with_keyword_hints
 from .arguments import check_tokens
 
@@ -277,7 +277,7 @@ class AttentionCache:
         if "kept" in state:
             check_names(state, (*_SETTINGS, "kept"))
             check_names(state["kept"], ("window_size",), state["kept"])
-            kept = with_added(state["kept"])
+            kept = with_default_settings(state["kept"])
             names = ("window_size", "keep_last", "keep_first")
             counts = {name: checks.index(f"{name} of state", kept[name]) for name in names}
             loaded._kept = KeptKeys(**counts, rollback=self.rollback)

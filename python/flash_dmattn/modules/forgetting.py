@@ -13,7 +13,7 @@ from torch.nn.functional import logsigmoid
 from .. import checks
 from ..arguments import flag
 from ..forgetting import checked_prune, forgetting_attention, forgetting_bias
-from ..forgetting_formula import read_by
+from ..forgetting_formula import bias_for_backend
 from ..interface import flash_dmattn_func, flash_dmattn_varlen_func
 from ..masks import IntervalMask
 from ..selection import longest
@@ -282,7 +282,7 @@ class ForgettingAttention(nn.Module):
     ) -> Tensor:
         settings: dict[str, Any] = {
             "attn_mask": mask,
-            "attn_bias": read_by(self.backend, bias),
+            "attn_bias": bias_for_backend(self.backend, bias),
             "softmax_scale": self.softmax_scale,
             "is_causal": True,
             "backend": self.backend,

@@ -13,7 +13,7 @@ from .. import checks
 from ..arguments import writable
 from ..dispatch_state import has_values
 from ..forgetting import check_gates, checked_prune
-from ..forgetting_formula import bounded_gates, remembered
+from ..forgetting_formula import bounded_gates, decay_mask
 from ..masks import IntervalMask
 from ..refusals import current_backward, refuse_recomputation
 from ..state.chunks import check_left, check_sequences
@@ -323,7 +323,7 @@ class ForgettingCache:
         mask = None
         if prune is not None or self.capacity is not None:
             row_and_key_sums = total[..., 1:].detach(), seen["total"].detach()
-            mask = remembered(*row_and_key_sums, prune, self.capacity)
+            mask = decay_mask(*row_and_key_sums, prune, self.capacity)
         return following, (seen["key"], seen["value"], bias, mask)
 
     def _extended(

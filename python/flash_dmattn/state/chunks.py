@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import checks
 from ..arguments import autocast_dtype, to_4d
-from ..dispatch_state import is_looked_at
+from ..dispatch_state import is_checkable
 from ..masks import IntervalMask
 from .rows import Rows
 
@@ -117,7 +117,7 @@ def check_sequences(indices: Tensor, held: Tensor | None, holder: str) -> None:
         raise ValueError(f"indices must have shape (B,), got {tuple(indices.shape)}")
     if held is not None and not held.is_meta and indices.is_meta:
         raise ValueError("indices must have values, got a meta tensor")
-    if held is None or not is_looked_at(indices):
+    if held is None or not is_checkable(indices):
         return
     batch = held.shape[0]
     outside = indices[(indices < 0) | (indices >= batch)]

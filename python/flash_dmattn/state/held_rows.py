@@ -23,7 +23,7 @@ from .rows import (
     empty_rows,
     in_order,
     kept_rows,
-    marked,
+    mark_dropped,
     narrowed,
 )
 from .stepping import insert
@@ -100,17 +100,16 @@ class HeldRows:
 
     def __repr__(self) -> str:
         """Show the settings, and the contents that need no read from a device."""
-        by_place = f"keep_last={self.keep_last}, keep_first={self.keep_first}, "
-        text = (
-            f"KeptKeys(window_size={self.window_size}, {by_place if self.counts.by_place else ''}"
-        )
+        text = f"KeptKeys(window_size={self.window_size}, "
+        if self.counts.keeps_first_or_last:
+            text += f"keep_last={self.keep_last}, keep_first={self.keep_first}, "
         text += f"rollback={self.rollback}"
         if self._kept is None:
             return f"{text})"
         batch, _, heads, dim = self._kept.key.shape
         device = self._kept.key.device
         assert self._counter is not None
-        is_known = dispatch_state.is_looked_at(self._counter)
+        is_known = dispatch_state.is_checkable(self._counter)
         length = f", length={self.length}" if is_known else ""
         return f"{text}{length}, B={batch}, Hk={heads}, D={dim}, device={str(device)!r})"
 
@@ -281,7 +280,7 @@ class HeldRows:
             positions = self._counter[:1]  # read before the counter is advanced
         else:
             positions = self.positions(added, key.device)
-        counts_dropped = self.counts.by_place and not is_marked
+        counts_dropped = self.counts.keeps_first_or_last and not is_marked
         chunk = as_rows(key, value, bias, padding, positions, heads, counts_dropped=counts_dropped)
         if self._kept is not None:
             check_like(self._kept, chunk)
@@ -292,7 +291,7 @@ class HeldRows:
         if self._kept is None:
             return chunk
         kept = self._kept if self._is_ordered else in_order(self._kept)
-        kept = marked(kept) if self.counts.by_place else kept
+        kept = mark_dropped(kept) if self.counts.keeps_first_or_last else kept
         recent = () if self._recent is None else (self._recent,)
         return concatenated(kept, *recent, chunk)
 
@@ -438,8 +437,10 @@ class HeldRows:
 
     def _copied(self) -> Self:
         """Return a state that shares the tensors. torch.compile cannot trace copy.copy."""
-        by_place = {"keep_last": self.keep_last, "keep_first": self.keep_first}
-        result = type(self)(self.window_size, **by_place, rollback=self.rollback, start=self._start)
+        keep_counts = {"keep_last": self.keep_last, "keep_first": self.keep_first}
+        result = type(self)(
+            self.window_size, **keep_counts, rollback=self.rollback, start=self._start
+        )
         result._kept, result._recent = self._kept, self._recent
         result._counter, result._is_ordered = self._counter, self._is_ordered
         return result

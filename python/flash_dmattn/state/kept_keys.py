@@ -15,7 +15,7 @@ from ..interface import Output, flash_dmattn_func
 from ..wrong_keywords import hide_unknown_keywords, refuse_keywords, with_keyword_hints
 from .chunks import check_heads, check_like, described_call
 from .held_rows import HeldRows
-from .rows import Rows, concatenated, in_order, kept_rows, marked
+from .rows import Rows, concatenated, in_order, kept_rows, mark_dropped
 
 
 @with_keyword_hints
@@ -180,7 +180,7 @@ class KeptKeys(HeldRows):
         needed: all keys are kept, or none for its place.
         """
         counts = self.counts
-        if not counts.by_place or bias.shape[3] <= counts.total:
+        if not counts.keeps_first_or_last or bias.shape[3] <= counts.total:
             return None
         return bias.detach() != -torch.inf
 
@@ -222,15 +222,15 @@ class KeptKeys(HeldRows):
         """
         if unknown:
             refuse_keywords(KeptKeys.extended, unknown)
-        return self._after(self._rows(key, value, bias, padding), backend)
+        return self._state_after(self._rows(key, value, bias, padding), backend)
 
     def extended_by_marked(
         self, key: Tensor, value: Tensor, bias: Tensor, *, backend: str | None = None
     ) -> tuple[tuple[Tensor, Tensor, Tensor], KeptKeys]:
         """Do `extended` for tokens whose padding is marked by a bias of -inf."""
-        return self._after(self._rows(key, value, bias, None, is_marked=True), backend)
+        return self._state_after(self._rows(key, value, bias, None, is_marked=True), backend)
 
-    def _after(
+    def _state_after(
         self, chunk: Rows, backend: str | None
     ) -> tuple[tuple[Tensor, Tensor, Tensor], KeptKeys]:
         seen, state = self._extended(chunk, backend_name(backend))
@@ -294,9 +294,9 @@ class KeptKeys(HeldRows):
         """
         _check_is_state(other)
         for name in ("window_size", "keep_last", "keep_first"):
-            own, given = getattr(self, name), getattr(other, name)
-            if own != given:
-                raise ValueError(f"other must have {name}={own}, got {given}")
+            expected, count = getattr(self, name), getattr(other, name)
+            if expected != count:
+                raise ValueError(f"other must have {name}={expected}, got {count}")
         for name, rollback in (("this state", self.rollback), ("other", other.rollback)):
             if rollback:
                 raise ValueError(f"merge needs states of rollback=0, but {name} has {rollback}")
@@ -306,9 +306,9 @@ class KeptKeys(HeldRows):
         assert self._counter is not None
         assert other._counter is not None
         result = self._copied()
-        every = in_order(concatenated(self._kept, other._kept))
-        every = marked(every) if self.counts.by_place else every
-        result._kept = kept_rows(every, self.counts, backend_name(backend))
+        rows = in_order(concatenated(self._kept, other._kept))
+        rows = mark_dropped(rows) if self.counts.keeps_first_or_last else rows
+        result._kept = kept_rows(rows, self.counts, backend_name(backend))
         result._counter = torch.maximum(self._counter, other._counter)
         result._start = min(self._start, other._start)
         result._is_ordered = True

@@ -125,22 +125,22 @@ def kept_rows(rows: Rows, counts: KeyCounts, backend: str) -> Rows:
     if rows.size == 0:
         return empty_rows(rows, slots(rows, counts))
     capacity = counts.window * rows.sharing
-    if not counts.by_place:
-        return best(rows, counts.window, capacity, backend)
-    is_first, is_last = by_place(rows.by_set(rows.bias != -torch.inf).any(2), counts)
+    if not counts.keeps_first_or_last:
+        return best_rows(rows, counts.window, capacity, backend)
+    is_first, is_last = first_and_last(rows.by_set(rows.bias != -torch.inf).any(2), counts)
     parts = []
     if counts.keep_first:
-        parts.append(_unmarked(_compacted(rows, is_first, counts.keep_first)))
+        parts.append(_unmark_dropped(_compact(rows, is_first, counts.keep_first)))
     if counts.window:
         has_place = rows.for_bias(is_first | is_last)
         others = rows._replace(bias=rows.bias.masked_fill(has_place, -torch.inf))
-        parts.append(best(others, counts.window, capacity, backend))
+        parts.append(best_rows(others, counts.window, capacity, backend))
     if counts.keep_last:
-        parts.append(_unmarked(_compacted(rows, is_last, counts.keep_last)))
+        parts.append(_unmark_dropped(_compact(rows, is_last, counts.keep_last)))
     return concatenated(*parts)
 
 
-def marked(rows: Rows) -> Rows:
+def mark_dropped(rows: Rows) -> Rows:
     """Return the rows of `kept_rows` with a bias of NaN for each token that no head keeps, to
     distinguish it from an empty row.
     """
@@ -150,14 +150,14 @@ def marked(rows: Rows) -> Rows:
     return rows._replace(bias=rows.bias.masked_fill(is_dropped, torch.nan))
 
 
-def _unmarked(rows: Rows) -> Rows:
-    """Undo `marked`, for attention to all rows without a selection."""
+def _unmark_dropped(rows: Rows) -> Rows:
+    """Undo `mark_dropped`, for attention to all rows without a selection."""
     if rows.sharing > 1:
         return rows
     return rows._replace(bias=rows.bias.masked_fill(rows.bias.isnan(), -torch.inf))
 
 
-def by_place(is_token: Tensor, counts: KeyCounts) -> tuple[Tensor, Tensor]:
+def first_and_last(is_token: Tensor, counts: KeyCounts) -> tuple[Tensor, Tensor]:
     """Return, for bool ``(..., columns)`` of tokens, which are the first ones, and which of the
     others are the last.
     """
@@ -166,7 +166,7 @@ def by_place(is_token: Tensor, counts: KeyCounts) -> tuple[Tensor, Tensor]:
     return is_first, is_token & ~is_first & (number > number[..., -1:] - counts.keep_last)
 
 
-def best(rows: Rows, window: int, capacity: int, backend: str) -> Rows:
+def best_rows(rows: Rows, window: int, capacity: int, backend: str) -> Rows:
     """Return the rows that any head keeps, each those with its ``window`` largest biases.
 
     Args:
@@ -178,15 +178,15 @@ def best(rows: Rows, window: int, capacity: int, backend: str) -> Rows:
     batch, heads, _, count = rows.bias.shape
     kv_heads = rows.key.shape[2]
     shape = CallShape(batch, max(heads, kv_heads), kv_heads, 1, count)
-    by = selecting(rows, backend)
-    keep = select(rows.bias, None, DENSE, shape, KeyCounts(window), False, by).mask
+    ranking = ranking_backend(rows, backend)
+    keep = select(rows.bias, None, DENSE, shape, KeyCounts(window), False, ranking).mask
     assert keep is not None
     keep = keep.expand_as(rows.bias)  # an expanded bias has one selection for all heads
     rows = rows._replace(bias=rows.bias.masked_fill(~keep, -torch.inf))
-    return _compacted(rows, rows.by_set(keep).any(2), capacity)
+    return _compact(rows, rows.by_set(keep).any(2), capacity)
 
 
-def _compacted(rows: Rows, wanted: Tensor, capacity: int) -> Rows:
+def _compact(rows: Rows, wanted: Tensor, capacity: int) -> Rows:
     """Return ``capacity`` rows: those that bool ``(B, p, rows)`` selects, then empty ones."""
     running = wanted.cumsum(-1)
     number = torch.arange(1, capacity + 1, device=running.device).expand(*running.shape[:2], -1)
@@ -199,6 +199,6 @@ def _compacted(rows: Rows, wanted: Tensor, capacity: int) -> Rows:
     )
 
 
-def selecting(rows: Rows, backend: str) -> str:
+def ranking_backend(rows: Rows, backend: str) -> str:
     """Return the backend that ranks biases. Kernels cannot rank float64."""
     return "reference" if rows.bias.dtype == torch.float64 else backend

@@ -73,47 +73,47 @@ def insert_by_operations(rows: Rows, new: Rows, counts: KeyCounts, counter: Tens
     worst is the latest of those with the smallest bias, at any row. The host reads nothing, except
     on a CPU, without a synchronization, whether the token is dropped.
     """
-    if counts.by_place:
-        _insert_by_place(rows, new, counts)
+    if counts.keeps_first_or_last:
+        _insert_with_ends(rows, new, counts)
     else:
-        _rank(rows, new, counts.window)
+        _insert_ranked(rows, new, counts.window)
     counter[:1].add_(1)
 
 
-def _insert_by_place(rows: Rows, new: Rows, counts: KeyCounts) -> None:
+def _insert_with_ends(rows: Rows, new: Rows, counts: KeyCounts) -> None:
     """Write a token, unless it is padding, over the oldest of the last ones. Move that one to the
     first tokens if these are not complete, else rank it among the best.
     """
     window, keep_last, keep_first = counts
-    is_there = rows.by_set(new.bias != -torch.inf).any(2)
+    is_token = rows.by_set(new.bias != -torch.inf).any(2)
     if rows.sharing == 1:
         new = new._replace(bias=new.bias.masked_fill(new.bias.isnan(), -torch.inf))
     if keep_last:
         last = narrowed(rows, rows.size - keep_last, rows.size)
         is_empty = last.position == NOWHERE
         slot = last.position.masked_fill(is_empty, -1).argmin(-1, keepdim=True)
-        left = last.take(slot)
-        _write_row(last, slot, new, is_there)
-        new, is_there = left, is_there & (left.position != NOWHERE)
+        evicted = last.take(slot)
+        _write_row(last, slot, new, is_token)
+        new, is_token = evicted, is_token & (evicted.position != NOWHERE)
     if keep_first:
         first = narrowed(rows, 0, keep_first)
         is_empty = first.position == NOWHERE
-        goes = is_empty.any(-1, keepdim=True) & is_there
-        _write_row(first, is_empty.to(torch.uint8).argmax(-1, keepdim=True), new, goes)
-        is_there = is_there & ~goes
-    new = new._replace(bias=new.bias.masked_fill(new.for_bias(~is_there), -torch.inf))
+        fills_first = is_empty.any(-1, keepdim=True) & is_token
+        _write_row(first, is_empty.to(torch.uint8).argmax(-1, keepdim=True), new, fills_first)
+        is_token = is_token & ~fills_first
+    new = new._replace(bias=new.bias.masked_fill(new.for_bias(~is_token), -torch.inf))
     if window:
-        _rank(narrowed(rows, keep_first, rows.size - keep_last), new, window)
+        _insert_ranked(narrowed(rows, keep_first, rows.size - keep_last), new, window)
 
 
-def _rank(rows: Rows, new: Rows, window: int) -> None:
+def _insert_ranked(rows: Rows, new: Rows, window: int) -> None:
     """Write a token into rows that hold the best of each head."""
     if rows.sharing == 1:
-        slot, is_taken = _replaced(rows, new)
+        slot, is_taken = _replace_worst(rows, new)
     else:
-        slot, is_taken = _replaced_of_shared(rows, new, window)
-    may_look = is_taken.is_cpu and dispatch_state.is_idle((is_taken,))  # a read costs nothing
-    if not may_look or is_taken.any():
+        slot, is_taken = _replace_worst_of_shared(rows, new, window)
+    is_readable = is_taken.is_cpu and dispatch_state.is_idle((is_taken,))  # a read costs nothing
+    if not is_readable or is_taken.any():
         _write_token(rows, slot, new, is_taken)
 
 
@@ -134,7 +134,7 @@ def _write_token(rows: Rows, slot: Tensor, new: Rows, is_written: Tensor) -> Non
     _write(rows.value, 1, by_row, new.value, of_heads)
 
 
-def _replaced(rows: Rows, new: Rows) -> tuple[Tensor, Tensor]:
+def _replace_worst(rows: Rows, new: Rows) -> tuple[Tensor, Tensor]:
     """Write the bias, and return the replaced row of each set, and whether it is replaced.
 
     Empty rows have the smallest bias and the latest position.
@@ -142,29 +142,29 @@ def _replaced(rows: Rows, new: Rows) -> tuple[Tensor, Tensor]:
     least = rows.bias.amin(-1, keepdim=True)
     positions = rows.position.unsqueeze(2)
     worst = torch.where(rows.bias == least, positions, -1).argmax(-1, keepdim=True)
-    takes = new.bias > least  # False for NaN and -inf
-    rows.bias.scatter_(-1, worst, torch.where(takes, new.bias, least))
-    return worst.squeeze(2), takes.squeeze(2)
+    is_better = new.bias > least  # False for NaN and -inf
+    rows.bias.scatter_(-1, worst, torch.where(is_better, new.bias, least))
+    return worst.squeeze(2), is_better.squeeze(2)
 
 
-def _replaced_of_shared(rows: Rows, new: Rows, window: int) -> tuple[Tensor, Tensor]:
-    """Do `_replaced` for heads that share rows, each of which keeps its own subset."""
+def _replace_worst_of_shared(rows: Rows, new: Rows, window: int) -> tuple[Tensor, Tensor]:
+    """Do `_replace_worst` for heads that share rows, each of which keeps its own subset."""
     bias, new_bias = rows.by_set(rows.bias), rows.by_set(new.bias)
-    held = bias > -torch.inf
-    is_full = held.sum(-1, keepdim=True) >= window
-    least = bias.masked_fill(~held, torch.inf).amin(-1, keepdim=True)
-    is_least = held & (bias == least)
+    is_held = bias > -torch.inf
+    is_full = is_held.sum(-1, keepdim=True) >= window
+    least = bias.masked_fill(~is_held, torch.inf).amin(-1, keepdim=True)
+    is_least = is_held & (bias == least)
     worst = rows.position.unsqueeze(2).masked_fill(~is_least, -1).argmax(-1, keepdim=True)
-    takes = (new_bias > -torch.inf) & (~is_full | (new_bias > least))
+    is_better = (new_bias > -torch.inf) & (~is_full | (new_bias > least))
     is_worst = torch.arange(rows.size, device=worst.device) == worst
-    bias = bias.masked_fill(is_worst & is_full & takes, -torch.inf)
+    bias = bias.masked_fill(is_worst & is_full & is_better, -torch.inf)
     # Some row is kept by none of the heads: each keeps at most ``window`` rows, and those that take
     # the token have just dropped one.
     slot = (bias == -torch.inf).all(2).to(torch.uint8).argmax(-1, keepdim=True)
     is_slot = torch.arange(rows.size, device=slot.device) == slot
-    bias = torch.where(is_slot.unsqueeze(2) & takes, new_bias, bias)
+    bias = torch.where(is_slot.unsqueeze(2) & is_better, new_bias, bias)
     rows.bias.copy_(bias.view_as(rows.bias))
-    return slot, takes.any(2)
+    return slot, is_better.any(2)
 
 
 def _write(held: Tensor, dimension: int, index: Tensor, new: Tensor, is_written: Tensor) -> None:

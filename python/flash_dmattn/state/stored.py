@@ -16,7 +16,7 @@ from .rows import Rows, slots
 
 _SETTINGS = ("window_size", "keep_last", "keep_first", "rollback", "start")
 # Fields that are absent in states of version 2.0.0a1.
-_ADDED = {"keep_last": 0, "keep_first": 0}
+_DEFAULT_SETTINGS = {"keep_last": 0, "keep_first": 0}
 
 
 def check_names(state: Any, needed: Collection[str], allowed: Collection[str] = ()) -> None:
@@ -37,12 +37,12 @@ def check_names(state: Any, needed: Collection[str], allowed: Collection[str] = 
             raise ValueError(f"state must have no other fields than {known}, got {name!r}")
 
 
-def check_setting(state: dict[str, Any], name: str, own: object, holder: str) -> None:
+def check_setting(state: dict[str, Any], name: str, expected: object, holder: str) -> None:
     """Raise ValueError unless a state has the same value of a setting."""
-    given = state[name]
-    if type(given) is not type(own) or given != own:
+    loaded = state[name]
+    if type(loaded) is not type(expected) or loaded != expected:
         raise ValueError(
-            f"state must have {name}={own}, as this {holder}, got {checks.described(given)}"
+            f"state must have {name}={expected}, as this {holder}, got {checks.described(loaded)}"
         )
 
 
@@ -58,9 +58,9 @@ def state_of(
     return state if counter is None else {**state, "counter": counter.clone()}
 
 
-def with_added(state: Any) -> Any:
+def with_default_settings(state: Any) -> Any:
     """Return a state with the settings that states of earlier versions lack."""
-    return {**_ADDED, **state} if isinstance(state, dict) else state
+    return {**_DEFAULT_SETTINGS, **state} if isinstance(state, dict) else state
 
 
 def read_state(
@@ -77,10 +77,10 @@ def read_state(
     """
     rows = {name: tuple(f"{name}.{field}" for field in Rows._fields) for name in ("kept", "recent")}
     every = (*rows["kept"], *rows["recent"], "counter")
-    state = with_added(state)
+    state = with_default_settings(state)
     check_names(state, _SETTINGS, every)
-    for name, own in zip(_SETTINGS, (*counts, rollback), strict=False):
-        check_setting(state, name, own, "KeptKeys")
+    for name, expected in zip(_SETTINGS, (*counts, rollback), strict=False):
+        check_setting(state, name, expected, "KeptKeys")
     start = checks.index("start of state", state["start"], 0)
     if not any(name in state for name in every):
         return start, None, None, None
@@ -125,10 +125,10 @@ def _check_rows(prefix: str, rows: Rows, like: Rows | None) -> None:
     sets = 1 if heads == 1 else kv_heads
     wanted = (rows.key.shape, rows.key.shape, (batch, heads, 1, count), (batch, sets, count))
     for name, tensor, shape in zip(Rows._fields, rows, wanted, strict=True):
-        given = tuple(tensor.shape)
-        if given != tuple(shape) or (name == "bias" and (heads == 0 or heads % sets)):
+        loaded_shape = tuple(tensor.shape)
+        if loaded_shape != tuple(shape) or (name == "bias" and (heads == 0 or heads % sets)):
             form = "(B, {H|Hk|1}, 1, rows)" if name == "bias" else tuple(shape)
-            raise ValueError(f"{prefix}.{name} of state must have shape {form}, got {given}")
+            raise ValueError(f"{prefix}.{name} of state must have shape {form}, got {loaded_shape}")
         is_right = tensor.dtype == torch.int64 if name == "position" else tensor.is_floating_point()
         if not is_right:
             kind = "int64" if name == "position" else "floating-point"
