@@ -8,17 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_dmattn.backends.base import (
-    AttentionInputs,
-    Backend,
-    Gradients,
-    SelectionInputs,
-    lse_shape,
-    out_rest_bytes,
-)
+from flash_dmattn.backends.base import Backend, lse_shape, out_rest_bytes
 from flash_dmattn.backends.interval_selection import select_intervals
 from flash_dmattn.backends.reference import ReferenceBackend
 from flash_dmattn.backends.shapes import check_attention, refuse_float64_bias
+from flash_dmattn.record import AttentionInputs, Gradients, SelectionInputs
 
 from .forward_pass import run_forward
 from .gradients import gradients

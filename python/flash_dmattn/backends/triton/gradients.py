@@ -8,21 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_dmattn.backends.base import Gradients
+from flash_dmattn.record import Gradients
 
 from .forward_pass import row_statistics
 from .kernels.key_gradients import key_gradients_kernel
 from .kernels.prepare import prepare_kernel
 from .kernels.row_gradients import row_gradients_kernel
-from .launch import Tiles, blocks, fitting, launch, sm_count, tiles_of
+from .launch import Tiles, blocks, busy_programs, fitting, launch, row_parts, tiles_of
 from .layout import plan_views
 from .make_plan import ordered_keys
 from .problem import KEY_BIAS, ROW_BIAS, Problem
 
 _PREPARED_ROWS = 32
-# For the kernel over key blocks, whose run times vary widely.
-_PROGRAMS_PER_SM = 8
-_MAX_ROW_PARTS = 8
 
 
 def gradients(
@@ -158,21 +155,21 @@ def _key_gradients(
     block_d = problem.constants["BLOCK_D"]
     widest = tiles_of("keys", block_d * inputs.query.itemsize)[0].block_keys
     programs = problem.sequences * problem.kv_heads
-    head_parts, row_parts = _parts(problem, programs * blocks(problem.keys, widest))
-    parts = head_parts * row_parts
+    head_parts, row_part_count = _parts(problem, programs * blocks(problem.keys, widest))
+    parts = head_parts * row_part_count
     shape = inputs.key.shape
     # Keys that no row keeps are skipped: their gradients stay 0.
     if parts == 1:
         sums = [torch.zeros_like(inputs.key, memory_format=torch.contiguous_format) for _ in "kv"]
     else:
         sums = [inputs.key.new_zeros((parts, *shape), dtype=torch.float32) for _ in "kv"]
-    dbias_shape = (row_parts, problem.batches, problem.heads, problem.total_keys)
+    dbias_shape = (row_part_count, problem.batches, problem.heads, problem.total_keys)
     dbias_sums = inputs.query.new_zeros(dbias_shape if needs_dbias else 0, dtype=torch.float32)
     arguments = arguments | {
         "dk": sums[0],
         "dv": sums[1],
         "dbias": dbias_sums,
-        "row_parts": row_parts,
+        "row_parts": row_part_count,
         "part_heads": problem.heads // problem.kv_heads // head_parts,
         "programs": programs,
     }
@@ -201,13 +198,10 @@ def _parts(problem: Problem, block_programs: int) -> tuple[int, int]:
     with their own lists have different key blocks, and are always separate parts.
     """
     group = problem.heads // problem.kv_heads
-    wanted_programs = _PROGRAMS_PER_SM * sm_count(problem.inputs.query.device)
+    device = problem.inputs.query.device
     has_query_head_lists = problem.layout.list_heads > problem.kv_heads
-    head_parts = group if has_query_head_lists or block_programs < wanted_programs else 1
-    row_parts = 1
-    while row_parts < _MAX_ROW_PARTS and block_programs * head_parts * row_parts < wanted_programs:
-        row_parts *= 2
-    return head_parts, row_parts
+    head_parts = group if has_query_head_lists or block_programs < busy_programs(device) else 1
+    return head_parts, row_parts(block_programs * head_parts, device)
 
 
 def _is_constant_along_keys(problem: Problem) -> bool:

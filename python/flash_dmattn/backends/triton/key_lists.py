@@ -16,10 +16,9 @@ from flash_dmattn.reference import softmax_shares
 from ..shapes import refuse_float64_bias
 from .kernels.key_lists import list_backward_kernel, list_forward_kernel, list_mass_kernel
 from .launch import Tiles, blocks, fitting, launch, on_device
+from .problem import UNIT, padded_head_dim
 
 __all__ = ["backward", "forward", "key_mass"]
-
-_UNIT = 8  # elements: the alignment of 16-byte loads of 16-bit elements
 
 
 class _Problem(NamedTuple):
@@ -168,8 +167,8 @@ def _describe(inputs: KeyListInputs) -> _Problem:
         bias_firsts, bias_head, bias_key = bias_strides(inputs, visible)
         bias_share = heads // bias.shape[-3]
         bias = bias.float().contiguous()
-    unit = _UNIT if head_dim % _UNIT == 0 else 1
-    block_d = max(16, 1 << (head_dim - 1).bit_length())
+    unit = UNIT if head_dim % UNIT == 0 else 1
+    block_d = padded_head_dim(head_dim)
     arguments: dict[str, Any] = {
         "q": inputs.query.contiguous(),
         "k": inputs.key.contiguous(),

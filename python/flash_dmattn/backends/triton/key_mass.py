@@ -8,14 +8,10 @@ from torch import Tensor
 
 from .forward_pass import row_statistics
 from .kernels.key_mass import key_mass_kernel
-from .launch import Tiles, blocks, fitting, launch, sm_count, tiles_of
+from .launch import Tiles, blocks, fitting, launch, row_parts, tiles_of
 from .layout import plan_views
 from .make_plan import ordered_keys
 from .problem import Problem
-
-# The run times of key blocks vary widely.
-_PROGRAMS_PER_SM = 8
-_MAX_ROW_PARTS = 8
 
 
 def key_mass(problem: Problem, plan: Tensor, lse: Tensor) -> Tensor:
@@ -23,11 +19,9 @@ def key_mass(problem: Problem, plan: Tensor, lse: Tensor) -> Tensor:
     inputs = problem.inputs
     widest = tiles_of("mass", problem.constants["BLOCK_D"] * inputs.query.itemsize)[0].block_keys
     block_programs = problem.sequences * problem.heads * blocks(problem.keys, widest)
-    row_parts, wanted_programs = 1, _PROGRAMS_PER_SM * sm_count(lse.device)
-    while row_parts < _MAX_ROW_PARTS and block_programs * row_parts < wanted_programs:
-        row_parts *= 2
+    parts = row_parts(block_programs, lse.device)
     front = () if inputs.packed else (problem.batches,)
-    shape = (row_parts, *front, problem.heads, problem.total_keys)
+    shape = (parts, *front, problem.heads, problem.total_keys)
     # Keys that no row keeps are skipped: their sums stay 0.
     mass = torch.zeros(shape, dtype=torch.float32, device=lse.device)
     if problem.rows == 0:
@@ -35,14 +29,14 @@ def key_mass(problem: Problem, plan: Tensor, lse: Tensor) -> Tensor:
     views = plan_views(problem.layout, plan)
     statistics, row_sums = row_statistics(problem, plan, lse.contiguous())
     arguments = problem.arguments | views._asdict()
-    arguments |= {"lse": statistics, "row_sums": row_sums, "mass": mass, "row_parts": row_parts}
+    arguments |= {"lse": statistics, "row_sums": row_sums, "mass": mass, "row_parts": parts}
     arguments["ordered"] = ordered_keys(problem, views)
     constants = {n: v for n, v in problem.constants.items() if n not in ("PAGED", "GUARD")}
 
     def start(tiles: Tiles) -> None:
         launch(
             key_mass_kernel,
-            problem.sequences * problem.heads * row_parts * blocks(problem.keys, tiles.block_keys),
+            problem.sequences * problem.heads * parts * blocks(problem.keys, tiles.block_keys),
             arguments,
             SINK=inputs.sink is not None,
             SUMS=row_sums is not None,
@@ -51,4 +45,4 @@ def key_mass(problem: Problem, plan: Tensor, lse: Tensor) -> Tensor:
         )
 
     fitting("mass", inputs.query, problem.constants["BLOCK_D"], start)
-    return mass[0] if row_parts == 1 else mass.sum(0)
+    return mass[0] if parts == 1 else mass.sum(0)

@@ -78,6 +78,9 @@ _TILES: dict[str, dict[int, tuple[Tiles, ...]]] = {
         1024: (Tiles(16, 16, 4, 1),),
     },
 }
+# For kernels over key blocks, whose run times vary widely.
+_PROGRAMS_PER_SM = 8
+_MAX_ROW_PARTS = 8
 # The number of leading tiles of a choice that do not fit a device.
 _too_large: dict[tuple[object, ...], int] = {}
 
@@ -132,3 +135,16 @@ def sm_count(device: torch.device) -> int:
     # Intel's name for the unit with its own shared memory.
     count = "gpu_subslice_count" if device.type == "xpu" else "multi_processor_count"
     return int(getattr(properties, count))
+
+
+def busy_programs(device: torch.device) -> int:
+    """Return the number of programs over key blocks that keeps a device busy."""
+    return _PROGRAMS_PER_SM * sm_count(device)
+
+
+def row_parts(programs: int, device: torch.device) -> int:
+    """Return the number of parts into which programs divide their rows to keep a device busy."""
+    parts = 1
+    while parts < _MAX_ROW_PARTS and programs * parts < busy_programs(device):
+        parts *= 2
+    return parts

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_dmattn.backends.base import AttentionInputs
+from flash_dmattn.record import AttentionInputs
 
 # Copies of constants of kernels/common.py, whose import requires triton.
 RANGE, INTERVALS, ROWS = 0, 1, 2

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flash_dmattn.backends.base import AttentionInputs
+from flash_dmattn.record import AttentionInputs
 
 from .layout import RANGE, Layout, plan_layout
 
 NO_BIAS, KEY_BIAS, ROW_BIAS = 0, 1, 2
 _INT32_MAX = 2**31 - 1
-_UNIT = 8  # elements: the alignment of 16-byte loads of 16-bit elements
+UNIT = 8  # elements: the alignment of 16-byte loads of 16-bit elements
 
 
 class Problem(NamedTuple):
@@ -71,8 +71,8 @@ def describe(inputs: AttentionInputs) -> Problem:
         total_keys = keys = key.shape[1]
         q_strides, kv_strides = query.stride()[:3], key.stride()[:3]
     kv_page = key.stride(0) if is_paged else 0
-    is_aligned = all(s % _UNIT == 0 for s in (head_dim, *q_strides, *kv_strides, kv_page))
-    unit = _UNIT if is_aligned else 1
+    is_aligned = all(s % UNIT == 0 for s in (head_dim, *q_strides, *kv_strides, kv_page))
+    unit = UNIT if is_aligned else 1
     names = ("q_batch", "q_row", "q_head", "kv_batch", "kv_row", "kv_head", "kv_page", "head_dim")
     strides = (*q_strides, *kv_strides, kv_page, head_dim)
     table = None if inputs.block_table is None else _with_adjacent_elements(inputs.block_table)
@@ -106,7 +106,7 @@ def describe(inputs: AttentionInputs) -> Problem:
         **{name: stride // unit for name, stride in zip(names, strides, strict=True)},
         **bias,
     }
-    block_d = max(16, 1 << (head_dim - 1).bit_length())
+    block_d = padded_head_dim(head_dim)
     constants = {
         "KIND": layout.kind,
         "BIAS": bias_kind,
@@ -135,6 +135,11 @@ def describe(inputs: AttentionInputs) -> Problem:
         arguments,
         constants,
     )
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """Return the size of the kernels' vectors: a power of two, at least 16, as products need."""
+    return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def _with_adjacent_elements(tensor: Tensor) -> Tensor:
