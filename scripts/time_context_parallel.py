@@ -29,7 +29,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from flash_dmattn import flash_dmattn_func
 from flash_dmattn.distributed import context_parallel, context_parallel_dmattn
-from flash_dmattn.distributed.exchange import Exchange, exchanged
+from flash_dmattn.distributed.exchange import Exchange, exchange_rows
 from flash_dmattn.state.rows import Rows
 
 
@@ -99,11 +99,11 @@ def check(shard: list[Tensor], options: argparse.Namespace, rank: int) -> bool:
 
     def noted(candidates: Rows, exchange: Exchange) -> tuple[Tensor, Tensor, Tensor]:
         exchanges.append(exchange)
-        return exchanged(candidates, exchange)
+        return exchange_rows(candidates, exchange)
 
-    context_parallel.exchanged = noted
+    context_parallel.exchange_rows = noted
     first = sharded(shard, options, deterministic=True)
-    context_parallel.exchanged = exchanged
+    context_parallel.exchange_rows = exchange_rows
     rows_are_few = check_rows(exchanges[0], options, rank)
     equal = all(
         torch.equal(one, other)

@@ -11,7 +11,7 @@ from drawn.problems import draw
 from drawn.source import truth_of
 from flash_dmattn import IntervalMask, backends, flash_dmattn_func
 from flash_dmattn.backends import portable
-from flash_dmattn.backends.base import AttentionInputs
+from flash_dmattn.record import AttentionInputs
 from support import (
     Problem,
     Target,

@@ -113,7 +113,8 @@ def test_opcheck_of_selection(causal: bool, target: Target) -> None:
 
 @pytest.mark.parametrize("kind", ["none", "keys", "rows", "intervals", "varlen"])
 def test_plan_has_the_bytes_that_its_formula_says(kind: str, pack_target: Target) -> None:
-    from flash_dmattn.backends import AttentionInputs, select_backend, torch_memory
+    from flash_dmattn.backends import select_backend, torch_memory
+    from flash_dmattn.record import AttentionInputs
 
     inputs = AttentionInputs(*forward_arguments(pack_target, kind)[:-1])
     backend = select_backend(inputs.query.device, pack_target.backend)

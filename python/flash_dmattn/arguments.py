@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import checks
-from .checks import flag, index, number
+from .checks import flag, number
 from .loader import environment
 from .masks import IntervalMask
 from .operators import define
@@ -24,11 +24,8 @@ __all__ = [
     "check_packed_ranks",
     "check_tensors",
     "check_together",
-    "flag",
-    "index",
     "is_block_mask",
     "mask_parts",
-    "number",
     "refuse_paged_gradients",
     "refuse_paged_mass",
     "refuse_ranks",

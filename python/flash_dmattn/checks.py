@@ -17,6 +17,7 @@ _INT64_MAX = 2**63 - 1
 _LONGEST_TEXT = 60
 _SCALARS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _STRIDED = torch.strided
+FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 INTEGERS = frozenset({torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64})
 
 
@@ -102,7 +103,7 @@ def same_device(name: str, value: Tensor, place: str, device: torch.device) -> N
         raise ValueError(f"{name} must be on {place} {device}, got a tensor on {value.device}")
 
 
-def longest(name: str, cu_seqlens: Tensor, instead: str = "") -> int:
+def read_max_seqlen(name: str, cu_seqlens: Tensor, instead: str = "") -> int:
     """Return the length of the longest packed sequence. This reads the device."""
     check_values(name, cu_seqlens, instead)
     lengths = cu_seqlens[1:] - cu_seqlens[:-1]

@@ -18,11 +18,8 @@ from .arguments import (
     check_dtypes,
     check_packed_ranks,
     check_tensors,
-    flag,
-    index,
     is_block_mask,
     mask_parts,
-    number,
     refuse_paged_gradients,
     refuse_paged_mass,
     refuse_ranks,
@@ -32,7 +29,7 @@ from .arguments import (
     without_expansion,
 )
 from .backends import available_backends, check_backend_name, require_available
-from .checks import MAX_ROWS
+from .checks import MAX_ROWS, flag, index, number
 from .masks import IntervalMask
 from .plan import AttentionPlan, checked_mask
 from .record import DENSE, AttentionInputs, KeyCounts, Packing

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from . import dispatch_state
-from .arguments import MaskParts, any_autocast, flag, mask_parts, resolved_deterministic
+from .arguments import MaskParts, any_autocast, mask_parts, resolved_deterministic
 from .backends import select_backend
 from .backends.base import Backend, lse_dtype, lse_shape, mass_shape, out_shape
 from .backends.reference import ReferenceBackend
 from .backends.shapes import has_other_value_dim
+from .checks import flag
 from .masks import IntervalMask
 from .operators import define, direct_apply, library, without_negation
 from .record import (

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import checks
-from .arguments import check_tensors, number, without_expansion
+from .arguments import check_tensors, scale_of, without_expansion
 from .bias_columns import with_bias_columns
 from .interface import flash_dmattn_func
 from .wrong_keywords import hide_unknown_keywords, refuse_keywords
@@ -82,14 +82,14 @@ def pair_bias_attention(
     for name, tensor in (("attn_mask", attn_mask), ("attn_bias", attn_bias)):
         if tensor is not None:
             _check_shape(name, tensor, sizes, sizes.queries)
-    head_dim = query.shape[-1]
+    head_dim, scale = query.shape[-1], scale_of(softmax_scale, query)
     if key_bias is not None:
         checks.tensor("key_bias", key_bias)
         _check_shape("key_bias", key_bias, sizes, 1)
         if attn_bias is None or attn_bias.shape[3] == 1:
             attn_bias = _add_biases(attn_bias, key_bias)
         else:
-            scale = _scale(softmax_scale, head_dim, softcap)
+            _check_columns(scale, softcap)
             # The mask must drop keys of -inf, so that their contents affect no result.
             kept = key_bias != -torch.inf
             if attn_mask is None:
@@ -99,12 +99,9 @@ def pair_bias_attention(
                 attn_mask = one & other
             columns = torch.where(kept, key_bias, 0).squeeze(3).transpose(2, 3)
             query, key, value = with_bias_columns(query, key, value, columns, scale)
-            softmax_scale = scale
-    if softmax_scale is None and head_dim:
-        softmax_scale = float(head_dim**-0.5)
     attn_mask, attn_bias = without_expansion(attn_mask, 2), without_expansion(attn_bias, 2)
     options: dict[str, Any] = {
-        "softmax_scale": softmax_scale,
+        "softmax_scale": scale,
         "is_causal": is_causal,
         "softcap": softcap,
         "sink": sink,
@@ -149,18 +146,17 @@ def _check_shape(name: str, tensor: Tensor, sizes: _Sizes, rows: int) -> None:
     raise ValueError(f"{name} must have shape ({wanted}), got {tuple(tensor.shape)}")
 
 
-def _scale(softmax_scale: float | None, head_dim: int, softcap: float | None) -> float:
+def _check_columns(scale: float, softcap: float | None) -> None:
+    """Raise unless the product of query and key can also carry a per-key bias."""
     if softcap:
         raise NotImplementedError(
             "softcap must be 0 or None with key_bias and an attn_bias for each query, got "
             f"{softcap}"
         )
-    scale = head_dim**-0.5 if softmax_scale is None else number("softmax_scale", softmax_scale)
     if scale == 0:
         raise ValueError(
             "softmax_scale must not be 0 with key_bias and an attn_bias for each query"
         )
-    return float(scale)
 
 
 def _add_biases(bias: Tensor | None, key_bias: Tensor) -> Tensor:

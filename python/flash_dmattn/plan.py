@@ -13,15 +13,13 @@ from .arguments import (
     autocast,
     backend_name,
     check_tensors,
-    flag,
-    index,
     is_block_mask,
     mask_parts,
     to_4d,
     without_expansion,
     writable,
 )
-from .checks import MAX_ROWS, described
+from .checks import MAX_ROWS, described, flag, index
 from .masks import IntervalMask
 from .record import DENSE, AttentionInputs, Packing
 from .wrong_keywords import hide_unknown_keywords, refuse_keywords

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from . import checks
@@ -12,7 +11,6 @@ from .backends.shapes import check_attention
 from .masks import IntervalMask
 from .record import AttentionInputs, Packing
 
-_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _NAMES = {"attn_mask": "mask", "attn_bias": "bias", "softmax_scale": "scale"}
 
 
@@ -80,8 +78,8 @@ def _inputs(
 ) -> AttentionInputs:
     if packing.cu_seqlens_q is not None and packing.cu_seqlens_k is not None:
         packing = packing._replace(
-            max_seqlen_q=checks.longest("cu_seqlens_q", packing.cu_seqlens_q),
-            max_seqlen_k=checks.longest("cu_seqlens_k", packing.cu_seqlens_k),
+            max_seqlen_q=checks.read_max_seqlen("cu_seqlens_q", packing.cu_seqlens_q),
+            max_seqlen_k=checks.read_max_seqlen("cu_seqlens_k", packing.cu_seqlens_k),
         )
     elif query.dim() == 4 and key.dim() == 4:
         if isinstance(mask, IntervalMask):
@@ -103,10 +101,10 @@ def _inputs(
 def _in_query_dtype(inputs: AttentionInputs) -> AttentionInputs:
     """Return a call whose bias and sink dtypes pass the checks. The formula takes any dtypes."""
     dtype = inputs.query.dtype
-    if dtype not in _FLOATS:
+    if dtype not in checks.FLOATS:
         return inputs
     bias, sink = (
-        t.to(dtype) if t is not None and t.dtype in _FLOATS else t
+        t.to(dtype) if t is not None and t.dtype in checks.FLOATS else t
         for t in (inputs.bias, inputs.sink)
     )
     return inputs._replace(bias=bias, sink=sink)

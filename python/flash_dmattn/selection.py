@@ -9,17 +9,8 @@ import torch
 from torch import Tensor
 
 from . import checks, selection_ops
-from .arguments import (
-    MaskParts,
-    backend_name,
-    check_together,
-    flag,
-    index,
-    mask_parts,
-    to_4d,
-    without_expansion,
-)
-from .checks import MAX_ROWS
+from .arguments import MaskParts, backend_name, check_together, mask_parts, to_4d, without_expansion
+from .checks import MAX_ROWS, flag, index
 from .masks import IntervalMask
 from .record import DENSE, KeyCounts, Packing, SelectionInputs
 from .wrong_keywords import hide_unknown_keywords, refuse_keywords
@@ -34,8 +25,8 @@ __all__ = [
     "is_per_key",
     "keeps_all",
     "key_counts",
-    "longest",
     "refuse_without_window",
+    "resolve_max_seqlen",
     "select",
     "selectable_bias",
     "total_keys",
@@ -166,8 +157,8 @@ def call_shape(query: Tensor, key: Tensor, packing: Packing) -> CallShape:
         batch, queries, heads, _ = query.shape
         return CallShape(batch, heads, key.shape[2], queries, key.shape[1])
     _check_bounds(packing)
-    longest = packing[3:]
-    return CallShape(packing.sequences, query.shape[-2], key.shape[-2], *longest)
+    max_seqlens = packing[3:]
+    return CallShape(packing.sequences, query.shape[-2], key.shape[-2], *max_seqlens)
 
 
 def select(
@@ -388,8 +379,8 @@ def _packing(packing: Packing, max_seqlen_q: int | None, max_seqlen_k: int | Non
         raise ValueError(f"{missing} must be given too: packed sequences need both")
     _check_bounds(packing)
     return packing._replace(
-        max_seqlen_q=longest("max_seqlen_q", max_seqlen_q, cu_seqlens_q),
-        max_seqlen_k=longest("max_seqlen_k", max_seqlen_k, cu_seqlens_k),
+        max_seqlen_q=resolve_max_seqlen("max_seqlen_q", max_seqlen_q, cu_seqlens_q),
+        max_seqlen_k=resolve_max_seqlen("max_seqlen_k", max_seqlen_k, cu_seqlens_k),
     )
 
 
@@ -408,11 +399,13 @@ def _check_packed_form(bias: Tensor, mask: Tensor | None, mask_name: str) -> Non
             )
 
 
-def longest(name: str, length: int | None, cu_seqlens: Tensor) -> int:
+def resolve_max_seqlen(name: str, length: int | None, cu_seqlens: Tensor) -> int:
     """Return the length of the longest sequence; by default it is read from the device."""
     if length is not None:
         return index(name, length, 0, MAX_ROWS)
-    return checks.longest(name.replace("max_seqlen", "cu_seqlens"), cu_seqlens, f"; pass {name}")
+    return checks.read_max_seqlen(
+        name.replace("max_seqlen", "cu_seqlens"), cu_seqlens, f"; pass {name}"
+    )
 
 
 def _check_mask(mask: Tensor, bias: Tensor, shape: CallShape) -> None:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from flash_dmattn import _core
-from flash_dmattn.backends.base import SelectionInputs
 from flash_dmattn.loader import pack_for
+from flash_dmattn.record import SelectionInputs
 
 TOTAL_Q, TOTAL_K, HEADS, LONGEST_Q, LONGEST_K = 40, 60, 2, 24, 32
 UNTOUCHED = 77

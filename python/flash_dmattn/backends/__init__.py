@@ -3,7 +3,7 @@
 the plain PyTorch reference.
 """
 
-from .base import AttentionInputs, Backend, Gradients, SelectionInputs
+from .base import Backend
 from .choosing import (
     available_backends,
     check_backend_name,
@@ -13,10 +13,7 @@ from .choosing import (
 )
 
 __all__ = [
-    "AttentionInputs",
     "Backend",
-    "Gradients",
-    "SelectionInputs",
     "available_backends",
     "check_backend_name",
     "is_available",

@@ -20,10 +20,7 @@ from flash_dmattn.record import (
 from flash_dmattn.reference import computing_dtype, key_mass
 
 __all__ = [
-    "AttentionInputs",
     "Backend",
-    "Gradients",
-    "SelectionInputs",
     "interval_shape",
     "keep_shape",
     "lse_dtype",

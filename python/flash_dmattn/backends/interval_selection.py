@@ -18,8 +18,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash_dmattn.backends.base import SelectionInputs, interval_shape
+from flash_dmattn.backends.base import interval_shape
 from flash_dmattn.backends.shapes import check_selection
+from flash_dmattn.record import SelectionInputs
 from flash_dmattn.reference import per_query_head
 
 

@@ -9,18 +9,16 @@ import torch
 from torch import Tensor
 
 from flash_dmattn import _core
-from flash_dmattn.record import ATTENTION, KeyListInputs
+from flash_dmattn.record import (
+    ATTENTION,
+    AttentionInputs,
+    Gradients,
+    KeyListInputs,
+    SelectionInputs,
+)
 
 from . import portable, torch_memory
-from .base import (
-    AttentionInputs,
-    Backend,
-    Gradients,
-    SelectionInputs,
-    interval_shape,
-    keep_shape,
-    out_rest_bytes,
-)
+from .base import Backend, interval_shape, keep_shape, out_rest_bytes
 
 # The core makes results with these, because each crossing into Python adds time to a small call.
 _ALLOCATOR = _core.Allocator(

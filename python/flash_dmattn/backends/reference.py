@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_dmattn.record import ATTENTION, differentiable_tensors
+from flash_dmattn.record import (
+    ATTENTION,
+    AttentionInputs,
+    Gradients,
+    SelectionInputs,
+    differentiable_tensors,
+)
 from flash_dmattn.reference import (
     Sequence,
     attend,
@@ -24,15 +30,7 @@ from flash_dmattn.reference import (
     without_autocast,
 )
 
-from .base import (
-    AttentionInputs,
-    Backend,
-    Gradients,
-    SelectionInputs,
-    interval_shape,
-    keep_shape,
-    lse_shape,
-)
+from .base import Backend, interval_shape, keep_shape, lse_shape
 from .shapes import check_attention, check_selection
 
 # Rows that are sorted at once. This bounds the memory of selection: a sort needs 9 bytes per key of

@@ -15,17 +15,15 @@ import torch
 from torch import Tensor
 
 from flash_dmattn import _core
-from flash_dmattn.record import ATTENTION, KeyListInputs
-
-from .base import (
+from flash_dmattn.record import (
+    ATTENTION,
     AttentionInputs,
     Gradients,
+    KeyListInputs,
     SelectionInputs,
-    lse_dtype,
-    lse_shape,
-    mass_shape,
-    out_shape,
 )
+
+from .base import lse_dtype, lse_shape, mass_shape, out_shape
 
 __all__ = [
     "CORE_READS_TENSORS",

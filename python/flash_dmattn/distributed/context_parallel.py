@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import checks
-from ..arguments import backend_name, index
-from ..checks import MAX_ROWS
+from ..arguments import backend_name
+from ..checks import MAX_ROWS, index
 from ..interface import Output, flash_dmattn_func, flash_dmattn_varlen_func
+from ..mask_checks import check_token_mask
 from ..record import KeyCounts
 from ..selection import key_counts
 from ..state.chunks import as_rows, check_heads
@@ -115,7 +116,7 @@ def context_parallel_dmattn(
     }
     if cu_seqlens is not None:
         if padding is not None:
-            raise ValueError("padding must be None with cu_seqlens: packed sequences have none")
+            check_token_mask(padding, cu_seqlens)
         packing = check_packed_shard(query, key, value, attn_bias, cu_seqlens, max_seqlen)
         # NaN: the token counts among the last and the first, but its bias is not selected.
         if counts.keeps_first_or_last:

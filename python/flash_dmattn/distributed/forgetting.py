@@ -14,7 +14,7 @@ from ..forgetting import check_gates, check_log_forget, checked_prune
 from ..forgetting_formula import bias_for_backend, bounded_gates, decay_mask
 from ..interface import flash_dmattn_func
 from ..modules import ForgettingAttention
-from ..modules.forgetting_cache import check_tokens
+from ..modules.forgetting_cache import check_gated_tokens
 from ..state.chunks import check_heads
 from ..wrong_keywords import hide_unknown_keywords, refuse_keywords
 from .context_parallel import checked_group
@@ -104,7 +104,7 @@ def context_parallel_forgetting(
         )
         return padded.flatten(0, 1).index_select(0, batch.of_token)
     check_heads("query", query)
-    check_tokens(key, value, log_forget)
+    check_gated_tokens(key, value, log_forget)
     check_log_forget(log_forget, None, padding)
     check_gates(log_forget)
     ranks = checked_group(group)
@@ -235,7 +235,7 @@ class _PaddedBatch:
                     f"{name} must be on log_forget's device {log_forget.device}, got a tensor on "
                     f"{tensor.device}"
                 )
-        most, end = checks.longest("cu_seqlens", cu_seqlens), int(cu_seqlens[-1])
+        most, end = checks.read_max_seqlen("cu_seqlens", cu_seqlens), int(cu_seqlens[-1])
         if end != total:
             raise ValueError(f"cu_seqlens must end with {total}, query's first size, got {end}")
         bounds = cu_seqlens.long()

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from flash_dmattn import checks
-from flash_dmattn.arguments import flag
+from flash_dmattn.checks import flag
 from flash_dmattn.selection import refuse_without_window
 
 from .implementations import ATTENTION_NAME, KEY_BIAS_ATTENTION_NAME

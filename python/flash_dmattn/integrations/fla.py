@@ -93,7 +93,7 @@ def parallel_forgetting_attn(
     bias, mask = forgetting_bias(g[0].transpose(0, 1), prune, cu_seqlens)
     if window_size is not None:
         mask = _within(window_size, mask, packed_positions(cu_seqlens, length))
-    most = checks.longest("cu_seqlens", cu_seqlens)
+    most = checks.read_max_seqlen("cu_seqlens", cu_seqlens)
     out = flash_dmattn_varlen_func(
         q[0], k[0], v[0], cu_seqlens, cu_seqlens, most, most, scale,
         attn_mask=mask, attn_bias=bias_for_backend(backend, bias), is_causal=True, backend=backend,

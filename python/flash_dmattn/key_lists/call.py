@@ -13,8 +13,6 @@ from flash_dmattn.arguments import (
     check_dtypes,
     check_packed_ranks,
     check_tensors,
-    flag,
-    number,
     refuse_paged_gradients,
     refuse_paged_mass,
     refuse_ranks,
@@ -22,6 +20,7 @@ from flash_dmattn.arguments import (
     scale_of,
     to_4d,
 )
+from flash_dmattn.checks import flag, number
 from flash_dmattn.record import KeyListInputs, Packing
 
 from .ops import attention, key_mass

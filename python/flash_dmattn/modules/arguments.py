@@ -30,7 +30,6 @@ __all__ = [
     "finite",
 ]
 
-_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _BIAS_FORMS = ("softplus", "exp")
 
 
@@ -172,7 +171,7 @@ def check_positions(position_ids: Tensor, hidden_states: Tensor) -> None:
 def check_tokens(tokens: dict[str, Tensor]) -> None:
     """Raise unless the key, value and bias of new tokens of a cache fit each other."""
     for name, tensor in tokens.items():
-        if checks.tensor(name, tensor).dtype not in _DTYPES:
+        if checks.tensor(name, tensor).dtype not in checks.FLOATS:
             raise TypeError(f"{name} must be of 16 to 64 floating-point bits, got {tensor.dtype}")
     key = tokens["key"]
     if key.dim() != 4:

@@ -10,13 +10,19 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from .. import checks
-from ..arguments import flag, to_4d
-from ..checks import is_one_of
+from ..arguments import to_4d
+from ..checks import flag, is_one_of
 from ..interface import flash_dmattn_func, flash_dmattn_varlen_func
 from ..masks import IntervalMask
 from ..record import KeyCounts
 from ..reference import per_query_head
-from ..selection import keeps_all, key_counts, longest, refuse_without_window, without_nan
+from ..selection import (
+    keeps_all,
+    key_counts,
+    refuse_without_window,
+    resolve_max_seqlen,
+    without_nan,
+)
 from ..state.chunks import described_call
 from ..wrong_keywords import hide_unknown_keywords, refuse_keywords, with_keyword_hints
 from .arguments import (
@@ -340,7 +346,7 @@ class DynamicMaskAttention(nn.Module):
         if cu_seqlens is None:
             keys = key.shape[1]
         else:
-            keys = longest("max_seqlen", max_seqlen, cu_seqlens)
+            keys = resolve_max_seqlen("max_seqlen", max_seqlen, cu_seqlens)
         if self.window_size is not None:
             counts = self._counts()
             selects = {

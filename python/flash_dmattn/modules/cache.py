@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..arguments import flag, index, writable
+from ..arguments import writable
+from ..checks import flag, index
 from ..dispatch_state import has_values
 from ..record import KeyCounts
 from ..refusals import current_backward, refuse_recomputation

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
 from .. import checks
-from ..arguments import flag
+from ..checks import flag
 from ..forgetting import checked_prune, forgetting_attention, forgetting_bias
 from ..forgetting_formula import bias_for_backend
 from ..interface import flash_dmattn_func, flash_dmattn_varlen_func
 from ..masks import IntervalMask
-from ..selection import longest
+from ..selection import resolve_max_seqlen
 from ..wrong_keywords import hide_unknown_keywords, refuse_keywords, with_keyword_hints
 from .arguments import (
     check_backend,
@@ -267,7 +267,7 @@ class ForgettingAttention(nn.Module):
                 backend=self.backend,
             )
         bias, mask = forgetting_bias(log_forget, self.prune, cu_seqlens, padding=padding)
-        keys = longest("max_seqlen", max_seqlen, cu_seqlens)
+        keys = resolve_max_seqlen("max_seqlen", max_seqlen, cu_seqlens)
         bounds = (cu_seqlens, cu_seqlens, keys, keys)
         return self._attend(query, key, value, bias, mask, bounds)
 

@@ -21,7 +21,7 @@ from ..state.rows import chosen
 from ..state.stored import check_names, check_setting
 from ..wrong_keywords import with_keyword_hints
 
-__all__ = ["ForgettingCache", "check_tokens"]
+__all__ = ["ForgettingCache", "check_gated_tokens"]
 
 _FIELDS = ("key", "value", "total")
 _LENGTH_DIMENSION = {"key": 1, "value": 1, "total": 2}
@@ -269,7 +269,7 @@ class ForgettingCache:
         if any(name in state for name in tensors):
             check_names(state, (*_SETTINGS, *tensors))
             key, value, total, sums = (checks.tensor(name, state[name]) for name in tensors)
-            check_tokens(key, value, total)
+            check_gated_tokens(key, value, total)
             if total.dtype != torch.float64 or sums.dtype != torch.float64:
                 raise TypeError(
                     f"total and sums of state must have dtype torch.float64, got {total.dtype} and "
@@ -381,7 +381,7 @@ class ForgettingCache:
         prune: float | None,
         padding: Tensor | None,
     ) -> None:
-        check_tokens(key, value, log_forget)
+        check_gated_tokens(key, value, log_forget)
         if prune is not None:
             check_gates(log_forget)
         if padding is not None and tuple(padding.shape) != tuple(key.shape[:2]):
@@ -415,7 +415,7 @@ class ForgettingCache:
                 )
 
 
-def check_tokens(key: Tensor, value: Tensor, log_forget: Tensor) -> None:
+def check_gated_tokens(key: Tensor, value: Tensor, log_forget: Tensor) -> None:
     """Raise unless these are keys, values and gates of the same tokens."""
     for name, tensor in (("key", key), ("value", value), ("log_forget", log_forget)):
         if not checks.tensor(name, tensor).is_floating_point():

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from torch import nn
 
-__all__ = ["Fusable", "Headed", "Part", "Projecting", "Sized", "eps_of"]
+__all__ = ["Fusable", "Headed", "Part", "Projecting", "eps_of"]
 
 
 class Headed(Protocol):
@@ -35,16 +35,7 @@ class Projecting(Protocol):
     _parameters: dict[str, nn.Parameter | None]
 
 
-class Sized(Projecting, Protocol):
-    """The parts of a layer, and its sizes."""
-
-    embed_dim: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-
-
-class Fusable(Sized, Protocol):
+class Fusable(Projecting, Headed, Protocol):
     """The parts of a layer, and its settings."""
 
     q_norm: nn.RMSNorm | None

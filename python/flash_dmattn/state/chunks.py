@@ -24,7 +24,6 @@ __all__ = [
     "needs_gradient",
 ]
 
-_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _GROWS_ONLY = (
     "what a query sees must only grow, as the keys that are dropped are forgotten: sliding "
     "windows, documents and other masks need all keys; use flash_dmattn_func with them, or a state "
@@ -55,7 +54,7 @@ def as_rows(
         TypeError, ValueError: as `KeptKeys.attend`.
     """
     for name, tensor in (("key", key), ("value", value), ("bias", bias)):
-        if checks.tensor(name, tensor).dtype not in _DTYPES:
+        if checks.tensor(name, tensor).dtype not in checks.FLOATS:
             raise TypeError(f"{name} must be of 16 to 64 floating-point bits, got {tensor.dtype}")
         checks.same_device(name, tensor, "key's device", key.device)
     if value.shape != key.shape:

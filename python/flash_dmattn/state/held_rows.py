@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from .. import checks, dispatch_state
-from ..arguments import index, writable
-from ..checks import MAX_ROWS
+from ..arguments import writable
+from ..checks import MAX_ROWS, index
 from ..record import KeyCounts
 from ..refusals import current_backward, refuse_recomputation
 from .chunks import as_rows, check_heads, check_like, check_sequences, needs_gradient

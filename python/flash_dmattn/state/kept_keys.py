@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..arguments import backend_name, flag
+from ..arguments import backend_name
+from ..checks import flag
 from ..interface import Output, flash_dmattn_func
 from ..wrong_keywords import hide_unknown_keywords, refuse_keywords, with_keyword_hints
 from .chunks import check_heads, check_like, described_call

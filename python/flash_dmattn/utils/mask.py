@@ -10,8 +10,7 @@ from .. import checks
 
 __all__ = ["create_mask", "dynamic_mask"]
 
-_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-_MASK_DTYPES = frozenset({torch.bool, *checks.INTEGERS, *_DTYPES})
+_MASK_DTYPES = frozenset({torch.bool, *checks.INTEGERS, *checks.FLOATS})
 
 
 def top_k_mask(
@@ -41,7 +40,7 @@ def top_k_mask(
         ValueError: attention_mask does not broadcast to attention_bias, or a number is invalid.
     """
     scores = checks.tensor("attention_bias", attention_bias).detach()
-    if scores.dtype not in _DTYPES or scores.dim() == 0:
+    if scores.dtype not in checks.FLOATS or scores.dim() == 0:
         raise TypeError(
             "attention_bias must have at least 16 floating-point bits and shape (B, h, rows, K), "
             f"got {checks.described(attention_bias)}"

@@ -10,15 +10,9 @@ import torch
 from torch import Tensor
 
 from flash_dmattn.backends import device_packs
-from flash_dmattn.backends.base import (
-    AttentionInputs,
-    Backend,
-    Gradients,
-    SelectionInputs,
-    lse_dtype,
-    lse_shape,
-)
+from flash_dmattn.backends.base import Backend, lse_dtype, lse_shape
 from flash_dmattn.backends.shapes import check_attention, refuse_float64_bias
+from flash_dmattn.record import AttentionInputs, Gradients, SelectionInputs
 
 from . import sinks
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash_dmattn.backends.base import Gradients
+from flash_dmattn.record import Gradients
 from flash_dmattn.reference import computing_dtype, per_query_head
 
 from .problem import Problem

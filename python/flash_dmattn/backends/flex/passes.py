@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from flash_dmattn.backends.base import AttentionInputs, Gradients
+from flash_dmattn.record import AttentionInputs, Gradients
 from flash_dmattn.reference import per_query_head, without_autocast
 
 from . import gradients, kernel, sinks

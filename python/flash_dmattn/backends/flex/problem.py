@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_dmattn.backends.base import AttentionInputs
+from flash_dmattn.record import AttentionInputs
 from flash_dmattn.reference import per_query_head
 
 # Bounds the memory of computations in row chunks.
