@@ -11,7 +11,7 @@ from drawn.problems import draw
 from drawn.source import truth_of
 from flash_dmattn import IntervalMask, backends, flash_dmattn_func
 from flash_dmattn.backends import portable
-from flash_dmattn.record import AttentionInputs
+from flash_dmattn.record import AttentionInputs, SelectionInputs
 from support import (
     Problem,
     Target,
@@ -145,13 +145,13 @@ def compiled_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return aot_eager(graph, examples)
 
     torch._dynamo.reset()
-    kernel._compiled.cache_clear()
+    kernel._compile_for.cache_clear()
     # FlexAttention refuses gradients on a CPU, for which it has no kernels.
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None, raising=False)
     monkeypatch.setattr(kernel, "is_fused", lambda device: True)
     monkeypatch.setitem(kernel._COMPILE_OPTIONS, "backend", backend)
     yield compiled
-    kernel._compiled.cache_clear()
+    kernel._compile_for.cache_clear()
 
 
 def test_what_is_compiled_for_gpus_is_right_for_any_length(compiled_on_a_cpu: list[int]) -> None:
@@ -185,7 +185,7 @@ def test_nothing_is_compiled_anew(compiled_on_a_cpu: list[int]) -> None:
         problem = simple_problem(batch=3, queries=rows, keys=keys)
         problem.mask = rand_bool(batch, heads, 1, keys, density=0.4)
         attend(problem)
-    assert len(compiled_on_a_cpu) == kernel._compiled.cache_info().currsize == 3
+    assert len(compiled_on_a_cpu) == kernel._compile_for.cache_info().currsize == 3
 
 
 def test_code_is_for_what_is_attended_and_not_for_how_it_is_stored(
@@ -225,7 +225,7 @@ def test_selection_is_that_of_the_pack() -> None:
     bias = randn(2, 3, 1, 200)
     made = [
         backends.select_backend(bias.device, name).select_intervals(
-            backends.SelectionInputs(bias, None, None, None, 2, 3, 3, 200, 200, 9, True)
+            SelectionInputs(bias, None, None, None, 2, 3, 3, 200, 200, 9, True)
         )
         for name in ("flex", "cpu")
     ]

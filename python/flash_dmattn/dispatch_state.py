@@ -63,23 +63,23 @@ if IS_READABLE:
 class _Kernels:
     """State of the kernels that are registered with torch.library."""
 
-    own: frozenset[str] = frozenset()
+    names: frozenset[str] = frozenset()
     # Whether the dispatcher would call this library's kernels, so that calls may bypass it. It
     # would not if torch.library holds other kernels for these operators. Kernels that C++ registers
     # for CPUs or CUDA devices are not detected.
-    are_own = False
-    counted = -1  # number of kernels of all operators at the last check
+    has_only_own = False
+    count_at_check = -1  # number of kernels of all operators at the last check
 
 
 def watch_kernels(library: torch.library.Library) -> None:
     """Treat the kernels of ``library`` as own, and all others for its operators as foreign."""
-    _Kernels.own = frozenset(getattr(library, "_op_impls", ()))
+    _Kernels.names = frozenset(getattr(library, "_op_impls", ()))
 
 
 def _count_kernels() -> None:
-    _Kernels.counted = len(_kernels)
+    _Kernels.count_at_check = len(_kernels)
     relevant = [name for name in tuple(_kernels) if name.startswith(_NAMESPACES)]
-    _Kernels.are_own = _Kernels.own.issuperset(relevant)
+    _Kernels.has_only_own = _Kernels.names.issuperset(relevant)
 
 
 def is_idle(tensors: tuple[Any, ...], *, or_profiled: bool = False) -> bool:
@@ -97,9 +97,9 @@ def is_idle(tensors: tuple[Any, ...], *, or_profiled: bool = False) -> bool:
         return False
     if not or_profiled and _is_profiled():
         return False
-    if len(_kernels) != _Kernels.counted:
+    if len(_kernels) != _Kernels.count_at_check:
         _count_kernels()
-    if not _Kernels.are_own or (_function_modes() and _has_function_mode()):
+    if not _Kernels.has_only_own or (_function_modes() and _has_function_mode()):
         return False
     for tensor in tensors:
         if tensor is not None and (type(tensor) not in PLAIN_TYPES or tensor.is_neg()):

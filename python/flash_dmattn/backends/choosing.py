@@ -48,10 +48,10 @@ def check_backend_name(name: str) -> None:
     """Raise ValueError, with the nearest name, if no backend has this name."""
     if isinstance(name, str) and name in _KNOWN_BACKENDS:
         return
-    given = described(name)
+    got = described(name)
     raise ValueError(
         f"backend must be None, 'auto' or one of {', '.join(map(repr, _KNOWN_BACKENDS))}, got "
-        f"{given}.{environment.did_you_mean(given, _KNOWN_BACKENDS)}"
+        f"{got}.{environment.did_you_mean(got, _KNOWN_BACKENDS)}"
     )
 
 

@@ -155,7 +155,7 @@ def _token_mask(bias: Tensor, counts: KeyCounts) -> Tensor | None:
 def _receive(candidates: Rows, counts: KeyCounts, ranks: dist.ProcessGroup, backend: str) -> Rows:
     """Return the rows that earlier ranks send to this rank."""
     exchange = plan_exchange(candidates, counts, ranks, backend)
-    return Rows(*exchange_rows(candidates, exchange), exchange.places)
+    return Rows(*exchange_rows(candidates, exchange), exchange.arrivals)
 
 
 def checked_group(group: Any) -> dist.ProcessGroup:

@@ -25,7 +25,7 @@ class Exchange(NamedTuple):
     sent: list[Tensor]  # for each rank int64: the own candidates to send to it
     received_counts: list[int]
     # int64 (B, p, rows): the received row at each place, or one past the last if it is empty
-    places: Tensor
+    arrivals: Tensor
     bias: Tensor  # (B, h, 1, rows): of the received rows, without a gradient
 
     @property
@@ -90,11 +90,11 @@ def plan_exchange(
     column = torch.searchsorted(running, row_number)
     is_there = column < columns
     column = column.clamp(max=columns - 1)
-    places = arrival.gather(2, column).masked_fill(~is_there, sum(sizes[rank]))
+    arrivals = arrival.gather(2, column).masked_fill(~is_there, sum(sizes[rank]))
     by_bias, is_kept = candidates.for_bias(column), candidates.for_bias(is_there)
     local_keep = keep[:, :, rank : rank + 1].gather(3, by_bias)
     kept_bias = bias.gather(3, by_bias).masked_fill(~(is_kept & local_keep), -torch.inf)
-    return Exchange(group, sent, sizes[rank], places, kept_bias)
+    return Exchange(group, sent, sizes[rank], arrivals, kept_bias)
 
 
 def exchange_rows(candidates: Rows, exchange: Exchange) -> tuple[Tensor, Tensor, Tensor]:
@@ -113,15 +113,15 @@ class _ExchangeRows(torch.autograd.Function):
         ctx: Any, key: Tensor, value: Tensor, bias: Tensor, exchange: Exchange
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.exchange = exchange
-        ctx.sharing = bias.shape[1] // exchange.places.shape[1]
-        sets = exchange.places.shape[1]
+        ctx.sharing = bias.shape[1] // exchange.arrivals.shape[1]
+        sets = exchange.arrivals.shape[1]
         rows = torch.cat([_flatten_sets(key, sets), _flatten_sets(value, sets)], 1)
         arrived = _all_to_all(
             torch.cat([rows[index] for index in exchange.sent]), exchange, is_backward=False
         )
         # The last row of zeros serves empty places.
         arrived = torch.cat([arrived, arrived.new_zeros(1, arrived.shape[1])])
-        placed = arrived[exchange.places]  # (B, p, rows, 2 E)
+        placed = arrived[exchange.arrivals]  # (B, p, rows, 2 E)
         half = placed.shape[-1] // 2
         return (
             _split_heads(placed[..., :half], key),
@@ -135,8 +135,8 @@ class _ExchangeRows(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         dkey, dvalue, dbias = gradients
         exchange: Exchange = ctx.exchange
-        batch, sets, rows = exchange.places.shape
-        places_of_rows = exchange.places.flatten()
+        batch, sets, rows = exchange.arrivals.shape
+        places_of_rows = exchange.arrivals.flatten()
         states = torch.cat([_flatten_sets(dkey, sets), _flatten_sets(dvalue, sets)], 1)
         # (B, h, 1, rows) as (B p rows, heads that share them)
         biases = dbias.view(batch, sets, ctx.sharing, rows).transpose(2, 3).flatten(0, 2)

@@ -26,8 +26,8 @@ def target_dtype_of(query: Tensor, module: torch.nn.Module) -> torch.dtype | Non
         (config, "_pre_quantization_dtype"),  # the weights of quantized models are integers
         (config if getattr(config, "_is_quantized", False) else None, "dtype"),
     ):
-        if isinstance(given := getattr(holder, attribute, None), torch.dtype):
-            return given
+        if isinstance(dtype_of_config := getattr(holder, attribute, None), torch.dtype):
+            return dtype_of_config
     weights = (m.weight for m in module.modules() if isinstance(m, torch.nn.Linear))
     return next((w.dtype for w in weights if w.is_floating_point()), None)
 

@@ -61,10 +61,10 @@ def fused_step(
     device = hidden_states.device
     if width != layer.embed_dim or not has_kernel(device.type):
         return None
-    held = batch, layer.num_kv_heads, layer.head_dim
+    token_shape = batch, layer.num_kv_heads, layer.head_dim
     if (layer.window_size, layer.keep_last, layer.keep_first) != kept.counts:
         return None
-    if not kept.has_slots_for(held, hidden_states):
+    if not kept.has_slots_for(token_shape, hidden_states):
         return None
     step = _steps.get(layer)
     if (

@@ -192,10 +192,10 @@ def _compact(rows: Rows, wanted: Tensor, capacity: int) -> Rows:
     number = torch.arange(1, capacity + 1, device=running.device).expand(*running.shape[:2], -1)
     index = torch.searchsorted(running, number.contiguous())
     is_there = index < rows.size
-    taken = rows.take(index.clamp(max=rows.size - 1))
-    return taken._replace(
-        bias=taken.bias.masked_fill(~taken.for_bias(is_there), -torch.inf),
-        position=taken.position.masked_fill(~is_there, NOWHERE),
+    compacted = rows.take(index.clamp(max=rows.size - 1))
+    return compacted._replace(
+        bias=compacted.bias.masked_fill(~compacted.for_bias(is_there), -torch.inf),
+        position=compacted.position.masked_fill(~is_there, NOWHERE),
     )
 
 

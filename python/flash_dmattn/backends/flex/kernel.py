@@ -69,8 +69,8 @@ def is_fused(device: torch.device) -> bool:
 def attend(call: Call) -> tuple[Tensor, Tensor]:
     """Return out ``(B, H, Q, D)`` and lse ``(B, H, Q)``, padded like the call."""
     if not is_fused(call.query.device):
-        return _plain(call)
-    compiled = _compiled(call.structure, torch.is_grad_enabled())
+        return _attend_uncompiled(call)
+    compiled = _compile_for(call.structure, torch.is_grad_enabled())
     # Duck shapes would require sizes that are equal in the first call to be equal in all calls.
     with torch.fx.experimental._config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
         out, lse = compiled(*call[:5])
@@ -86,7 +86,7 @@ def differentiate(call: Call, dout: Tensor, dlse: Tensor) -> tuple[Tensor, Tenso
     return dquery, dkey, dvalue
 
 
-def _plain(call: Call) -> tuple[Tensor, Tensor]:
+def _attend_uncompiled(call: Call) -> tuple[Tensor, Tensor]:
     """Evaluate the same functions for all scores, in float32.
 
     FlexAttention's own uncompiled form traces each new combination of functions and sizes, gives up
@@ -112,19 +112,19 @@ def _plain(call: Call) -> tuple[Tensor, Tensor]:
     return (probabilities @ value).to(call.query.dtype), torch.logsumexp(scores, -1)
 
 
-def _with_lse(
+def _attend_with_lse(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     score_mod: Callable[..., Tensor],
     block_mask: BlockMask,
 ) -> tuple[Tensor, Tensor]:
-    grouped = query.shape[1] != key.shape[1]
-    given = (query, key, value, score_mod, block_mask, 1.0, grouped)
+    is_grouped = query.shape[1] != key.shape[1]
+    arguments = (query, key, value, score_mod, block_mask, 1.0, is_grouped)
     if _HAS_AUX_REQUEST:
-        out, aux = flex.flex_attention(*given, return_aux=flex.AuxRequest(lse=True))
+        out, aux = flex.flex_attention(*arguments, return_aux=flex.AuxRequest(lse=True))
         return out, aux.lse
-    out, lse = flex.flex_attention(*given, return_lse=True)
+    out, lse = flex.flex_attention(*arguments, return_lse=True)
     return out, lse
 
 
@@ -138,12 +138,14 @@ _HAS_AUX_REQUEST = hasattr(flex, "AuxRequest")
 
 
 @functools.cache
-def _compiled(structure: tuple[Any, ...], grad: bool) -> Callable[..., tuple[Tensor, Tensor]]:
+def _compile_for(structure: tuple[Any, ...], grad: bool) -> Callable[..., tuple[Tensor, Tensor]]:
     """Return a function that is compiled for a structure, and for any lengths.
 
     Each structure gets its own code object, because torch.compile limits recompilations per code.
     """
-    code = types.FunctionType(_with_lse.__code__.replace(), globals(), _with_lse.__name__)
+    code = types.FunctionType(
+        _attend_with_lse.__code__.replace(), globals(), _attend_with_lse.__name__
+    )
     compiled: Callable[..., tuple[Tensor, Tensor]] = torch.compile(code, **_COMPILE_OPTIONS)
     return compiled
 
@@ -158,22 +160,22 @@ def _planes(tensor: Tensor, problem: Problem) -> Tensor:
     number = number.view(batch, heads)
     if heads not in (1, problem.heads[0]):
         number = number.repeat_interleave(problem.heads[0] // heads, 1)
-    return _on_its_own(number.expand(problem.query.shape[0], problem.heads[0]))
+    return _without_base(number.expand(problem.query.shape[0], problem.heads[0]))
 
 
-def _narrowed(tensor: Tensor, problem: Problem) -> Tensor:
+def _narrow(tensor: Tensor, problem: Problem) -> Tensor:
     return narrowed(tensor, packed=problem.first_key is not None)
 
 
-def _with_columns(tensor: Tensor, problem: Problem) -> Tensor:
+def _expand_columns(tensor: Tensor, problem: Problem) -> Tensor:
     """Return ``(matrices, {Q|1}, columns)``, contiguous."""
-    tensor = _narrowed(tensor, problem)
+    tensor = _narrow(tensor, problem)
     if tensor.shape[3] == 1 and problem.first_key is None:
         tensor = tensor.expand(*tensor.shape[:3], problem.key.shape[2])
-    return _on_its_own(tensor.flatten(0, 1))
+    return _without_base(tensor.flatten(0, 1))
 
 
-def _on_its_own(tensor: Tensor) -> Tensor:
+def _without_base(tensor: Tensor) -> Tensor:
     """Return a contiguous tensor that is not a view: code also depends on a view's base."""
     return tensor.contiguous().detach()
 
@@ -196,26 +198,26 @@ def _score_mod(problem: Problem, scale: float, softcap: float, keys: int) -> Cal
     if problem.bias is None:
         return without_bias
     plane, bias = (
-        _planes(_narrowed(problem.bias, problem), problem),
-        _with_columns(problem.bias, problem),
+        _planes(_narrow(problem.bias, problem), problem),
+        _expand_columns(problem.bias, problem),
     )
     if bias.shape[1] == 1:
         per_key = functional.pad(bias.squeeze(1), (0, keys - bias.shape[2]))
 
         def with_bias(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return without_bias(score, b, h, i, j) + _bounded(per_key[plane[b, h], j])
+            return without_bias(score, b, h, i, j) + _bound_bias(per_key[plane[b, h], j])
 
         return with_bias
     place = _places(problem, bias)
 
     def with_row_bias(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         added = bias[(plane[b, h], *place(i, j))]
-        return without_bias(score, b, h, i, j) + _bounded(added)
+        return without_bias(score, b, h, i, j) + _bound_bias(added)
 
     return with_row_bias
 
 
-def _bounded(bias: Tensor) -> Tensor:
+def _bound_bias(bias: Tensor) -> Tensor:
     """Bound a bias so that scores times log2(e), as in the kernels, stay in float32's range.
 
     The bound is a literal, because a global would become a variable of the compiled code.
@@ -236,14 +238,14 @@ def _mask_mod(problem: Problem, keys: int) -> Callable[..., Tensor]:
 
     mask_mod = in_interval
     for tensor in problem.rows:
-        mask_mod = _also(mask_mod, tensor, problem)
+        mask_mod = _and_mask(mask_mod, tensor, problem)
     return mask_mod
 
 
-def _also(
+def _and_mask(
     mask_mod: Callable[..., Tensor], tensor: Tensor, problem: Problem
 ) -> Callable[..., Tensor]:
-    plane, kept = _planes(tensor, problem), _with_columns(tensor, problem)
+    plane, kept = _planes(tensor, problem), _expand_columns(tensor, problem)
     place = _places(problem, kept)
 
     def in_both(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -283,10 +285,10 @@ def _block_mask(
 
     `BlockMask.from_kv_blocks` would do the latter by vmap, which fails inside dispatch modes.
     """
-    kv_num_blocks, kv_indices = _listed(blocks.partial)
-    full_kv_num_blocks, full_kv_indices = _listed(blocks.full)
-    q_num_blocks, q_indices = _listed(blocks.partial.transpose(-1, -2))
-    full_q_num_blocks, full_q_indices = _listed(blocks.full.transpose(-1, -2))
+    kv_num_blocks, kv_indices = _list_blocks(blocks.partial)
+    full_kv_num_blocks, full_kv_indices = _list_blocks(blocks.full)
+    q_num_blocks, q_indices = _list_blocks(blocks.partial.transpose(-1, -2))
+    full_q_num_blocks, full_q_indices = _list_blocks(blocks.full.transpose(-1, -2))
     return BlockMask(
         seq_lengths=lengths,
         kv_num_blocks=kv_num_blocks,
@@ -302,7 +304,7 @@ def _block_mask(
     )
 
 
-def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+def _list_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Return the number of key blocks of each block of rows, and their indices, first in order."""
     order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32), order.to(torch.int32).contiguous()
