@@ -286,7 +286,11 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
         ValueError,
         "keep_first must be 0 with is_causal=False and 17 queries.*got 3",
     ),
-    ({"keep_last": 2, "window_size": None}, ValueError, "keep_last must be 0 without window_size"),
+    (
+        {"keep_last": 2, "window_size": None},
+        ValueError,
+        "keep_last must be 0 without window_size, got 2; window_size=0 keeps the nearest keys",
+    ),
     ({"keep_first": 1, "window_size": None}, ValueError, "keep_first must be 0 without window_"),
     ({"keep_last": -1, "window_size": None}, ValueError, "keep_last must be at least 0, got -1"),
     ({"window_size": 2, "attn_bias": None, "keep_last": 1}, ValueError, "attn_bias is None"),

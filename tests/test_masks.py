@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import doctest
 import io
+import operator
 
 import pytest
 import torch
@@ -163,6 +164,17 @@ def test_intersection_of_masks_that_do_not_fit(
             first & second
     with pytest.raises(ValueError, match=message):
         masks[0] & masks[1]
+
+
+def test_unions_and_complements_name_boolean_masks() -> None:
+    mask = IntervalMask.sliding_window(1, 0, 3, 5)
+    union = r"^\| of an IntervalMask cannot be .*; a\.to_bool\(query_length\) \| b\.to_bool"
+    for one, other in ((mask, mask), (mask, torch.ones(3, 5) > 0), (torch.ones(3, 5) > 0, mask)):
+        with pytest.raises(TypeError, match=union):
+            one | other  # type: ignore[operator]
+    complement = r"^~ of an IntervalMask .*; ~mask\.to_bool\(query_length\)"
+    with pytest.raises(TypeError, match=complement):
+        operator.invert(mask)
 
 
 def test_intersection_across_devices_or_query_lengths() -> None:

@@ -533,7 +533,8 @@ def _attention(
     if return_key_mass and block_table is not None:
         refuse_paged_mass()
     if window_size is None:
-        refuse_without_window(keep_last, keep_first, "without window_size")
+        hint = "; window_size=0 keeps the nearest keys alone" if plan is None else ""
+        refuse_without_window(keep_last, keep_first, hint=hint)
         parts = mask_parts(attn_mask)
     else:
         counts = key_counts(window_size, keep_last, keep_first)

@@ -121,6 +121,24 @@ class IntervalMask:
         """
         _refuse_to_combine(other)
 
+    def __or__(self, other: object) -> NoReturn:
+        """Refuse a union, which may keep a key for two intervals of queries.
+
+        Raises:
+            TypeError: always.
+        """
+        _refuse_without_intervals("|", "a.to_bool(query_length) | b.to_bool(query_length)")
+
+    __ror__ = __or__
+
+    def __invert__(self) -> NoReturn:
+        """Refuse a complement, which may keep a key for two intervals of queries.
+
+        Raises:
+            TypeError: always.
+        """
+        _refuse_without_intervals("~", "~mask.to_bool(query_length)")
+
     @property
     def device(self) -> torch.device:
         """The device of both tensors."""
@@ -466,6 +484,13 @@ def _refuse_to_combine(other: object) -> NoReturn:
         hint = "; to_bool(query_length) makes a boolean tensor, which goes with it"
     raise TypeError(
         f"& of an IntervalMask needs another IntervalMask, got {checks.described(other)}{hint}"
+    )
+
+
+def _refuse_without_intervals(operator: str, instead: str) -> NoReturn:
+    raise TypeError(
+        f"{operator} of an IntervalMask cannot be an IntervalMask: a key may be kept by two "
+        f"intervals of queries; {instead} is a boolean mask"
     )
 
 

@@ -223,11 +223,13 @@ def key_counts(window_size: int, keep_last: int, keep_first: int) -> KeyCounts:
     )
 
 
-def refuse_without_window(keep_last: int, keep_first: int, reason: str) -> None:
+def refuse_without_window(
+    keep_last: int, keep_first: int, reason: str = "without window_size", hint: str = ""
+) -> None:
     """Raise ValueError, with the reason, if keep_last or keep_first is not 0."""
     for name, count in (("keep_last", keep_last), ("keep_first", keep_first)):
         if index(name, count, 0) != 0:
-            raise ValueError(f"{name} must be 0 {reason}, got {checks.described(count)}")
+            raise ValueError(f"{name} must be 0 {reason}, got {checks.described(count)}{hint}")
 
 
 def check_causal(counts: KeyCounts, causal: bool, queries: int) -> None:

@@ -110,6 +110,11 @@ def test_places_need_a_bias_and_a_window() -> None:
         apply_flash_dmattn(tiny_model("llama"), keep_last=-3, window_size=2, **given)
 
 
+def test_keywords_of_other_names_are_told() -> None:
+    with pytest.raises(TypeError, match="'keep_window_size': it is called window_size here"):
+        apply_flash_dmattn(tiny_model("doge"), keep_window_size=4)  # type: ignore[arg-type]
+
+
 def test_saving_tells_of_places(tmp_path: Any) -> None:
     llama = transformers.models.llama.modeling_llama.LlamaAttention
     model = apply_flash_dmattn(

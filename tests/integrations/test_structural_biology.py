@@ -175,7 +175,10 @@ def test_biases_may_be_float32_and_masked_everywhere() -> None:
 
 WRONG = {
     "three biases": ([None] * 3, r"biases must be at most two tensors, got 3"),
-    "bias of pairs first": ([torch.zeros(B, 1, H, S, S)], r"biases\[0\] must have shape \(2, 3, 1"),
+    "bias of pairs first": (
+        [torch.zeros(B, 1, H, S, S)],
+        r"biases\[0\] must have shape \(2, 3, 1.*; biases are \[of keys, of pairs\]",
+    ),
     "bias of other heads": (
         [None, torch.zeros(B, 1, 1, S, S)], r"biases\[1\] must have shape \(2, 1, 4, 20, 20\)",
     ),

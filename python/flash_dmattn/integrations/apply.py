@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
 from flash_dmattn import checks
 from flash_dmattn.checks import flag
 from flash_dmattn.selection import refuse_without_window
+from flash_dmattn.wrong_keywords import hide_unknown_keywords, refuse_keywords
 
 from .implementations import ATTENTION_NAME, KEY_BIAS_ATTENTION_NAME
 from .import_utils import require_transformers
@@ -22,6 +23,7 @@ __all__ = ["apply_flash_dmattn"]
 Model = TypeVar("Model", bound=torch.nn.Module)
 
 
+@hide_unknown_keywords
 def apply_flash_dmattn(
     model: Model,
     key_bias: KeyBiasFunction | None = None,
@@ -31,6 +33,7 @@ def apply_flash_dmattn(
     keep_last: int = 0,
     keep_first: int = 0,
     every_key: bool = False,
+    **unknown: NoReturn,
 ) -> Model:
     """Let the attention of a loaded model compute with a per-key bias and no Q x K tensor.
 
@@ -65,6 +68,8 @@ def apply_flash_dmattn(
             ``attention`` is given.
         RuntimeError: transformers does not let the model use another attention.
     """
+    if unknown:
+        refuse_keywords(apply_flash_dmattn, unknown)
     require_transformers()
     register()
     _check_types(model, key_bias, attention)

@@ -116,7 +116,7 @@ def _flash_dynamic_mask_attention_forward(
     )
     window, counts = _window(window_size, keep_window_size), None
     if window is None:
-        refuse_without_window(keep_last, keep_first, "without window_size")
+        refuse_without_window(keep_last, keep_first)
     else:
         counts = key_counts(window, keep_last, keep_first)
     if sliding_window is not None:

@@ -112,7 +112,10 @@ def evoformer_attention(
             continue
         checks.tensor(f"biases[{number}]", bias)
         if tuple(bias.shape) != shape:
-            raise ValueError(f"biases[{number}] must have shape {shape}, got {tuple(bias.shape)}")
+            raise ValueError(
+                f"biases[{number}] must have shape {shape}, got {tuple(bias.shape)}; biases are "
+                "[of keys, of pairs], and each may be None"
+            )
     if of_pairs is not None and of_pairs.dtype not in (Q.dtype, torch.float32):
         of_pairs = of_pairs.to(torch.float32)
     out = pair_bias_attention(Q, K, V, attn_bias=of_pairs, key_bias=of_keys, backend=backend_of(Q))

@@ -141,7 +141,7 @@ class DynamicMaskAttention(nn.Module):
         if keep_last is None:
             keep_last = window_size if is_causal and window_size is not None else 0
         if window_size is None:
-            refuse_without_window(keep_last, keep_first, "without window_size")
+            refuse_without_window(keep_last, keep_first)
         elif not key_counts(window_size, keep_last, keep_first).keeps_first_or_last:
             check_positive(window_size=window_size)
         elif not is_causal:

@@ -190,7 +190,7 @@ class AttentionCache:
         """
         counts = None
         if window_size is None:
-            refuse_without_window(keep_last, keep_first, "without window_size")
+            refuse_without_window(keep_last, keep_first)
         else:
             counts = key_counts(window_size, keep_last, keep_first)
         seen: tuple[Tensor, Tensor, Tensor] = self.taken_in(

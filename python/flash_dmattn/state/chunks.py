@@ -95,7 +95,7 @@ def check_like(held: Rows, others: Rows, name: str = "") -> None:
             shape = list(one.shape)
             raise ValueError(
                 f"{of} must have the shape {shape} that is held, but for the number of tokens, got "
-                f"{list(other.shape)}"
+                f"{list(other.shape)}; each layer needs a cache or state of its own"
             )
         if (other.dtype, other.device) != (one.dtype, one.device):
             raise ValueError(
