@@ -245,3 +245,13 @@ def test_wrong_arguments(case: str) -> None:
     changes, error, text = WRONG[case]
     with pytest.raises(error, match=text):
         pair_bias_attention(**{**TENSORS, **changes})
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 253), (torch.float32, 255)])
+def test_the_largest_heads_beside_a_bias_of_the_keys(dtype: torch.dtype, most: int) -> None:
+    biases = {"attn_bias": torch.zeros(1, 1, 1, 5, 5), "key_bias": torch.zeros(1, 1, 1, 1, 5)}
+    widest = torch.randn(1, 2, 5, 1, most, dtype=dtype)
+    assert pair_bias_attention(widest, widest, widest, **biases).shape == widest.shape
+    wider = torch.randn(1, 2, 5, 1, most + 1, dtype=dtype)
+    with pytest.raises(ValueError, match=f"head dimension {most + 1}, but .* at most {most} with"):
+        pair_bias_attention(wider, wider, wider, **biases)

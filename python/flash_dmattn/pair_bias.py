@@ -62,9 +62,9 @@ def pair_bias_attention(
         attn_bias: shape as ``attn_mask``, query's dtype or float32; added to the scaled scores.
         key_bias: ``({B|1}, {N|1}, {Hk|1}, 1, {K|1})``, any floating dtype: a per-key bias in
             addition to a per-query ``attn_bias``. It goes through the product of query and key, as
-            three more 16-bit columns: D is then at most 248, the scale must not be 0, and its
-            gradient is rounded like that of ``key``. Keys of -inf are dropped by ``attn_mask``,
-            which then has the batch dimensions of both.
+            three more 16-bit columns, or one in float32: D is then at most 253, or 255, the scale
+            must not be 0, and its gradient is rounded like that of ``key``. Keys of -inf are
+            dropped by ``attn_mask``, which then has the batch dimensions of both.
         softmax_scale, is_causal, softcap, sink, deterministic, return_lse, backend: as in
             `flash_dmattn_func`. softcap is not supported with ``key_bias`` and a per-query
             ``attn_bias``.
@@ -90,6 +90,13 @@ def pair_bias_attention(
             attn_bias = _add_biases(attn_bias, key_bias)
         else:
             _check_columns(scale, softcap)
+            whole = key.dtype == torch.promote_types(key_bias.dtype, torch.float32)
+            maximum = 255 if whole else 253
+            if head_dim > maximum:
+                raise ValueError(
+                    f"query has head dimension {head_dim}, but it must be at most {maximum} with "
+                    "key_bias and a per-query attn_bias, which add columns to query and key"
+                )
             # The mask must drop keys of -inf, so that their contents affect no result.
             kept = key_bias != -torch.inf
             if attn_mask is None:
