@@ -14,6 +14,7 @@ from .tables import COLUMNS, Table
 
 Found = Mapping[str, Results]  # results files by name
 _SHAPES, _PAIRS = "h100-shapes", "h200-pairs"
+_DENSE_SHAPES = "h200-shapes"  # with FlashAttention-4
 _LEAST_LOST = 1.1  # ratio to another's time from which ours counts as slower
 _PASSES = ("forward", "backward", "decode")
 
@@ -81,7 +82,9 @@ class Peers(NamedTuple):
             best = min((results.values[k] for k in keys if k in results.values), default=None)
             cells = (_cell(results, (name, who, self.quantity)) for who in shown)
             ratio = "-" if best is None or not mine else f"{best / mine:.2f}"
-            rows.append((f"{kind}: {_in_words(case)}", *cells, ratio))
+            in_words = len(self.kinds) > 1 or case["pair_bias"]
+            label = f"{kind}: {_in_words(case)}" if in_words else _problem(case)
+            rows.append((label, *cells, ratio))
         heads = ("", *shown.values(), f"best of the others / {self.columns[ours]}")
         absent = [title for who, title in self.columns.items() if who not in known]
         notes = [f"not measured in this run: {', '.join(absent)}"] if absent else []
@@ -92,14 +95,15 @@ class Peers(NamedTuple):
 def slower_table(found: Found) -> Table:
     """Return the cases where the fastest other with the same mask is faster than our fastest.
 
-    A problem in several files is shown with its latest measurement. Host times are excluded.
+    A problem in several files is shown with its latest measurement. Host times are excluded, and
+    calls without a mask, which have a table of their own.
     """
     rows: dict[tuple[str, ...], tuple[str, ...]] = {}
     files: dict[tuple[str, ...], str] = {}
     for file, results in sorted(found.items(), key=lambda item: str(item[1].environment["date"])):
         groups: dict[tuple[str, str, str], list[Record]] = {}
         for record in results.records:
-            if record.value and record.quantity in _PASSES:
+            if record.value and record.quantity in _PASSES and record.mask != ALL_KEYS:
                 groups.setdefault((record.case, record.quantity, record.mask), []).append(record)
         for (case, quantity, mask), records in groups.items():
             ours = [(r.value or 0.0, r.contestant) for r in records if r.role == "ours"]
@@ -187,14 +191,23 @@ def _earlier(what: str, file: str) -> Peers:
     return Peers(f"{what}, ms", ("length", "dim"), what.lower(), columns, file)
 
 
+def _unmasked(what: str, quantity: str) -> Peers:
+    columns = {"no_mask": "flash_dmattn", "dense_cudnn": "cuDNN", "dense_fa4": "FlashAttention-4"}
+    return Peers(f"{what} without a mask, ms", ("unmasked",), quantity, columns, _DENSE_SHAPES)
+
+
 _COMPACT, _DENSE = "compact cuDNN", "dense cuDNN"
 # The tables of each block of a page.
 COMPARISONS: dict[str, tuple[Judged | Peers, ...]] = {
-    "compact-forward": (Judged("Forward over kept keys", "compact", "forward", _COMPACT),),
-    "compact-backward": (Judged("Backward over kept keys", "compact", "backward", _COMPACT),),
+    "compact-forward": (
+        Judged("Forward over kept keys", "compact", "forward", _COMPACT, _DENSE_SHAPES),
+    ),
+    "compact-backward": (
+        Judged("Backward over kept keys", "compact", "backward", _COMPACT, _DENSE_SHAPES),
+    ),
     "unmasked": (
-        Judged("Forward without a mask", "unmasked", "forward", _DENSE),
-        Judged("Backward without a mask", "unmasked", "backward", _DENSE),
+        _unmasked("Forward", "forward"),
+        _unmasked("Forward and backward", "forward_backward"),
     ),
     "short-calls": (Judged("Selection, forward and backward", "short", "end_to_end", _DENSE),),
     "host-calls": (

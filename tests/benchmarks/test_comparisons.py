@@ -23,6 +23,7 @@ WHERE = {
 }
 MADE = {
     "h100-shapes": sets.shapes(gpu=True),
+    "h200-shapes": sets.shapes(gpu=True),
     "h200-pairs": sets.pairs(gpu=True),
     "h200-legacy-earlier-forward": sets.workload_set("legacy-forward", "cuda"),
     "h200-legacy-earlier-backward": sets.workload_set("legacy-backward", "cuda"),
