@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Any
 
 import pytest
@@ -436,6 +437,38 @@ def test_sinks_of_any_dtype(dtype: torch.dtype) -> None:
     states = (t.transpose(1, 2) for t in (query, key, value))
     want = flash_dmattn_func(*states, is_causal=True, sink=sink.to(dtype).float())
     torch.testing.assert_close(out, want)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["", "key_bias"])
+@pytest.mark.parametrize(
+    "name, shape",
+    [
+        ("position_bias", (B, 3, 1, K)),
+        ("position_bias", (B, 0, 1, K)),
+        ("position_bias", (B, HK, 1, K - 1)),
+        ("position_bias", (B + 1, 1, 1, K)),
+        ("position_bias", (1, H, Q - 1, K)),
+        ("attention_mask", (B, 3, Q, K)),
+    ],
+)
+def test_biases_that_do_not_fit_each_other(name: str, shape: tuple[int, ...], own: bool) -> None:
+    module = Module(is_causal=True)
+    given: dict[str, Any] = {"attention_mask": None, "attention_bias": randn(B, H, Q, K)}
+    given[name] = torch.zeros(shape)
+    if own:
+        given["attention_bias"] = None
+        attach_key_bias(module, KeyBias(lambda module, value: randn(B, H, Q, K), None))
+    text = f"{name} must have the shape of attention_bias, {(B, H, Q, K)}, to which it is added"
+    with pytest.raises(ValueError, match=re.escape(text) + f".*got {re.escape(str(shape))}"):
+        flash_dynamic_mask_attention_forward(module, *problem(), **given)
+
+
+def test_biases_on_different_devices() -> None:
+    with pytest.raises(ValueError, match="position_bias must be on attention_bias's device cpu"):
+        flash_dynamic_mask_attention_forward(
+            Module(is_causal=True), *problem(), None, torch.zeros(B, K),
+            position_bias=torch.zeros(B, K, device="meta"),
+        )  # fmt: skip
 
 
 def test_wrong_arguments() -> None:

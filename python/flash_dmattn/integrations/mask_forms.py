@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -61,16 +60,24 @@ def mask_and_bias(
     kept = mask > torch.finfo(mask.dtype).min / 2
     added = _fit_bias(mask, keys, dtype)
     assert added is not None
-    return MaskAndBias(kept, added if bias is None else _add_biases(bias, added), keys)
+    if bias is not None:
+        added = _add_biases("attention_bias", bias, "attention_mask", added)
+    return MaskAndBias(kept, added, keys)
 
 
 def sum_of_biases(**biases: Tensor | None) -> Tensor | None:
-    """Add what is there of biases, in any of the forms that `mask_and_bias` takes one in."""
+    """Add what is there of two biases, in any of the forms that `mask_and_bias` takes one in.
+
+    Raises:
+        ValueError: a bias has another number of dimensions, or they do not broadcast.
+    """
     present = {name: bias for name, bias in biases.items() if bias is not None}
     if len(present) < 2:
         return next(iter(present.values()), None)
-    each = (_to_4d(name, checks.tensor(name, bias)) for name, bias in present.items())
-    return functools.reduce(_add_biases, each)
+    (name, bias), (other, added) = (
+        (name, _to_4d(name, checks.tensor(name, bias))) for name, bias in present.items()
+    )
+    return _add_biases(name, bias, other, added)
 
 
 def has_rows(tensor: Mask) -> bool:
@@ -105,9 +112,17 @@ def _cut_to(keys: int, tensor: Tensor) -> Tensor:
     return tensor if tensor.shape[-1] <= keys else tensor[..., :keys]
 
 
-def _add_biases(bias: Tensor, added: Tensor) -> Tensor:
+def _add_biases(name: str, bias: Tensor, other: str, added: Tensor) -> Tensor:
     """Add two biases; of two head counts the smaller one is that of the KV heads."""
-    heads = max(bias.shape[1], added.shape[1])
+    fewer, heads = min(bias.shape[1], added.shape[1]), max(bias.shape[1], added.shape[1])
+    others = [(bias.shape[i], added.shape[i]) for i in (0, 2, 3)]
+    fit = all(one == two or is_one_of(1, one, two) for one, two in others)
+    if fewer == 0 or heads % fewer or not fit:
+        raise ValueError(
+            f"{other} must have the shape of {name}, {tuple(bias.shape)}, to which it is added, or "
+            f"sizes of 1, and a number of heads of {{H|Hk|1}}, got {tuple(added.shape)}"
+        )
+    checks.same_device(other, added, f"{name}'s device", bias.device)
     bias, added = (
         t if is_one_of(t.shape[1], 1, heads) else t.repeat_interleave(heads // t.shape[1], 1)
         for t in (bias, added)
