@@ -463,6 +463,36 @@ def test_biases_that_do_not_fit_each_other(name: str, shape: tuple[int, ...], ow
         flash_dynamic_mask_attention_forward(module, *problem(), **given)
 
 
+_BOUNDS = torch.tensor([0, Q, 2 * Q], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {},
+        {"sliding_window": 4},
+        {"indices": torch.zeros(B, Q, 3, dtype=torch.int32)},
+        {"cu_seq_lens_q": _BOUNDS, "cu_seq_lens_k": _BOUNDS, "max_length_q": Q, "max_length_k": Q},
+    ],
+    ids=lambda others: next(iter(others), ""),
+)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+@pytest.mark.parametrize(
+    "shape",
+    [(B + 1, 1, 1, K), (B, 3, 1, K), (B, 3, Q, K), (B, 1, Q - 1, K), (B, 1, 1, K - 1),
+     (B, 1, Q, K - 1)],
+)  # fmt: skip
+def test_masks_and_biases_that_do_not_fit(
+    shape: tuple[int, ...], dtype: torch.dtype, others: dict[str, Any]
+) -> None:
+    name = "attention_mask" if dtype == torch.bool else "attention_bias"
+    given = {"attention_mask": None, name: torch.ones(shape, dtype=dtype)}
+    form = r"\(\{B\|1\}, \{H\|Hk\|1\}, \{Q\|1\}, \{K\|1\}\) with B=2, H=4, Hk=2, Q=19, K=19"
+    text = f"{name} must have shape {form}.* got {re.escape(str(shape))}"
+    with pytest.raises(ValueError, match=text):
+        flash_dynamic_mask_attention_forward(Module(is_causal=True), *problem(), **given, **others)
+
+
 def test_biases_on_different_devices() -> None:
     with pytest.raises(ValueError, match="position_bias must be on attention_bias's device cpu"):
         flash_dynamic_mask_attention_forward(

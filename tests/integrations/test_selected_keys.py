@@ -291,6 +291,7 @@ def test_lists_and_masks(
         ({"indices": torch.zeros(2, Q, 3)}, TypeError, "indices must have dtype"),
         ({"indices": torch.zeros(2, 3).int()}, ValueError, r"indices must have shape \(B, Q, k\)"),
         ({"indices": torch.zeros(2, Q + 1, 3).int()}, ValueError, r"got indices of shape"),
+        ({"indices": torch.zeros(2, HK + 1, Q, 3).int()}, ValueError, f"or Hk={HK} heads, got ind"),
         ({"indices": [1]}, TypeError, "indices must be a torch.Tensor"),
         ({"block_indices": torch.zeros(2, HK, Q, 3).int()}, ValueError, "indexer.block_size"),
         ({"block_indices": torch.zeros(2, Q, 3).int()}, ValueError, "block_indices must have"),
@@ -303,3 +304,12 @@ def test_wrong_lists(wrong: dict[str, Any], error: type[Exception], text: str) -
         transformers_attention.flash_dynamic_mask_attention_forward(
             Module(), query, key, value, None, **wrong
         )
+
+
+def test_lists_and_intervals_that_do_not_fit() -> None:
+    query, key, value, indices = _problem()
+    with pytest.raises(ValueError, match=r"attention_mask must have shape .* got \(3, 1, 1, "):
+        transformers_attention.flash_dynamic_mask_attention_forward(
+            Module(), query, key, value, IntervalMask(*torch.zeros(2, 3, 1, Q).int()),
+            indices=indices,
+        )  # fmt: skip

@@ -14,7 +14,7 @@ from flash_dmattn.masks import IntervalMask
 
 from .packed_documents import Documents
 
-__all__ = ["Mask", "MaskAndBias", "has_rows", "mask_and_bias", "sum_of_biases"]
+__all__ = ["Mask", "MaskAndBias", "check_sizes", "has_rows", "mask_and_bias", "sum_of_biases"]
 
 Mask = Tensor | IntervalMask | Documents | None
 
@@ -78,6 +78,31 @@ def sum_of_biases(**biases: Tensor | None) -> Tensor | None:
         (name, _to_4d(name, checks.tensor(name, bias))) for name, bias in present.items()
     )
     return _add_biases(name, bias, other, added)
+
+
+def check_sizes(mask: Mask, bias: Tensor | None, query: Tensor, key: Tensor) -> None:
+    """Raise ValueError unless the results of `mask_and_bias` broadcast to a call.
+
+    Args:
+        mask, bias: of `mask_and_bias`.
+        query: ``(B, Q, H, D)``.
+        key: ``(B, K, Hk, D)``.
+    """
+    (batch, queries, heads), (keys, kv_heads) = query.shape[:3], key.shape[1:3]
+    allowed = ((batch,), (heads, kv_heads), (queries,), (keys,))
+    if isinstance(mask, IntervalMask):
+        mask = mask.start.unsqueeze(2)
+    for name, tensor in (("attention_mask", mask), ("attention_bias", bias)):
+        if not isinstance(tensor, Tensor):
+            continue
+        sizes = zip(tensor.shape, allowed, strict=True)
+        if not all(is_one_of(size, 1, *others) for size, others in sizes):
+            raise ValueError(
+                f"{name} must have shape ({{B|1}}, {{H|Hk|1}}, {{Q|1}}, {{K|1}}) with B={batch}, "
+                f"H={heads}, Hk={kv_heads}, Q={queries}, K={keys}, in four dimensions, got "
+                f"{tuple(tensor.shape)}"
+            )
+        checks.same_device(name, tensor, "query's device", query.device)
 
 
 def has_rows(tensor: Mask) -> bool:

@@ -22,7 +22,7 @@ from flash_dmattn.selection import (
     zero_bias,
 )
 
-from .mask_forms import Mask, has_rows, mask_and_bias
+from .mask_forms import Mask, check_sizes, has_rows, mask_and_bias
 from .packed_documents import (
     Documents,
     bounds_of_sequences,
@@ -130,6 +130,7 @@ def _flash_dynamic_mask_attention_forward(
     mask, bias, keys = mask_and_bias(attention_mask, attention_bias, key.shape[1], query.dtype)
     if keys != key.shape[1]:
         key, value = key[:, :keys], value[:, :keys]
+    check_sizes(mask, bias, query, key)
     if indices is not None and counts is not None:
         raise ValueError("window_size cannot be combined with keys that the model itself selects")
     if (
@@ -156,7 +157,7 @@ def _flash_dynamic_mask_attention_forward(
     if sliding_window is not None and sliding_window < keys and not _depends_on_queries(mask):
         mask = _sliding(mask, sliding_window, query.shape[1], keys, query.device, is_causal)
     if indices is not None:
-        lists = key_lists(indices, mask, bias, query, keys)._asdict()
+        lists = key_lists(indices, mask, bias, query, key)._asdict()
         out = flash_dmattn_func(query, key, value, is_causal=is_causal, **lists, **options)
         assert isinstance(out, Tensor)
         return out

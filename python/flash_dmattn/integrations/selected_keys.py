@@ -63,7 +63,7 @@ def _check(name: str, indices: Any, ranks: tuple[int, ...], form: str) -> None:
 
 
 def key_lists(
-    indices: Tensor, mask: Mask, bias: Tensor | None, query: Tensor, keys: int
+    indices: Tensor, mask: Mask, bias: Tensor | None, query: Tensor, key: Tensor
 ) -> KeyLists:
     """Drop masked keys from the lists, and look up the biases of the others.
 
@@ -71,13 +71,14 @@ def key_lists(
         indices: of `selected_keys`.
         mask, bias: of `mask_and_bias`.
         query: ``(B, Q, H, D)``.
-        keys: K.
+        key: ``(B, K, Hk, D)``.
     """
-    (batch, queries), lists = query.shape[:2], indices.shape[1]
-    if (indices.shape[0], indices.shape[2]) != (batch, queries):
+    (batch, queries), (keys, kv_heads) = query.shape[:2], key.shape[1:3]
+    lists, is_listed = indices.shape[1], (indices.shape[0], indices.shape[2]) == (batch, queries)
+    if not (is_listed and checks.is_one_of(lists, 1, kv_heads)):
         raise ValueError(
             f"the keys that the model selects must be listed for ({batch}, {queries}) batches and "
-            f"queries, got indices of shape {tuple(indices.shape)}"
+            f"queries, and 1 or Hk={kv_heads} heads, got indices of shape {tuple(indices.shape)}"
         )
     invalid = (indices < 0) | (indices >= keys)
     valid_indices = indices.masked_fill(invalid, 0).long()
