@@ -306,6 +306,14 @@ def test_wrong_lists(wrong: dict[str, Any], error: type[Exception], text: str) -
         )
 
 
+def test_lists_without_keys() -> None:
+    query, key, value, indices = _problem()
+    out, _ = transformers_attention.flash_dynamic_mask_attention_forward(
+        Module(), query, key[:, :, :0], value[:, :, :0], torch.ones(2, 0), indices=indices
+    )
+    assert not out.any()
+
+
 def test_lists_and_intervals_that_do_not_fit() -> None:
     query, key, value, indices = _problem()
     with pytest.raises(ValueError, match=r"attention_mask must have shape .* got \(3, 1, 1, "):

@@ -80,6 +80,8 @@ def key_lists(
             f"the keys that the model selects must be listed for ({batch}, {queries}) batches and "
             f"queries, and 1 or Hk={kv_heads} heads, got indices of shape {tuple(indices.shape)}"
         )
+    if keys == 0:
+        indices = indices[..., :0]
     invalid = (indices < 0) | (indices >= keys)
     valid_indices = indices.masked_fill(invalid, 0).long()
 
