@@ -515,6 +515,28 @@ def test_wrong_arguments() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    "given, text",
+    [
+        ({"attention_bias": [1]}, "attention_bias must be a torch.Tensor, got list"),
+        ({"attention_bias": torch.ones(B, K) > 0}, "attention_bias must hold real .*torch.bool"),
+        ({"attention_bias": torch.ones(B, K) * 1j}, "attention_bias must hold real .*complex64"),
+        (
+            {"attention_bias": torch.ones(B, K), "position_bias": torch.ones(B, K) > 0},
+            "position_bias must hold real numbers, got torch.bool",
+        ),
+        ({"position_ids": [1]}, "position_ids must be a torch.Tensor, got list"),
+        (
+            {"cu_seq_lens_q": [0, Q], "cu_seq_lens_k": torch.tensor([0, Q])},
+            "cu_seq_lens_q must be a torch.Tensor, got list",
+        ),
+    ],
+)  # fmt: skip
+def test_wrong_types(given: dict[str, Any], text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        flash_dynamic_mask_attention_forward(Module(is_causal=True), *problem(), None, **given)
+
+
 def test_float32_of_adapters_is_cast_back() -> None:
     module = Module(is_causal=True)
     module.add_module("projection", torch.nn.Linear(2, 2, dtype=torch.bfloat16))

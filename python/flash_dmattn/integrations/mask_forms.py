@@ -41,6 +41,7 @@ def mask_and_bias(
         dtype: query's.
 
     Raises:
+        TypeError: attention_bias is not a tensor of real numbers.
         ValueError: a tensor has another number of dimensions.
     """
     if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
@@ -69,13 +70,14 @@ def sum_of_biases(**biases: Tensor | None) -> Tensor | None:
     """Add what is there of two biases, in any of the forms that `mask_and_bias` takes one in.
 
     Raises:
+        TypeError: a bias is not a tensor of real numbers.
         ValueError: a bias has another number of dimensions, or they do not broadcast.
     """
     present = {name: bias for name, bias in biases.items() if bias is not None}
     if len(present) < 2:
         return next(iter(present.values()), None)
     (name, bias), (other, added) = (
-        (name, _to_4d(name, checks.tensor(name, bias))) for name, bias in present.items()
+        (name, _checked_bias(name, bias)) for name, bias in present.items()
     )
     return _add_biases(name, bias, other, added)
 
@@ -118,8 +120,15 @@ def _fit_bias(bias: Tensor | None, keys: int, dtype: torch.dtype) -> Tensor | No
     """Return a bias for these keys, in query's dtype or float32."""
     if bias is None:
         return None
-    bias = _cut_to(keys, _to_4d("attention_bias", bias))
+    bias = _cut_to(keys, _checked_bias("attention_bias", bias))
     return bias if bias.dtype in (dtype, torch.float32) else bias.to(torch.float32)
+
+
+def _checked_bias(name: str, bias: Tensor) -> Tensor:
+    """Return a bias in four dimensions."""
+    if checks.tensor(name, bias).dtype == torch.bool or bias.is_complex():
+        raise TypeError(f"{name} must hold real numbers, got {bias.dtype}")
+    return _to_4d(name, bias)
 
 
 def _to_4d(name: str, tensor: Tensor) -> Tensor:

@@ -142,6 +142,9 @@ def _flash_dynamic_mask_attention_forward(
             "window_size selects the keys with the largest attention_bias, but attention_bias is "
             "None"
         )
+    _check_tensors(
+        position_ids=position_ids, cu_seq_lens_q=cu_seq_lens_q, cu_seq_lens_k=cu_seq_lens_k
+    )
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         packing = Packing(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
         if isinstance(mask, Documents):  # the same sequences, found by their positions
@@ -164,6 +167,12 @@ def _flash_dynamic_mask_attention_forward(
     if counts is not None and keeps_all(counts, keys):
         bias, counts = None if bias is None else without_nan(bias), None
     return _dense(query, key, value, mask, bias, is_causal, counts, options)
+
+
+def _check_tensors(**tensors: Any) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            checks.tensor(name, tensor)
 
 
 class Packing(NamedTuple):
