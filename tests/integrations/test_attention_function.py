@@ -493,6 +493,21 @@ def test_masks_and_biases_that_do_not_fit(
         flash_dynamic_mask_attention_forward(Module(is_causal=True), *problem(), **given, **others)
 
 
+@pytest.mark.parametrize(
+    "others",
+    [
+        {},
+        {"indices": torch.zeros(B, Q, 3, dtype=torch.int32)},
+        {"cu_seq_lens_q": _BOUNDS, "cu_seq_lens_k": _BOUNDS, "max_length_q": Q, "max_length_k": Q},
+    ],
+    ids=lambda others: next(iter(others), ""),
+)
+@pytest.mark.parametrize("mask", [[1], 3, "causal", torch.eye(Q).to_sparse()], ids=str)
+def test_masks_that_are_none(mask: Any, others: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=r"attention_mask must be a torch.Tensor"):
+        flash_dynamic_mask_attention_forward(Module(is_causal=True), *problem(), mask, **others)
+
+
 def test_biases_on_different_devices() -> None:
     with pytest.raises(ValueError, match="position_bias must be on attention_bias's device cpu"):
         flash_dynamic_mask_attention_forward(

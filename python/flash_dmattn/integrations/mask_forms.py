@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flash_dmattn import checks
+from flash_dmattn.arguments import is_block_mask
 from flash_dmattn.checks import is_one_of
 from flash_dmattn.masks import IntervalMask
 
@@ -41,9 +42,12 @@ def mask_and_bias(
         dtype: query's.
 
     Raises:
-        TypeError: attention_bias is not a tensor of real numbers.
+        TypeError: attention_bias is not a tensor of real numbers, or the mask is none.
         ValueError: a tensor has another number of dimensions.
     """
+    is_made = attention_mask is None or isinstance(attention_mask, (IntervalMask, Documents))
+    if not (is_made or is_block_mask(attention_mask)):
+        checks.tensor("attention_mask", attention_mask, "a torch.Tensor, an IntervalMask or None")
     if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
         # If a cache has spare room, the mask shows how far it is written. If a sliding window has
         # cut a cache, the mask has more keys than are left.
