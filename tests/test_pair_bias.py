@@ -237,6 +237,17 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "scale": (
         {"key_bias": randn(1, 3, 1, 1, K), "attn_bias": randn(1, 1, H, Q, K),
          "softmax_scale": 0.0}, ValueError, r"softmax_scale must not be 0 with key_bias"),
+    "a bias of keys of booleans": (
+        {"key_bias": mask_of(1, 3, 1, 1, K), "attn_bias": randn(1, 1, H, Q, K)}, TypeError,
+        r"key_bias must have a floating-point dtype of at least 16 bits, got torch.bool"),
+    "a bias of keys on another device": (
+        {"key_bias": randn(1, 3, 1, 1, K).to("meta")}, ValueError,
+        r"key_bias must be on query's device cpu, got a tensor on meta"),
+    "a mask of numbers with a bias of keys": (
+        {"key_bias": randn(1, 3, 1, 1, K), "attn_bias": randn(1, 1, H, Q, K),
+         "attn_mask": torch.ones(1, 1, 1, Q, K)}, TypeError,
+        r"attn_mask must have dtype torch.bool \(True keeps\), got torch.float32"),
+    "return_lse": ({"return_lse": 2}, TypeError, r"return_lse must be True, False or None, got 2"),
 }  # fmt: skip
 
 

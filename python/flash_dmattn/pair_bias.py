@@ -12,6 +12,7 @@ from torch import Tensor
 from . import checks
 from .arguments import check_tensors, scale_of, without_expansion
 from .bias_columns import with_bias_columns
+from .checks import flag
 from .interface import flash_dmattn_func
 from .wrong_keywords import hide_unknown_keywords, refuse_keywords
 
@@ -77,14 +78,16 @@ def pair_bias_attention(
     """
     if unknown:
         refuse_keywords(pair_bias_attention, unknown)
-    check_tensors(query, key=key, value=value, attn_mask=attn_mask, attn_bias=attn_bias, sink=sink)
+    return_lse = flag("return_lse", return_lse)
+    others = {"attn_mask": attn_mask, "attn_bias": attn_bias, "key_bias": key_bias, "sink": sink}
+    check_tensors(query, key=key, value=value, **others)
     sizes = _sizes(query, key, value)
     for name, tensor in (("attn_mask", attn_mask), ("attn_bias", attn_bias)):
         if tensor is not None:
             _check_shape(name, tensor, sizes, sizes.queries)
     head_dim, scale = query.shape[-1], scale_of(softmax_scale, query)
     if key_bias is not None:
-        checks.tensor("key_bias", key_bias)
+        _check_dtypes(key_bias, attn_mask)
         _check_shape("key_bias", key_bias, sizes, 1)
         if attn_bias is None or attn_bias.shape[3] == 1:
             attn_bias = _add_biases(attn_bias, key_bias)
@@ -124,6 +127,16 @@ def pair_bias_attention(
     out, lse = _loop_over_batch(attend, (query, key, value), (attn_mask, attn_bias), sizes)
     out = out if out.shape[-1] == head_dim else out[..., :head_dim]
     return (out, lse) if return_lse else out
+
+
+def _check_dtypes(key_bias: Tensor, attn_mask: Tensor | None) -> None:
+    """Raise TypeError unless these can be combined."""
+    if not key_bias.is_floating_point() or key_bias.element_size() < 2:
+        raise TypeError(
+            f"key_bias must have a floating-point dtype of at least 16 bits, got {key_bias.dtype}"
+        )
+    if attn_mask is not None and attn_mask.dtype != torch.bool:
+        raise TypeError(f"attn_mask must have dtype torch.bool (True keeps), got {attn_mask.dtype}")
 
 
 def _sizes(query: Tensor, key: Tensor, value: Tensor) -> _Sizes:
