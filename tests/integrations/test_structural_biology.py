@@ -193,6 +193,20 @@ def test_wrong_biases(case: str) -> None:
         evoformer_attention(q, q, q, biases)
 
 
+def test_wrong_types() -> None:
+    q = torch.zeros(B, N, S, H, D)
+    with pytest.raises(TypeError, match=r"biases must be a list or a tuple of at most two tensors"):
+        evoformer_attention(q, q, q, None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"biases\[0\] must hold real numbers, got torch.bool"):
+        evoformer_attention(q, q, q, [torch.ones(B, N, 1, 1, S) > 0])
+    q = torch.zeros(B, N, H, S, D)
+    with pytest.raises(TypeError, match=r"bias must hold real numbers, got torch.bool"):
+        triangle_attention(q, q, q, torch.ones(B, 1, H, S, S) > 0)
+    bias = torch.zeros(B, 1, H, S, S)
+    with pytest.raises(TypeError, match=r"return_aux must be True, False or None, got 'yes'"):
+        triangle_attention(q, q, q, bias, return_aux="yes")  # type: ignore[arg-type]
+
+
 def test_wrong_dimensions() -> None:
     q = torch.zeros(N, S, D)
     with pytest.raises(ValueError, match=r"q must have five dimensions, .* got \(3, 20, 16\)"):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flash_dmattn import checks
 from flash_dmattn.arguments import autocast_dtype
+from flash_dmattn.checks import flag
 from flash_dmattn.pair_bias import pair_bias_attention
 
 __all__ = ["backend_of", "evoformer_attention", "triangle_attention"]
@@ -50,11 +51,11 @@ def triangle_attention(
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: as `flash_dmattn_func`.
     """
+    return_aux = flag("return_aux", return_aux)
     q, k, v, bias = (
         _to_5d(name, tensor) for name, tensor in (("q", q), ("k", k), ("v", v), ("bias", bias))
     )
-    if bias.dtype not in (q.dtype, torch.float32):
-        bias = bias.to(torch.float32)
+    bias = _of_scores("bias", bias, q)
     kept = None if mask is None else _to_5d("mask", mask) != 0
     found = pair_bias_attention(
         q.transpose(2, 3),
@@ -98,6 +99,8 @@ def evoformer_attention(
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: as `flash_dmattn_func`.
     """
+    if not isinstance(biases, (list, tuple)):
+        checks.refuse_type("biases", "a list or a tuple of at most two tensors", biases)
     tensors = list(biases)
     if len(tensors) > 2:
         raise ValueError(f"biases must be at most two tensors, got {len(tensors)}")
@@ -116,8 +119,10 @@ def evoformer_attention(
                 f"biases[{number}] must have shape {shape}, got {tuple(bias.shape)}; biases are "
                 "[of keys, of pairs], and each may be None"
             )
-    if of_pairs is not None and of_pairs.dtype not in (Q.dtype, torch.float32):
-        of_pairs = of_pairs.to(torch.float32)
+    of_keys, of_pairs = (
+        None if bias is None else _of_scores(f"biases[{number}]", bias, Q)
+        for number, bias in enumerate((of_keys, of_pairs))
+    )
     out = pair_bias_attention(Q, K, V, attn_bias=of_pairs, key_bias=of_keys, backend=backend_of(Q))
     assert isinstance(out, Tensor)
     return out
@@ -127,6 +132,13 @@ def backend_of(query: Tensor) -> str | None:
     """Return the backend: triton for float32 on a GPU, which no kernel pack computes."""
     is_float32 = query.dtype == torch.float32 and autocast_dtype(query) is None
     return "triton" if is_float32 and query.is_cuda else None
+
+
+def _of_scores(name: str, bias: Tensor, query: Tensor) -> Tensor:
+    """Return a bias in query's dtype or float32."""
+    if bias.dtype == torch.bool or bias.is_complex():
+        raise TypeError(f"{name} must hold real numbers, got {bias.dtype}")
+    return bias if bias.dtype in (query.dtype, torch.float32) else bias.to(torch.float32)
 
 
 def _to_5d(name: str, tensor: Tensor) -> Tensor:
