@@ -92,7 +92,7 @@ def check_waiting_ends(device: str) -> None:
     group = dist.new_group(timeout=PATIENCE)
     query, key, value, bias = make_shard(TOKENS)
     if dist.get_rank() == 1:
-        with pytest.raises(ValueError, match="bias must have shape"):
+        with pytest.raises(ValueError, match="attn_bias must have shape"):
             context_parallel_dmattn(query, key, value, bias[..., 1:], WINDOW, group)
         time.sleep(3 * PATIENCE.total_seconds())
         return

@@ -135,7 +135,14 @@ def context_parallel_dmattn(
     local = torch.arange(key.shape[1], device=key.device)
     heads = query.shape[2]
     shard = as_rows(
-        key, value, attn_bias, padding, local, heads, counts_dropped=counts.keeps_first_or_last
+        key,
+        value,
+        attn_bias,
+        padding,
+        local,
+        heads,
+        counts_dropped=counts.keeps_first_or_last,
+        bias_name="attn_bias",
     )
     if dist.get_world_size(ranks) > 1:
         # A rank without tokens has candidates, too: gradients of received rows flow through them.

@@ -40,6 +40,7 @@ def as_rows(
     heads: int | None,
     *,
     counts_dropped: bool = False,
+    bias_name: str = "bias",
 ) -> Rows:
     """Return tokens as rows, with a bias of -inf for padding.
 
@@ -49,11 +50,12 @@ def as_rows(
         heads: H, if known.
         counts_dropped: a token with a bias of -inf is not padding. Its bias becomes NaN, which is
             not kept either.
+        bias_name: the caller's name of the bias.
 
     Raises:
         TypeError, ValueError: as `KeptKeys.attend`.
     """
-    for name, tensor in (("key", key), ("value", value), ("bias", bias)):
+    for name, tensor in (("key", key), ("value", value), (bias_name, bias)):
         if checks.tensor(name, tensor).dtype not in checks.FLOATS:
             raise TypeError(f"{name} must be of 16 to 64 floating-point bits, got {tensor.dtype}")
         checks.same_device(name, tensor, "key's device", key.device)
@@ -66,8 +68,8 @@ def as_rows(
     if bias.dim() == 3 and heads is None:
         query_heads = bias.shape[1]
     sizes = {"batch": batch, "heads": query_heads, "kv_heads": kv_heads, "keys": count}
-    bias = to_4d("bias", bias, **sizes)
-    _check_bias(bias, batch, count, kv_heads, heads)
+    bias = to_4d(bias_name, bias, **sizes)
+    _check_bias(bias_name, bias, batch, count, kv_heads, heads)
     bias = bias.expand(batch, -1, -1, -1)
     if counts_dropped:
         bias = bias.masked_fill(bias == -torch.inf, torch.nan)
@@ -166,12 +168,14 @@ def needs_gradient(*parts: Rows | None) -> bool:
     )
 
 
-def _check_bias(bias: Tensor, batch: int, count: int, kv_heads: int, heads: int | None) -> None:
+def _check_bias(
+    name: str, bias: Tensor, batch: int, count: int, kv_heads: int, heads: int | None
+) -> None:
     got = tuple(bias.shape)
     if bias.shape[2] != 1:
         raise ValueError(
-            f"bias must have a number for each key, ({{B|1}}, {{H|Hk|1}}, 1, N), got {got}: with a "
-            "row for each query, later queries may see keys that earlier ones have dropped"
+            f"{name} must have a number for each key, ({{B|1}}, {{H|Hk|1}}, 1, N), got {got}: with "
+            "a row for each query, later queries may see keys that earlier ones have dropped"
         )
     groups = bias.shape[1] // kv_heads * kv_heads
     fits = (
@@ -181,7 +185,7 @@ def _check_bias(bias: Tensor, batch: int, count: int, kv_heads: int, heads: int 
     )
     if not fits:
         raise ValueError(
-            f"bias must have shape ({{B|1}}, {{H|Hk|1}}, 1, N) with B={batch}, Hk={kv_heads}, "
+            f"{name} must have shape ({{B|1}}, {{H|Hk|1}}, 1, N) with B={batch}, Hk={kv_heads}, "
             f"N={count}, got {got}"
         )
 
