@@ -171,6 +171,10 @@ def check_layer_of(device: str, places: dict[str, int]) -> None:
         torch.testing.assert_close(one.grad, other.grad, atol=tolerance, rtol=tolerance)
     with pytest.raises(ValueError, match="attn_mask must be None in context parallelism"):
         layer(x[:, own], padding[:, own])
+    with pytest.raises(TypeError, match=r"hidden_states must be a torch.Tensor, got list"):
+        layer([1])
+    with pytest.raises(ValueError, match=r"hidden_states must have shape \(B, N, embed_dim\)"):
+        layer(x[0, own])
 
 
 def check_with_sharded_parameters(device: str) -> None:

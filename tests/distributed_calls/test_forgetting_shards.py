@@ -238,6 +238,8 @@ def check_layer(device: str) -> None:
     for name in ("cache", "max_seqlen"):
         with pytest.raises(ValueError, match=f"{name} must be None in context parallelism"):
             layer(x[:, own], **{name: 3})
+    with pytest.raises(TypeError, match=r"hidden_states must be a torch.Tensor, got list"):
+        layer([1])
     layer.prune = None
     with pytest.raises(ValueError, match=r"prune must be a log decay, such as -16.0, in context"):
         layer(x[:, own])

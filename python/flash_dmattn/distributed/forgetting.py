@@ -15,6 +15,7 @@ from ..forgetting_formula import bias_for_backend, bounded_gates, decay_mask
 from ..interface import flash_dmattn_func
 from ..modules import ForgettingAttention
 from ..modules.forgetting_cache import check_gated_tokens
+from ..modules.projections import check_states
 from ..state.chunks import check_heads
 from ..wrong_keywords import hide_unknown_keywords, refuse_keywords
 from .context_parallel import checked_group
@@ -169,6 +170,7 @@ class ContextParallelForgetting(ForgettingAttention):
             if options.get(name) is not None:
                 hint = "; cu_seqlens tells it" if name == "max_seqlen" else ""
                 raise ValueError(f"{name} must be None in context parallelism{hint}")
+        check_states(self, hidden_states, options.get("cu_seqlens"))
         if self.rotary_base is not None and options.get("position_ids") is None:
             options["position_ids"] = shard_positions(
                 self.process_group, hidden_states, options.get("cu_seqlens")

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..masks import IntervalMask
 from ..modules import DynamicMaskAttention
 from ..modules.arguments import check_cu_seqlens
+from ..modules.projections import check_states
 from ..modules.rotary import packed_positions
 from ..wrong_keywords import hide_unknown_keywords, refuse_keywords
 from .context_parallel import checked_group, context_parallel_dmattn
@@ -74,6 +75,7 @@ class ContextParallelAttention(DynamicMaskAttention):
             )
         if options.get("cache") is not None:
             raise ValueError("cache must be None in context parallelism")
+        check_states(self, hidden_states, options.get("cu_seqlens"))
         if self.rotary_base is not None and options.get("position_ids") is None:
             options["position_ids"] = shard_positions(
                 self.process_group, hidden_states, options.get("cu_seqlens")
