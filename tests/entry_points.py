@@ -82,6 +82,13 @@ def _kept() -> KeptKeys:
     return state
 
 
+def _forgetful() -> flash_dmattn.ForgettingCache:
+    cache = flash_dmattn.ForgettingCache(rollback=2)
+    states = torch.zeros(2, 3, 2, 4), torch.zeros(2, 3, 2, 4), torch.zeros(2, 2, 3)
+    cache.taken_in(*states, lambda *_: None, prune=-4.0)
+    return cache
+
+
 def _auto(**arguments: Any) -> Any:
     return flash_dmattn.flash_dmattn_func_auto(**arguments)(**_DENSE)
 
@@ -252,6 +259,15 @@ ENTRIES: dict[str, Entry] = {
         {**_of("tensor", "hidden_states cu_seqlens position_ids"), "max_seqlen": "integer"},
     ),
     "ForgettingCache": Entry(flash_dmattn.ForgettingCache, {}, _of("integer", "capacity rollback")),
+    "ForgettingCache.taken_in": Entry(
+        lambda **arguments: _forgetful().taken_in(attend=lambda *_: None, **arguments),
+        {"key": torch.zeros(2, 1, 2, 4), "value": torch.zeros(2, 1, 2, 4),
+         "log_forget": torch.zeros(2, 2, 1), "prune": -4.0},
+        {**_of("tensor", "key value log_forget padding"), "prune": "number"},
+    ),
+    "ForgettingCache.truncate": Entry(
+        lambda **arguments: _forgetful().truncate(**arguments), {"length": 2}, {"length": "integer"}
+    ),
     "parallel_forgetting_attn": Entry(
         flash_dmattn.integrations.parallel_forgetting_attn,
         {"q": randn(2, 7, 4, 8), "k": randn(2, 7, 2, 8), "v": randn(2, 7, 2, 8),

@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import checks
 from ..arguments import writable
 from ..dispatch_state import has_values
-from ..forgetting import check_gates, checked_prune
+from ..forgetting import check_gates, check_log_forget, checked_prune
 from ..forgetting_formula import bounded_gates, decay_mask
 from ..masks import IntervalMask
 from ..refusals import current_backward, refuse_recomputation
@@ -382,12 +382,9 @@ class ForgettingCache:
         padding: Tensor | None,
     ) -> None:
         check_gated_tokens(key, value, log_forget)
+        check_log_forget(log_forget, None, padding)
         if prune is not None:
             check_gates(log_forget)
-        if padding is not None and tuple(padding.shape) != tuple(key.shape[:2]):
-            raise ValueError(
-                f"padding must have shape {tuple(key.shape[:2])}, got {tuple(padding.shape)}"
-            )
         held = self._held
         if held is None:
             return
