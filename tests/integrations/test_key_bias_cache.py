@@ -120,6 +120,19 @@ def test_a_prompt_of_one_token() -> None:
     torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("function", [first_value, of_one_head, of_query_heads])
+@torch.no_grad()
+def test_a_cache_of_which_all_is_taken_back(function: Any) -> None:
+    model, cache = biased(function, window_size=4), transformers.DynamicCache()
+    cache.activate_past_recording()
+    model(tokens()[:, :3], past_key_values=cache)
+    for layer in cache.layers:
+        layer.crop(-3)
+    got = in_steps(model, tokens(), None, cache)
+    want = model(tokens(), use_cache=False).logits
+    torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("first", [1, 10])
 @pytest.mark.parametrize("function", [by_place, normalised])
 @torch.no_grad()

@@ -188,7 +188,7 @@ class KeptLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
                 f"past_key_values keeps {self.kept.window_size} of {count} keys: {reason}"
             )
         layer = cache_utils.DynamicLayer()
-        if kept:
+        if count:
             # Rows without a token go to the last place, which is cut off.
             place = torch.where(kept["bias"][:, :, 0] > -torch.inf, kept["position"], count)
             key, value = (_scatter(kept[name], place, count) for name in ("key", "value"))
