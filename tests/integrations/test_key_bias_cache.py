@@ -48,6 +48,10 @@ def of_one_head(module: torch.nn.Module, value: Tensor) -> Tensor:
     return value.sum((1, 3), keepdim=True).transpose(2, 3)
 
 
+def of_tokens(module: torch.nn.Module, value: Tensor) -> Tensor:
+    return value.sum((1, 3))
+
+
 def of_query_heads(module: torch.nn.Module, value: Tensor) -> Tensor:
     return torch.cat([value[..., 0], value[..., 1]], 1)[:, [0, 2, 1, 3]]
 
@@ -75,7 +79,7 @@ def in_steps(model: Any, ids: Tensor, mask: Tensor | None, cache: Any, first: in
     return torch.cat(steps, 1)
 
 
-@pytest.mark.parametrize("function", [first_value, of_one_head, of_query_heads])
+@pytest.mark.parametrize("function", [first_value, of_one_head, of_tokens, of_query_heads])
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize("case", COUNTS)
 @torch.no_grad()
@@ -131,6 +135,37 @@ def test_a_cache_of_which_all_is_taken_back(function: Any) -> None:
     got = in_steps(model, tokens(), None, cache)
     want = model(tokens(), use_cache=False).logits
     torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize(
+    "function, error, text",
+    [
+        (lambda module, value: [1], TypeError, "be a torch.Tensor, got list of leng"),
+        (lambda module, value: value[..., 0] > 0, TypeError, "hold real numbers, got torch.bool"),
+        (lambda module, value: value, ValueError, rf"have shape .* got \(2, 2, {LENGTH}, "),
+        (lambda module, value: value[:, :, -1:, 0], ValueError, rf".* K={LENGTH}, got \(2, 2, 1,"),
+        (
+            lambda module, value: torch.cat([value, value], 1)[:, :3, :, 0],
+            ValueError,
+            rf".* Hk=2, K={LENGTH}, got \(2, 3, 1, {LENGTH}\)",
+        ),
+    ],
+)  # fmt: skip
+@torch.no_grad()
+def test_wrong_results(function: Any, error: type[Exception], text: str, cached: bool) -> None:
+    model = biased(function, window_size=4)
+    with pytest.raises(error, match="^the result of key_bias must " + text):
+        model(tokens(), use_cache=cached)
+
+
+@torch.no_grad()
+def test_integers_are_biases() -> None:
+    model = biased(lambda module, value: (4 * value[..., 0]).long(), window_size=4)
+    got = in_steps(model, tokens(), padding("left").long(), transformers.DynamicCache())
+    want = model(tokens(), attention_mask=padding("left").long(), use_cache=False).logits
+    kept = padding("left")
+    torch.testing.assert_close(got[kept], want[kept], atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("first", [1, 10])

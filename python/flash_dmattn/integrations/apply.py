@@ -47,9 +47,9 @@ def apply_flash_dmattn(
             that loading warns, too.
         key_bias: for models other than Doge. Called as ``key_bias(module, value)`` with an
             attention module and its values ``(B, Hk, K, D)``, including those of the cache. Returns
-            ``(B, {H|Hk|1}, K)`` or ``(B, {H|Hk|1}, 1, K)``, differentiable. With ``window_size``
-            the bias of a token must depend only on its own value: outside of training a
-            `DynamicCache` keeps only the keys that later tokens can see, as for Doge.
+            ``(B, K)``, ``(B, {H|Hk|1}, K)`` or ``(B, {H|Hk|1}, 1, K)``, differentiable. With
+            ``window_size`` the bias of a token must depend only on its own value: outside of
+            training a `DynamicCache` keeps only the keys that later tokens can see, as for Doge.
         attention: with ``key_bias``: the class, or classes, of the modules that get it.
         window_size: the number of keys with the largest bias to keep; by default all keys, or
             Doge's own number.

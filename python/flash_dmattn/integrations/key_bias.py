@@ -16,7 +16,7 @@ from flash_dmattn import checks
 from flash_dmattn.record import KeyCounts
 
 from .implementations import ATTENTION_NAME, other_attention
-from .mask_forms import Mask, sum_of_biases
+from .mask_forms import Mask, checked_bias, sum_of_biases
 
 if TYPE_CHECKING:
     from .cache import KeptLayer
@@ -243,9 +243,17 @@ def _refuse_unread_layer(
 
 
 def _compute_bias(module: torch.nn.Module, function: KeyBiasFunction, value: Tensor) -> Tensor:
-    """Return the bias ``(B, {H|Hk|1}, 1, K)`` of values ``(B, Hk, K, D)``."""
-    bias = checks.tensor("the result of key_bias", function(module, value))
-    return bias if bias.dim() == 4 else bias.unsqueeze(-2)
+    """Return the bias ``({B|1}, {H|Hk|1}, 1, K)`` of values ``(B, Hk, K, D)``."""
+    bias = checked_bias("the result of key_bias", function(module, value))
+    (batch, kv_heads, keys, _), heads = value.shape, bias.shape[1]
+    is_of_heads = heads == 1 or heads % kv_heads == 0
+    if not (checks.is_one_of(bias.shape[0], 1, batch) and is_of_heads and bias.shape[3] == keys):
+        raise ValueError(
+            "the result of key_bias must have shape (B, K), (B, {H|Hk|1}, K) or "
+            f"(B, {{H|Hk|1}}, 1, K) with B={batch}, Hk={kv_heads}, K={keys}, got "
+            f"{tuple(bias.shape)}"
+        )
+    return bias if bias.is_floating_point() else bias.to(torch.float32)
 
 
 def _bias_of_each_value(

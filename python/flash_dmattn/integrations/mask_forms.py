@@ -15,7 +15,15 @@ from flash_dmattn.masks import IntervalMask
 
 from .packed_documents import Documents
 
-__all__ = ["Mask", "MaskAndBias", "check_sizes", "has_rows", "mask_and_bias", "sum_of_biases"]
+__all__ = [
+    "Mask",
+    "MaskAndBias",
+    "check_sizes",
+    "checked_bias",
+    "has_rows",
+    "mask_and_bias",
+    "sum_of_biases",
+]
 
 Mask = Tensor | IntervalMask | Documents | None
 
@@ -81,7 +89,7 @@ def sum_of_biases(**biases: Tensor | None) -> Tensor | None:
     if len(present) < 2:
         return next(iter(present.values()), None)
     (name, bias), (other, added) = (
-        (name, _checked_bias(name, bias)) for name, bias in present.items()
+        (name, checked_bias(name, bias)) for name, bias in present.items()
     )
     return _add_biases(name, bias, other, added)
 
@@ -124,11 +132,11 @@ def _fit_bias(bias: Tensor | None, keys: int, dtype: torch.dtype) -> Tensor | No
     """Return a bias for these keys, in query's dtype or float32."""
     if bias is None:
         return None
-    bias = _cut_to(keys, _checked_bias("attention_bias", bias))
+    bias = _cut_to(keys, checked_bias("attention_bias", bias))
     return bias if bias.dtype in (dtype, torch.float32) else bias.to(torch.float32)
 
 
-def _checked_bias(name: str, bias: Tensor) -> Tensor:
+def checked_bias(name: str, bias: Tensor) -> Tensor:
     """Return a bias in four dimensions."""
     if checks.tensor(name, bias).dtype == torch.bool or bias.is_complex():
         raise TypeError(f"{name} must hold real numbers, got {bias.dtype}")
