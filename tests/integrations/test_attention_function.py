@@ -524,6 +524,14 @@ def test_wrong_arguments() -> None:
     with pytest.raises(ValueError, match=r"attention_mask must have two, three or four .* \(3,\)"):
         flash_dynamic_mask_attention_forward(Module(is_causal=True), *problem(), torch.ones(3))
     query, key, value = (t.transpose(1, 2) for t in problem())
+    for name in ("query_states", "key_states", "value_states"):
+        states = {"query_states": query, "key_states": key, "value_states": value}
+        for wrong, error in (([1], TypeError), (query[0], ValueError), (query[0, 0], ValueError)):
+            with pytest.raises(error, match=f"{name} must "):
+                _flash_dynamic_mask_attention_forward(
+                    **{**states, name: wrong}, attention_mask=torch.ones(B, K), attention_bias=None,
+                    query_length=Q, key_length=K, is_causal=True,
+                )  # fmt: skip
     with pytest.raises(ValueError, match=r"implementation must be .* got 'sdpa'"):
         _flash_dynamic_mask_attention_forward(
             query, key, value, None, None, Q, K, True, implementation="sdpa"

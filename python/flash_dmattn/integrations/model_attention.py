@@ -21,6 +21,7 @@ from flash_dmattn.selection import (
     without_nan,
     zero_bias,
 )
+from flash_dmattn.state.chunks import check_heads
 
 from .mask_forms import Mask, check_sizes, has_rows, mask_and_bias
 from .packed_documents import (
@@ -111,6 +112,9 @@ def _flash_dynamic_mask_attention_forward(
             "implementation must be None or 'flash_dmattn', got "
             f"{checks.described(implementation)}, which is another kind of attention"
         )
+    states = {"query_states": query_states, "key_states": key_states, "value_states": value_states}
+    for name, tensor in states.items():
+        check_heads(name, tensor)
     query, key, value, attention_bias = fdma_peft_integration_check(
         query_states, key_states, value_states, attention_bias, target_dtype
     )
