@@ -215,3 +215,31 @@ def test_double_backward_of_one_tensor_in_all_places() -> None:
         ),
         x,
     )
+
+
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("place", [2, 3], ids=["value", "sink"])
+def test_gradients_to_differentiate_of_tensors_that_lse_ignores(place: int, listed: bool) -> None:
+    shapes = [(1, 4, 2, 8), (1, 5, 2, 8), (1, 5, 2, 8), (2,)]
+    given = [randn(*shape, seed=n).requires_grad_(n == place) for n, shape in enumerate(shapes)]
+    lists = torch.arange(5, dtype=torch.int32).expand(1, 1, 4, 5) if listed else None
+
+    query, key, value, sink = given
+    out, lse = flash_dmattn_func(
+        query, key, value, sink=sink, return_lse=True, backend="reference", key_indices=lists
+    )
+    loss = out.square().sum()
+    (want,) = torch.autograd.grad(loss, given[place], create_graph=True)
+    (found,) = torch.autograd.grad(loss + lse.sum(), given[place], create_graph=True)
+    torch.testing.assert_close(found, want)
+    (want,) = torch.autograd.grad(want.sum(), given[place], retain_graph=True)
+    (found,) = torch.autograd.grad(found.sum(), given[place])
+    torch.testing.assert_close(found, want)
+
+
+def test_gradients_to_differentiate_of_no_sequences() -> None:
+    x = randn(0, 2, 8).requires_grad_()
+    bounds = torch.zeros(1, dtype=torch.int32)
+    out = flash_dmattn_varlen_func(x, x, x, bounds, bounds, 0, 0, backend="reference")
+    (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    assert gradient.shape == x.shape

@@ -277,12 +277,16 @@ def recorded_gradients(
     with torch.enable_grad():
         # Views: one tensor may be several arguments, each of which needs its own gradient.
         views = {name: None if t is None else t.view_as(t) for name, t in tensors.items()}
-        pairs = [p for p in zip(compute(views), gradients, strict=True) if p[1] is not None]
-        outputs, grads = zip(*pairs, strict=True)
+        # lse depends on neither value nor sink, and no result depends on what keeps no key.
+        pairs = [
+            (result, gradient)
+            for result, gradient in zip(compute(views), gradients, strict=True)
+            if gradient is not None and result.requires_grad
+        ]
         found = torch.autograd.grad(
-            outputs,
+            [result for result, _ in pairs],
             [t for name in wanted if (t := views[name]) is not None],
-            grads,
+            [gradient for _, gradient in pairs],
             create_graph=True,
             allow_unused=True,
             materialize_grads=True,
