@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     )
     from .pair_bias import pair_bias_attention
     from .plan import AttentionPlan, make_plan
-    from .reference import attention_reference
+    from .reference_arguments import attention_reference
     from .selection import dynamic_mask
     from .state import KeptKeys
 

@@ -15,7 +15,7 @@ _MODULES = {
     "ForgettingCache": "modules",
     "IntervalMask": "masks",
     "KeptKeys": "state",
-    "attention_reference": "reference",
+    "attention_reference": "reference_arguments",
     "dynamic_mask": "selection",
     "explain": "explanation",
     "flash_dmattn_func": "interface",

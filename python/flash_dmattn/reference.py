@@ -10,18 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .arguments import AUTOCAST_DEVICES
 from .checks import is_one_of
-from .masks import IntervalMask, intervals_to_bool
+from .masks import intervals_to_bool
 from .record import AttentionInputs, Gradients, Packing
-from .wrong_keywords import hide_unknown_keywords, refuse_keywords
 
-__all__ = ["attention_probabilities", "attention_reference", "key_mass"]
+__all__ = ["attention_probabilities", "formula", "key_mass"]
 
 # Most scores in memory at once for sums over rows, on CPUs and elsewhere.
 _SCORES_ON_CPU, _SCORES_ELSEWHERE = 2**20, 2**26
@@ -47,73 +46,8 @@ class Attended(NamedTuple):
     probabilities: Tensor  # (B, H, Q, K); with a sink, a row sums to less than 1
 
 
-@hide_unknown_keywords
-def attention_reference(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | IntervalMask | None = None,
-    bias: Tensor | None = None,
-    *,
-    scale: float | None = None,
-    causal: bool = False,
-    softcap: float = 0.0,
-    sink: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    block_table: Tensor | None = None,
-    **unknown: NoReturn,
-) -> tuple[Tensor, Tensor]:
-    """Return ``(out, lse)`` of dynamic mask attention by its formula.
-
-    Args:
-        query: ``(B, Q, H, D)``, or ``(total_q, H, D)`` with ``cu_seqlens_q``; any floating dtype,
-            any device.
-        key, value: ``(B, K, Hk, D)``, ``(total_k, Hk, D)``, or ``(pages, page, Hk, D)`` with
-            ``block_table``; the head dimension of value may differ: Dv.
-        mask: bool, True keeps, ``({B|1}, {H|Hk|1}, {Q|1}, {K|1})``, also ``(B, {H|Hk|1}, K)`` and
-            ``(B, K)``; varlen ``({H|Hk|1}, 1, total_k)`` or ``({H|Hk|1}, total_q, max_k)``; or an
-            `IntervalMask`.
-        bias: added to the scaled scores, shapes as ``mask``. -inf means "not kept".
-        scale: multiplies the scores; ``D ** -0.5`` by default.
-        causal: row i sees keys ``j <= i + K - Q``.
-        softcap: if positive, scores become ``softcap * tanh(score / softcap)`` before the bias is
-            added.
-        sink: ``(H,)``, one more score in the sum of each row's softmax, without a key or a value.
-        cu_seqlens_q, cu_seqlens_k: int32 ``(B + 1,)``: 0, then where each packed sequence ends.
-        block_table: int32 ``(B, pages of a sequence)``, the page numbers of each sequence.
-
-    Returns:
-        ``out`` ``(B, Q, H, Dv)``, or ``(total_q, H, Dv)``, of query's dtype, and ``lse`` ``(B, H,
-        Q)`` (varlen ``(H, total_q)``), float32 or float64, natural logarithm, without the sink. A
-        row that keeps no key has output 0 and lse -inf.
-
-    Raises:
-        TypeError: an argument has the wrong type or dtype.
-        ValueError: a shape, a device or a number does not fit.
-    """
-    if unknown:
-        refuse_keywords(attention_reference, unknown)
-    from .reference_arguments import check_reference  # its backend imports this module
-
-    return formula(
-        check_reference(
-            query,
-            key,
-            value,
-            mask,
-            bias,
-            scale,
-            causal,
-            softcap,
-            sink,
-            Packing(cu_seqlens_q, cu_seqlens_k, block_table),
-        )
-    )
-
-
 def formula(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
-    """Compute `attention_reference` for a call that has been checked."""
+    """Return ``(out, lse)`` of `attention_reference` for a call that has been checked."""
     query = inputs.query
     parts = [(part, attend(part, inputs)) for part in sequences(inputs)]
     if not inputs.packed:

@@ -1,17 +1,90 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Argument checks of `attention_reference`, by the rules of its backend."""
+"""`attention_reference`, and its argument checks, by the rules of its backend."""
 
 from __future__ import annotations
 
+from typing import Any, NoReturn
+
+import torch
 from torch import Tensor
 
 from . import checks
 from .arguments import check_together, mask_parts, to_4d
 from .backends.shapes import check_attention
 from .masks import IntervalMask
-from .record import AttentionInputs, Packing
+from .ops import attention
+from .record import AttentionInputs, Packing, differentiable_tensors
+from .reference import computing_dtype, formula
+from .wrong_keywords import hide_unknown_keywords, refuse_keywords
+
+__all__ = ["attention_reference"]
 
 _NAMES = {"attn_mask": "mask", "attn_bias": "bias", "softmax_scale": "scale"}
+
+
+@hide_unknown_keywords
+def attention_reference(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | IntervalMask | None = None,
+    bias: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    softcap: float = 0.0,
+    sink: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    **unknown: NoReturn,
+) -> tuple[Tensor, Tensor]:
+    """Return ``(out, lse)`` of dynamic mask attention by its formula.
+
+    Args:
+        query: ``(B, Q, H, D)``, or ``(total_q, H, D)`` with ``cu_seqlens_q``; any floating dtype,
+            any device.
+        key, value: ``(B, K, Hk, D)``, ``(total_k, Hk, D)``, or ``(pages, page, Hk, D)`` with
+            ``block_table``; the head dimension of value may differ: Dv.
+        mask: bool, True keeps, ``({B|1}, {H|Hk|1}, {Q|1}, {K|1})``, also ``(B, {H|Hk|1}, K)`` and
+            ``(B, K)``; varlen ``({H|Hk|1}, 1, total_k)`` or ``({H|Hk|1}, total_q, max_k)``; or an
+            `IntervalMask`.
+        bias: added to the scaled scores, shapes as ``mask``. -inf means "not kept".
+        scale: multiplies the scores; ``D ** -0.5`` by default.
+        causal: row i sees keys ``j <= i + K - Q``.
+        softcap: if positive, scores become ``softcap * tanh(score / softcap)`` before the bias is
+            added.
+        sink: ``(H,)``, one more score in the sum of each row's softmax, without a key or a value.
+        cu_seqlens_q, cu_seqlens_k: int32 ``(B + 1,)``: 0, then where each packed sequence ends.
+        block_table: int32 ``(B, pages of a sequence)``, the page numbers of each sequence.
+
+    Returns:
+        ``out`` ``(B, Q, H, Dv)``, or ``(total_q, H, Dv)``, of query's dtype, and ``lse`` ``(B, H,
+        Q)`` (varlen ``(H, total_q)``), float32 or float64, natural logarithm, without the sink. A
+        row that keeps no key has output 0 and lse -inf.
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: a shape, a device or a number does not fit.
+    """
+    if unknown:
+        refuse_keywords(attention_reference, unknown)
+    packing = Packing(cu_seqlens_q, cu_seqlens_k, block_table)
+    inputs = check_reference(query, key, value, mask, bias, scale, causal, softcap, sink, packing)
+    if inputs.packed and torch.compiler.is_compiling():
+        return _by_operator(inputs)
+    return formula(inputs)
+
+
+def _by_operator(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+    """Compute by the operator: compiled code cannot read the lengths of packed sequences."""
+    dtype = computing_dtype(inputs.query, inputs.bias)
+    # The operator takes fewer combinations of dtypes than the formula.
+    tensors = differentiable_tensors(inputs).items()
+    same: dict[str, Any] = {name: None if t is None else t.to(dtype) for name, t in tensors}
+    out, lse = attention(inputs._replace(**same), "reference", need_lse=True)
+    assert lse is not None
+    return out.to(inputs.query.dtype), lse
 
 
 def check_reference(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flash_dmattn import IntervalMask, dynamic_mask, flash_dmattn_func, make_plan
-from flash_dmattn.reference import attention_reference
+from flash_dmattn.reference_arguments import attention_reference
 from support import randn
 
 LENGTH, HEADS, KV_HEADS, WINDOW = 2048, 32, 8, 1024

@@ -13,7 +13,7 @@ from flash_dmattn.backends.base import Backend
 from flash_dmattn.interface import flash_dmattn_func
 from flash_dmattn.masks import IntervalMask
 from flash_dmattn.record import AttentionInputs
-from flash_dmattn.reference import attention_reference
+from flash_dmattn.reference_arguments import attention_reference
 
 from .outcome import (
     BATCH,
