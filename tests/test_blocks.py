@@ -248,6 +248,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"attn_mask": torch.ones(2, 7) > 0}, ValueError, "cannot be combined with attn_mask"),
     ({"window_size": 3}, ValueError, "cannot be combined with window_size"),
     ({"keep_last": 3}, ValueError, "block_indices cannot be combined with keep_last"),
+    ({"keep_first": torch.ones(2)}, TypeError, "keep_first must be an integer, got"),
     ({"return_attn_probs": "yes"}, TypeError, "return_attn_probs must be True, False or None"),
     (
         {"key_indices": torch.zeros(2, 1, 5, 3, dtype=torch.int32)},

@@ -538,6 +538,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"attn_mask": zeros(2, 7)}, ValueError, r"key_indices cannot be combined with attn_mask:"),
     ({"window_size": 0, "keep_last": 2}, ValueError, r"combined with window_size, keep_last:"),
     ({"keep_first": 1}, ValueError, r"combined with keep_first:"),
+    ({"keep_last": zeros(2)}, TypeError, r"keep_last must be an integer, got .*tensor of shape"),
     ({"return_attn_probs": True}, ValueError, r"combined with return_attn_probs:"),
     ({"backend": "cudnn"}, ValueError, r"backend must be"),
     ({"is_causal": 2}, TypeError, r"is_causal must be"),
