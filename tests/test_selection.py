@@ -335,6 +335,15 @@ def test_wrong_arguments(
         dynamic_mask(*arguments)
 
 
+@pytest.mark.parametrize("name", ["query_length", "key_length", "max_seqlen_q", "max_seqlen_k"])
+def test_lengths_of_the_other_form_are_refused(name: str) -> None:
+    bounds = torch.tensor([0, 2, 5], dtype=torch.int32)
+    packed = {} if "max" in name else {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds}
+    relation = "with" if packed else "without"
+    with pytest.raises(ValueError, match=f"^{name} must be None {relation} the cu_seqlens, got 5"):
+        dynamic_mask(torch.ones(1, 1, 5), 2, True, **packed, **{name: 5})
+
+
 def test_packed_selection_needs_both_cu_seqlens() -> None:
     with pytest.raises(ValueError, match="cu_seqlens_k must be given too"):
         flash_dmattn.dynamic_mask(

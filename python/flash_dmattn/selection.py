@@ -100,8 +100,9 @@ def dynamic_mask(
 
     Raises:
         TypeError: a tensor has the wrong type or dtype.
-        ValueError: a shape does not fit, a number of keys is negative, K is unknown, or keep_last
-            or keep_first is given without causality for several queries.
+        ValueError: a shape does not fit, a number of keys is negative, K is unknown, keep_last or
+            keep_first is given without causality for several queries; or query_length or key_length
+            with the cu_seqlens, or max_seqlen_q or max_seqlen_k without.
     """
     if unknown:
         refuse_keywords(dynamic_mask, unknown)
@@ -118,11 +119,15 @@ def dynamic_mask(
         )
     packing = DENSE
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
+        _refuse_lengths("with the cu_seqlens", query_length=query_length, key_length=key_length)
         packing = _packing(Packing(cu_seqlens_q, cu_seqlens_k), max_seqlen_q, max_seqlen_k)
         bias, mask = attn_bias, attention_mask
         _check_packed_form(bias, mask, "attention_mask")
         batch, queries, keys = packing.sequences, *packing[3:]
     else:
+        _refuse_lengths(
+            "without the cu_seqlens", max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k
+        )
         bias, mask, batch, queries, keys = _dense_tensors(
             attn_bias, attention_mask, query_length, key_length
         )
@@ -312,6 +317,13 @@ def composable_mask(mask: Tensor | IntervalMask | None) -> Tensor | None:
             "keys"
         )
     return mask_parts(mask).mask
+
+
+def _refuse_lengths(reason: str, **lengths: int | None) -> None:
+    """Raise ValueError, with the reason, if a length is given that would have no effect."""
+    for name, length in lengths.items():
+        if length is not None:
+            raise ValueError(f"{name} must be None {reason}, got {checks.described(length)}")
 
 
 def _dense_tensors(
