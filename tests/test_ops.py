@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import flash_dmattn
 from flash_dmattn import (
     IntervalMask,
+    attention_reference,
     dispatch_state,
     dynamic_mask,
     flash_dmattn_func,
@@ -327,3 +328,32 @@ def test_exports_with_intervals_as_input(query_length: int | None, target: Targe
     file.seek(0)
     program = torch.export.load(file)
     torch.testing.assert_close(program.module()(*inputs), Module()(*inputs))
+
+
+class ReadsLengths(torch.nn.Module):
+    """Calls that read the lengths of packed sequences where they are not given."""
+
+    def forward(self, tokens: Tensor, pages: Tensor, table: Tensor, bounds: Tensor) -> list[Tensor]:
+        out, lse = attention_reference(
+            tokens, tokens, tokens, cu_seqlens_q=bounds, cu_seqlens_k=bounds
+        )
+        bias = tokens[:, :, 0].t().unsqueeze(1)
+        selected = dynamic_mask(bias, 2, True, cu_seqlens_q=bounds, cu_seqlens_k=bounds)
+        documents = IntervalMask.documents(cu_seqlens=bounds)
+        paged = flash_dmattn_varlen_func(
+            tokens, pages, pages, bounds, bounds, 6, 6, is_causal=True, block_table=table,
+            window_size=0, keep_last=2,
+        )  # fmt: skip
+        assert isinstance(selected, IntervalMask)
+        assert isinstance(paged, Tensor)
+        return [out, lse, selected.start, selected.end, documents.start, documents.end, paged]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_programs_read_lengths(strict: bool) -> None:
+    tensors = randn(6, 2, 8), randn(3, 4, 2, 8), torch.tensor([[0, 1], [2, 0]], dtype=torch.int32)
+    first, second = (torch.tensor([0, n, 6], dtype=torch.int32) for n in (2, 5))
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        program = torch.export.export(ReadsLengths(), (*tensors, first), strict=strict)
+    want = ReadsLengths()(*tensors, second)
+    torch.testing.assert_close(program.module()(*tensors, second), want)

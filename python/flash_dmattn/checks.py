@@ -107,7 +107,16 @@ def read_max_seqlen(name: str, cu_seqlens: Tensor, instead: str = "") -> int:
     """Return the length of the longest packed sequence. This reads the device."""
     check_values(name, cu_seqlens, instead)
     lengths = cu_seqlens[1:] - cu_seqlens[:-1]
-    return max(0, int(lengths.max())) if lengths.numel() else 0
+    return value_of(lengths.max().clamp(min=0)) if lengths.numel() else 0
+
+
+def value_of(number: Tensor) -> int:
+    """Return the value of an integer tensor of one element.
+
+    torch.export, in whose programs it differs from call to call, refuses int() of such a tensor.
+    """
+    value: int = number.item()  # type: ignore[assignment]
+    return value
 
 
 def check_values(name: str, value: Tensor, instead: str = "") -> None:

@@ -31,7 +31,9 @@ def last_bound(cu_seqlens: Tensor) -> int:
     if cu_seqlens.shape[0] == 0:
         raise ValueError("cu_seqlens must have a last value unless length is given, got shape (0,)")
     checks.check_values("cu_seqlens", cu_seqlens, "; pass length")
-    return checks.index("the last value of cu_seqlens", int(cu_seqlens[-1]), 0, MAX_ROWS)
+    return checks.index(
+        "the last value of cu_seqlens", checks.value_of(cu_seqlens[-1]), 0, MAX_ROWS
+    )
 
 
 def check_integers(name: str, tensor: Tensor, dimensions: int, shape: str) -> None:

@@ -302,7 +302,7 @@ def total_keys(key: Tensor, packing: Packing) -> int:
     if packing.block_table is None:
         return key.shape[0]
     if key.device.type == "cpu" and packing.cu_seqlens_k is not None:
-        return int(packing.cu_seqlens_k[-1])
+        return checks.value_of(packing.cu_seqlens_k[-1])
     # On a GPU only the device knows the number of keys; this is an upper bound.
     return packing.sequences * packing.max_seqlen_k
 
