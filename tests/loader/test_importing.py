@@ -61,6 +61,7 @@ APART = {
     for name in (
         "explanation",
         "recorder",
+        "reference_arguments",
         "forgetting",
         "forgetting_formula",
         "forgetting_ops",
