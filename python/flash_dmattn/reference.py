@@ -84,8 +84,8 @@ def _unpack(inputs: AttentionInputs) -> AttentionInputs:
     if cu_seqlens_q is None or cu_seqlens_k is None:
         return inputs
     row, column = (
-        torch.arange(read_max_seqlen, device=inputs.query.device)
-        for read_max_seqlen in (inputs.max_seqlen_q, inputs.max_seqlen_k)
+        torch.arange(max_seqlen, device=inputs.query.device)
+        for max_seqlen in (inputs.max_seqlen_q, inputs.max_seqlen_k)
     )
     rows, keys = cu_seqlens_q[:-1, None] + row, cu_seqlens_k[:-1, None] + column
     is_row, is_key = rows < cu_seqlens_q[1:, None], keys < cu_seqlens_k[1:, None]

@@ -49,13 +49,13 @@ def check_packed_shard(
         )
     for name, tensor in (("value", value), ("attn_bias", bias), ("cu_seqlens", cu_seqlens)):
         checks.same_device(name, tensor, "key's device", key.device)
-    read_max_seqlen = 0 if max_seqlen is None else index("max_seqlen", max_seqlen, 0, MAX_ROWS)
+    longest = 0 if max_seqlen is None else index("max_seqlen", max_seqlen, 0, MAX_ROWS)
     if max_seqlen is None or bounds.is_cpu:
         longest_part, end = torch.stack((bounds.diff().max(), bounds[-1])).tolist()
         if end != total:
             raise ValueError(f"cu_seqlens must end with {total}, the first size of key, got {end}")
-        read_max_seqlen = max(0, longest_part) if max_seqlen is None else read_max_seqlen
-    return Packing(bounds, bounds, None, read_max_seqlen, read_max_seqlen)
+        longest = max(0, longest_part) if max_seqlen is None else longest
+    return Packing(bounds, bounds, None, longest, longest)
 
 
 def packed_candidates(

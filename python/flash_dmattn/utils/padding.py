@@ -44,8 +44,8 @@ def get_unpad_data(attention_mask: Tensor) -> tuple[Tensor, Tensor, int]:
     lengths = attention_mask.sum(-1, dtype=torch.int32)
     indices = attention_mask.flatten().nonzero().flatten()
     cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-    read_max_seqlen = int(lengths.max()) if lengths.numel() else 0
-    return indices, cu_seqlens, read_max_seqlen
+    max_seqlen = int(lengths.max()) if lengths.numel() else 0
+    return indices, cu_seqlens, max_seqlen
 
 
 def unpad_input(
@@ -71,9 +71,9 @@ def unpad_input(
         _check_rows("unused_mask", unused_mask, attention_mask)
         _check_padding("unused_mask", unused_mask)
     packed = attention_mask if unused_mask is None else attention_mask + unused_mask
-    indices, cu_seqlens, read_max_seqlen = get_unpad_data(packed)
+    indices, cu_seqlens, max_seqlen = get_unpad_data(packed)
     used = attention_mask.sum(-1, dtype=torch.int32)
-    return index_first_axis(hidden_states, indices), indices, cu_seqlens, read_max_seqlen, used
+    return index_first_axis(hidden_states, indices), indices, cu_seqlens, max_seqlen, used
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
