@@ -508,6 +508,14 @@ def test_masks_that_are_none(mask: Any, others: dict[str, Any]) -> None:
         flash_dynamic_mask_attention_forward(Module(is_causal=True), *problem(), mask, **others)
 
 
+@pytest.mark.parametrize("shape", [(H, K), (1, B)])
+def test_intervals_of_packed_sequences_are_refused(shape: tuple[int, int]) -> None:
+    intervals = flash_dmattn.IntervalMask(*torch.zeros(2, *shape, dtype=torch.int32))
+    text = "attention_mask must be an IntervalMask of shape .*K\\), got " + re.escape(str(shape))
+    with pytest.raises(ValueError, match=text):
+        flash_dynamic_mask_attention_forward(Module(is_causal=True), *problem(), intervals)
+
+
 def test_biases_on_different_devices() -> None:
     with pytest.raises(ValueError, match="position_bias must be on attention_bias's device cpu"):
         flash_dynamic_mask_attention_forward(

@@ -105,6 +105,11 @@ def check_sizes(mask: Mask, bias: Tensor | None, query: Tensor, key: Tensor) -> 
     (batch, queries, heads), (keys, kv_heads) = query.shape[:3], key.shape[1:3]
     allowed = ((batch,), (heads, kv_heads), (queries,), (keys,))
     if isinstance(mask, IntervalMask):
+        if mask.start.dim() != 3:
+            raise ValueError(
+                "attention_mask must be an IntervalMask of shape ({B|1}, {H|Hk|1}, K), got "
+                f"{tuple(mask.start.shape)}, the form for packed sequences"
+            )
         mask = mask.start.unsqueeze(2)
     for name, tensor in (("attention_mask", mask), ("attention_bias", bias)):
         if not isinstance(tensor, Tensor):
