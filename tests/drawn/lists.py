@@ -98,7 +98,7 @@ def _with_many_keys(seed: int, sizes: Sizes, length: int) -> tuple[Sizes, int]:
     head_dim, keys = source.choice([(64, 82_000), (128, 41_000), (256, 20_500)])
     k_lengths = [*sizes.k_lengths[:-1], keys + source.integer(0, 2000)]
     q_lengths = [0] * (len(k_lengths) - 1) + [source.integer(1, 2)]
-    changed = {"kv_heads": source.integer(1, 2), "group": source.choice([1, 4])}
+    changed = {"kv_heads": source.integer(1, 2), "group": source.choice([1, 4, 24])}
     sizes = dataclasses.replace(
         sizes, q_lengths=q_lengths, k_lengths=k_lengths, head_dim=head_dim, batch=1, **changed
     )

@@ -675,6 +675,23 @@ template <bool kPacked> Work routes_of_lists() {
           }};
 }
 
+// The workspace of lists is sized before the results exist. It is large enough for results of any alignment.
+Work workspaces_of_lists() {
+  fdm_problem p = draw_problem();
+  p.heads = p.kv_heads * draw(1, 40);
+  p.head_dim = draw(1, 256);
+  p.keys = draw(1, 300'000);
+  static int32_t nothing = 0;
+  p.indices = {&nothing, {1, 1, p.queries, draw(1, 4096)}, {0, 0, 0, 1}, FDM_INT32, 0};
+  const DeviceFacts device = draw_device();
+  Alignment results = aligned(p);
+  results.out = draw(0, 1);
+  results.dout = draw(0, 1);
+  const int64_t used = list_backward_route(p, device, results).workspace_bytes;
+  if (used <= list_backward_route(p, device, aligned(p)).workspace_bytes) ++found[{0, 0, 0}];
+  return {1, [](int64_t, int64_t, int64_t) { return true; }};
+}
+
 } // namespace
 } // namespace fdm::cuda
 
@@ -711,4 +728,5 @@ int main() {
   check("routes of pair biases", kMany, pair_bias_routes);
   check("routes of lists", kFew, routes_of_lists<false>);
   check("routes of packed lists", kMany, routes_of_lists<true>);
+  check("workspaces of lists", kMany, workspaces_of_lists);
 }

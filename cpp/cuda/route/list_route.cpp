@@ -72,9 +72,12 @@ ListRoute list_backward_route(const fdm_problem &p, const DeviceFacts &device, c
   const int64_t parts = has_places && route.rows > 0 ? std::min(wanted_parts, length / kListPassEntries) : 1;
   const bool sums_in_l2 = wanted_parts <= 1 || parts > 1;
   const int64_t fewest = sums_in_l2 ? kListBackwardWgmmaHeads : kListWgmmaHeadsBeyondL2;
-  if (alignment.dout && has_list_backward_sm90(route.head_dim) && may_use_wgmma(p, device, alignment, fewest))
-    take_wgmma(&route, p);
-  route.key_parts = route.kernel == ListKernel::mma ? max64(1, parts) : 1;
+  Alignment with_results = alignment;
+  with_results.out = true;
+  const bool suits_wgmma = has_list_backward_sm90(route.head_dim) && may_use_wgmma(p, device, with_results, fewest);
+  if (suits_wgmma && alignment.out && alignment.dout) take_wgmma(&route, p);
+  // The workspace is sized before out and dout exist, so the number of parts must not depend on their alignment.
+  route.key_parts = suits_wgmma ? 1 : max64(1, parts);
   route.part_keys = ceil_div(p.keys, route.key_parts);
   route.pass_blocks = route.blocks;
   if (route.key_parts > 1) route.pass_blocks = total_rows(p) * route.tiles.head_tiles;
