@@ -43,6 +43,7 @@ def test_each_part_of_the_work_has_one_number(tmp_path: Path) -> None:
             "routes of pair biases",
             "routes of lists",
             "routes of packed lists",
+            "passes of lists",
             "workspaces of lists",
         ],
         "each part has one number",

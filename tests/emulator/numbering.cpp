@@ -675,6 +675,30 @@ template <bool kPacked> Work routes_of_lists() {
           }};
 }
 
+// Each list tile sees each key in one pass, and its passes follow each other.
+Work passes_of_lists() {
+  fdm_problem p = draw_problem();
+  p.heads = p.kv_heads * draw(1, 40);
+  p.head_dim = draw(1, 256);
+  p.keys = draw(1, 300'000);
+  static int32_t nothing = 0;
+  p.indices = {&nothing, {1, 1, p.queries, draw(1, 4096)}, {0, 0, 0, 1}, FDM_INT32, 0};
+  const ListRoute route = list_backward_route(p, draw_device(), aligned(p));
+  int64_t past_key = 0;
+  for (int64_t first = 0, n = 0; first < route.blocks; first += route.pass_blocks)
+    for (int64_t part = 0; part < route.key_parts; ++part, ++n) {
+      const ListPass pass = route.pass(n);
+      const bool is_next = pass.first_key == (part == 0 ? 0 : past_key) && pass.is_first == (part == 0) &&
+                           pass.is_last == (part == route.key_parts - 1);
+      past_key = pass.past_key;
+      if (is_next && (!pass.is_last || past_key == INT32_MAX)) ++found[{pass.first_tile, part, 0}];
+    }
+  const int64_t tiles = route.blocks, each = route.pass_blocks, parts = route.key_parts;
+  return {tiles / each * parts, [=](int64_t tile, int64_t part, int64_t) {
+            return tiles % each == 0 && within(tile, tiles) && tile % each == 0 && within(part, parts);
+          }};
+}
+
 // The workspace of lists is sized before the results exist. It is large enough for results of any alignment.
 Work workspaces_of_lists() {
   fdm_problem p = draw_problem();
@@ -728,5 +752,6 @@ int main() {
   check("routes of pair biases", kMany, pair_bias_routes);
   check("routes of lists", kFew, routes_of_lists<false>);
   check("routes of packed lists", kMany, routes_of_lists<true>);
+  check("passes of lists", kMany, passes_of_lists);
   check("workspaces of lists", kMany, workspaces_of_lists);
 }
