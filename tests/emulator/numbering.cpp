@@ -675,14 +675,18 @@ template <bool kPacked> Work routes_of_lists() {
           }};
 }
 
-// Each list tile sees each key in one pass, and its passes follow each other.
-Work passes_of_lists() {
+fdm_problem draw_long_lists() {
   fdm_problem p = draw_problem();
   p.heads = p.kv_heads * draw(1, 40);
   p.head_dim = draw(1, 256);
   p.keys = draw(1, 300'000);
   static int32_t nothing = 0;
   p.indices = {&nothing, {1, 1, p.queries, draw(1, 4096)}, {0, 0, 0, 1}, FDM_INT32, 0};
+  return p;
+}
+// Each list tile sees each key in one pass, and its passes follow each other.
+Work passes_of_lists() {
+  const fdm_problem p = draw_long_lists();
   const ListRoute route = list_backward_route(p, draw_device(), aligned(p));
   int64_t past_key = 0;
   for (int64_t first = 0, n = 0; first < route.blocks; first += route.pass_blocks)
@@ -701,12 +705,7 @@ Work passes_of_lists() {
 
 // The workspace of lists is sized before the results exist. It is large enough for results of any alignment.
 Work workspaces_of_lists() {
-  fdm_problem p = draw_problem();
-  p.heads = p.kv_heads * draw(1, 40);
-  p.head_dim = draw(1, 256);
-  p.keys = draw(1, 300'000);
-  static int32_t nothing = 0;
-  p.indices = {&nothing, {1, 1, p.queries, draw(1, 4096)}, {0, 0, 0, 1}, FDM_INT32, 0};
+  const fdm_problem p = draw_long_lists();
   const DeviceFacts device = draw_device();
   Alignment results = aligned(p);
   results.out = draw(0, 1);
