@@ -358,6 +358,10 @@ def test_wrong_arguments_are_explained() -> None:
         state.update(*make_stream(4)[1:3], make_stream(3)[3])
     with pytest.raises(ValueError, match="other must have window_size=5, got 4"):
         state.merge(KeptKeys(4))
+    other = KeptKeys(5)
+    other.update(*make_stream(4, batch=1)[1:4])
+    with pytest.raises(ValueError, match=r"key of other must have the shape .*, got \[.*\]$"):
+        state.merge(other)
     with pytest.raises(TypeError, match="other must be a KeptKeys, got None"):
         state.merge(None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="merge needs states of rollback=0, but other has 3"):

@@ -94,10 +94,10 @@ def check_like(held: Rows, others: Rows, name: str = "") -> None:
         wanted[dimension] = other.shape[dimension]
         of = f"{field} of {name}" if name else "bias" if field == "position" else field
         if list(other.shape) != wanted:
-            shape = list(one.shape)
+            hint = "" if name else "; each layer needs a cache or state of its own"
             raise ValueError(
-                f"{of} must have the shape {shape} that is held, but for the number of tokens, got "
-                f"{list(other.shape)}; each layer needs a cache or state of its own"
+                f"{of} must have the shape {list(one.shape)} that is held, but for the number of "
+                f"tokens, got {list(other.shape)}{hint}"
             )
         if (other.dtype, other.device) != (one.dtype, one.device):
             raise ValueError(
