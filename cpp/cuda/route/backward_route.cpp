@@ -202,7 +202,7 @@ struct KeyChoice {
            ceil_div(p.keys, small.block_keys) <= table.chain_blocks && (p.flags & FDM_DETERMINISTIC || spares_time);
   }
 
-  // Chooses the kernel of small blocks if key blocks have few steps. It adds to dQ three times as often as the other
+  // Chooses the kernel of small blocks if key blocks have few steps. It adds to dQ twice as often as the other
   // kernel. The other kernel is faster with more steps, and where it needs hardly two blocks for a segment, unless
   // one small block suffices (measured on an H100 and an H200). The small kernel supports no lists except those of
   // segments, which have few steps at any length, no schedule and no softcap.

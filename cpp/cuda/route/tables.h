@@ -159,7 +159,7 @@ struct RouteTable {
 
   // Backward: small key blocks.
 
-  // Maximum keys for small blocks: with more keys, blocks of 192 keys are faster, which add to dQ a third as often
+  // Maximum keys for small blocks: with more keys, blocks of 128 keys are faster, which add to dQ half as often
   // [small-blocks]
   int64_t small_keys = 0;
   // Maximum steps of a thread block: with more steps the other kernel takes less time [small-blocks]

@@ -116,10 +116,9 @@ struct FusedTileChoice {
 
 constexpr FusedTileChoice fused_tile(int arch, int head_dim, int value_dim) {
   // With 128 keys, accumulators of dk and dv take head_dim registers per thread; with 64, half as many. P and dP take
-  // as many as a step has rows. Wide products read less shared memory per operation. For head dimensions up to 64,
-  // three warpgroups have registers for 64 keys each.
+  // as many as a part of a step has rows. Wide products read less shared memory per operation.
   if (arch == 90) {
-    if (head_dim <= 64) return {192, 64};
+    if (head_dim <= 64) return {128, 128};
     return head_dim <= 128 || value_dim < head_dim ? FusedTileChoice{128, 64} : FusedTileChoice{64, 64};
   }
   // With 32 keys a warp, a fragment of Q or dO serves two products. Two thread blocks share an SM: one computes while

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// All gradients in one kernel with Hopper's wgmma, for head dimensions from 65 to 128, and for 192 with narrow
-// values. It computes five products for each key block and row tile. Separate kernels for dQ and for dK and dV
-// compute seven. A thread block has a key block or a part of its work, as in ../dkdv.cuh.
+// All gradients in one kernel with Hopper's wgmma, for head dimensions up to 128, and for 192 with narrow values. It
+// computes five products for each key block and row tile. Separate kernels for dQ and for dK and dV compute seven. A
+// thread block has a key block or a part of its work, as in ../dkdv.cuh.
 //
 // dQ of a row tile is a sum over all key blocks. Each adds its part to float32 sums in global memory, in no fixed
 // order, as FlashAttention-3 does. The keys of a block belong to two consumer warpgroups, which exchange dS' through
@@ -46,10 +46,14 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
   using Base::kRows, Base::kHeadDim, Base::sums;
   using typename Base::Element, typename Base::KeyTile, typename Base::ValueTile, typename Base::DoutTile,
       typename Base::Scores;
-  // A warpgroup computes dQ of a panel of 64 columns. Above 128 columns it also computes half of the middle panel.
-  static constexpr bool kLarge = kHeadDim > 128;
-  static constexpr int kTiles = 8, kHalfPanelTiles = 4, kPanelDistance = kLarge ? kHeadDim - 64 : 64;
-  static_assert(kRows == 64 && kHeadDim > 64 && (kHeadDim <= 128 || (kHeadDim == 192 && Config::kValueDim <= 128)));
+  using Base::kScoreRows;
+  // A warpgroup computes dQ of a panel of 64 columns. Above 128 columns it also computes half of the middle panel. Up
+  // to 64 columns (kSmall) it computes all columns of half of the step's 128 rows.
+  static constexpr bool kSmall = kHeadDim <= 64, kLarge = kHeadDim > 128;
+  static constexpr int kTiles = kSmall ? kHeadDim / 8 : 8, kHalfPanelTiles = 4;
+  static constexpr int kPanelDistance = kSmall ? 0 : kLarge ? kHeadDim - 64 : 64;
+  static constexpr int kParts = Config::kParts;
+  static_assert(kRows == (kSmall ? 128 : 64) && (kHeadDim <= 128 || (kHeadDim == 192 && Config::kValueDim <= 128)));
 
   // The facts about a step that are needed until its dQ is computed.
   struct Step {
@@ -90,7 +94,8 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
 
   // Starts the product for columns of the previous step's dQ. `k` is the descriptor of these columns of K.
   template <int kOwnTiles> __device__ void start_dq(float (&dq)[kOwnTiles][4], uint64_t k) const {
-    const uint64_t ds = Shared::Tile::descriptor(ptx::shared_address(shared.sdS[ds_stage(ds_steps - 1)]));
+    uint64_t ds = Shared::Tile::descriptor(ptx::shared_address(shared.sdS[ds_stage(ds_steps - 1)]));
+    if constexpr (kSmall) ds += Shared::Tile::offset(0, 64) * Roles::consumer_group();
     ptx::warpgroup_arrive();
     const auto add = [&](uint64_t a, uint64_t b, auto keys) {
       warpgroup_gemm_ss_columns<Element, typename Shared::Tile, ptx::Major::mn, KeyTile, decltype(keys)::value>(
@@ -118,19 +123,26 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
     if (previous.concerned_groups) ptx::arrive(shared.ds_empty[ds_stage(ds_steps - 1)]);
   }
 
-  // The products of a step that concerns this warpgroup's keys.
+  // The products of a step that concerns this warpgroup's keys. The parts of its rows use the same registers one after
+  // the other.
   __device__ void run_step(const StepFacts &facts, int stage) {
     Scores scores, gradients;
     uint32_t p[kRows / 16][4], ds[kRows / 16][4];
-    this->start_scores(scores, gradients, stage);
-    this->compute_p_and_ds(facts, scores, gradients, stage);
-    pack_left<Element>(p, scores[0]);
-    pack_left<Element>(ds, gradients[0]);
-    const uint32_t own_ds_stage = ds_stage(ds_steps);
-    Roles::producer_acquire(shared.ds_empty[own_ds_stage], ds_phase(ds_steps));
-    store_left<typename Shared::Tile>(ds, ptx::shared_address(shared.sdS[own_ds_stage]), threadIdx.x / 32 * 16, 0);
+    using Part = uint32_t[kScoreRows / 16][4];
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      auto &own_p = reinterpret_cast<Part &>(p[kScoreRows / 16 * part]);
+      auto &own_ds = reinterpret_cast<Part &>(ds[kScoreRows / 16 * part]);
+      this->start_scores(scores, gradients, stage, part);
+      this->compute_p_and_ds(facts, scores, gradients, stage, part);
+      pack_left<Element>(own_p, scores[0]);
+      pack_left<Element>(own_ds, gradients[0]);
+      if (part == 0) Roles::producer_acquire(shared.ds_empty[ds_stage(ds_steps)], ds_phase(ds_steps));
+      store_left<typename Shared::Tile>(own_ds, ptx::shared_address(shared.sdS[ds_stage(ds_steps)]),
+                                        threadIdx.x / 32 * 16, kScoreRows * part);
+    }
     ptx::fence_async_proxy();
-    ptx::arrive(shared.ds_full[own_ds_stage]);
+    ptx::arrive(shared.ds_full[ds_stage(ds_steps)]);
     auto &dq = reinterpret_cast<float (&)[kTiles][4]>(scores[0]);
     wait_for_ds();
     start_dq(dq, panel());
@@ -247,7 +259,7 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
 
   // The address of this thread's part of the dQ sums of row 0, in the first head of the group.
   __device__ float *thread_dq_sums() const {
-    const int band = threadIdx.x / 32 % 4, panel = Roles::consumer_group();
+    const int panel = Roles::consumer_group(), band = threadIdx.x / 32 % 4 + (kSmall ? 4 * panel : 0);
     const KeyTask &task = sums.keys.task();
     float *rows = query_sums(this->params, task.s, task.sequence_index, task.first_head, 0);
     return rows + (band * (kHeadDim / 8) + panel * (kPanelDistance / 8)) * 128 + threadIdx.x % 32 * 4;

@@ -1,24 +1,17 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The kernel that computes all gradients: fused_small_heads.cuh, fused.cuh or fused_large_heads.cuh, depending on the
-// head dimension.
+// The kernel that computes all gradients: fused.cuh or fused_large_heads.cuh, depending on the head dimension.
 #pragma once
 
 #include "fused.cuh"
 #include "fused_large_heads.cuh"
-#include "fused_small_heads.cuh"
 
 namespace fdm::cuda {
 
 // The parts that depend on the head dimension: the shared memory, the consumers, and the registers of each role.
-template <class Config, int kGroups = Config::Roles::kConsumerGroups> struct FusedParts {
+template <class Config> struct FusedParts {
   using Memory = std::conditional_t<Config::kSharesKeys, LargeHeadShared<Config>, FusedShared<Config>>;
   using Consumer = std::conditional_t<Config::kSharesKeys, LargeHeadConsumer<Config>, FusedConsumer<Config>>;
   using Registers = RoleRegisters<224, 56>;
-};
-template <class Config> struct FusedParts<Config, 3> {
-  using Memory = SmallHeadShared<Config>;
-  using Consumer = SmallHeadConsumer<Config>;
-  using Registers = RoleRegisters<152, 56, 3>;
 };
 
 struct FusedParams : BackwardParams {

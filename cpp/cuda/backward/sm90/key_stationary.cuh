@@ -23,7 +23,7 @@ template <class Roles> struct Producers {
   __device__ static __forceinline__ void sync() { Roles::sync_producers(); }
 };
 
-// With 128 keys or more, each consumer warpgroup has 64 of them. 64 keys (kSharesKeys) are for head dimensions whose
+// With 128 keys, each consumer warpgroup has 64 of them. 64 keys (kSharesKeys) are for head dimensions whose
 // gradients do not fit in the registers of one warpgroup. Two warpgroups then have the same keys. Each computes the
 // scores of half of a step's rows, and half of the columns of the gradients.
 template <class ElementType, int kHeadDimension, int kKeyCount, int kRowCount, int kStageCount, Softcap kSoftcapKind,
@@ -36,12 +36,11 @@ struct KeyStationaryConfig {
   static constexpr bool kScoresOnly = kProducts == KeyProducts::scores;
   static constexpr bool kRowBias = kPerQueryInput == PerQueryInput::bias,
                         kHasRowPlans = kPerQueryInput != PerQueryInput::none;
-  using Roles = WarpRoles<kSharesKeys ? 2 : kKeys / 64>;
-  static_assert(kKeys % 64 == 0);
+  using Roles = cuda::Roles;
+  static_assert(kSharesKeys || kKeys == 128);
   // A warpgroup computes the scores of kScoreRows rows at a time. A step has kParts such parts. kColumns counts the
-  // columns of the warpgroup's gradients. With three consumer warpgroups, registers hold the scores of half of the
-  // rows.
-  static constexpr int kScoreRows = kSharesKeys || Roles::kConsumerGroups == 3 ? kRows / 2 : kRows;
+  // columns of the warpgroup's gradients.
+  static constexpr int kScoreRows = kSharesKeys || (kRows == 128 && !kScoresOnly) ? kRows / 2 : kRows;
   static constexpr int kColumns = kSharesKeys ? kHeadDim / 2 : kHeadDim;
   static constexpr int kParts = kRows / kScoreRows;
   static constexpr int kValueColumns = kSharesKeys ? kValueDim / 2 : kValueDim;
@@ -139,22 +138,16 @@ template <class Config> struct RowProducer {
   __device__ static int row() { return warp() * kOwnRows + threadIdx.x % 32; }
 
   __device__ void load_keys() {
-    // A warp copies several keys at a time, at most one for each lane.
-    constexpr int kWarps = Roles::kProducerWarps;
-    constexpr int kTurns = Config::kKeys <= 32 * kWarps ? 1 : Config::kKeys / (16 * kWarps);
-    constexpr int kOwnKeys = Config::kKeys / (kTurns * kWarps);
-#pragma unroll 1
-    for (int turn = 0; turn < kTurns; ++turn) {
-      const int group = turn * kWarps + warp(), r = group * kOwnKeys + threadIdx.x % 32;
-      const bool readable = threadIdx.x % 32 < kOwnKeys && shared.keys.readable[r];
-      const auto load = [&](auto tile_type, const fdm_tensor &t, char *tile) {
-        const uint16_t *row = kZeroRow;
-        if (readable) row = static_cast<const uint16_t *>(t.data) + keys.row_offset(t, r);
-        decltype(tile_type)::template gather<kTurns * kWarps>(ptx::shared_address(tile), group, row, int(t.shape[3]));
-      };
-      load(typename Config::KeyTile{}, params.p.k, shared.sK);
-      if constexpr (!Config::kScoresOnly) load(typename Config::ValueTile{}, params.p.v, shared.sV);
-    }
+    constexpr int kWarps = Roles::kProducerWarps, kOwnKeys = Config::kKeys / kWarps;
+    const int r = warp() * kOwnKeys + threadIdx.x % 32;
+    const bool readable = threadIdx.x % 32 < kOwnKeys && shared.keys.readable[r];
+    const auto load = [&](auto tile_type, const fdm_tensor &t, char *tile) {
+      const uint16_t *row = kZeroRow;
+      if (readable) row = static_cast<const uint16_t *>(t.data) + keys.row_offset(t, r);
+      decltype(tile_type)::template gather<kWarps>(ptx::shared_address(tile), warp(), row, int(t.shape[3]));
+    };
+    load(typename Config::KeyTile{}, params.p.k, shared.sK);
+    if constexpr (!Config::kScoresOnly) load(typename Config::ValueTile{}, params.p.v, shared.sV);
     Roles::producer_commit(shared.keys_full);
   }
 

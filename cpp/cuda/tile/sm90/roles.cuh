@@ -14,9 +14,10 @@ namespace fdm::cuda {
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
 
 // The roles of the warps of a thread block: first the consumer warpgroups, then the producers. The functions are
-// named after CUTLASS's pipelines, but take a stage's barriers.
-template <int kGroups> struct WarpRoles {
-  static constexpr int kConsumerGroups = kGroups, kConsumerWarps = 4 * kGroups, kProducerWarps = 4;
+// named after CUTLASS's pipelines, but take a stage's barriers. There are two consumer warpgroups, of 64 rows each in
+// most kernels.
+struct Roles {
+  static constexpr int kConsumerGroups = 2, kConsumerWarps = 4 * kConsumerGroups, kProducerWarps = 4;
   static constexpr int kProducerThreads = 32 * kProducerWarps, kThreads = 32 * (kConsumerWarps + kProducerWarps);
   // Kernels may add a lookup warpgroup, which finds the rows for the producers to copy.
   static constexpr int kLookupWarps = 4, kLookupThreads = 32 * kLookupWarps;
@@ -77,14 +78,10 @@ template <int kGroups> struct WarpRoles {
   }
 };
 
-// Most kernels have two consumer warpgroups, of 64 rows each.
-using Roles = WarpRoles<2>;
-
-// The registers per thread of each role. All warpgroups start with as many as fit: 168 with three warpgroups, 128
-// with four. The producers give registers back, and the consumers take them.
-template <int kConsumer, int kProducer, int kGroups = Roles::kConsumerGroups> struct RoleRegisters {
-  static_assert(kGroups * kConsumer + kProducer <= (kGroups + 1) * (kGroups == 2 ? 168 : 128),
-                "a warpgroup would wait for registers for ever");
+// The registers per thread of each role. Each of the three warpgroups starts with 168. The producers give registers
+// back, and the consumers take them.
+template <int kConsumer, int kProducer> struct RoleRegisters {
+  static_assert(2 * kConsumer + kProducer <= 3 * 168, "a warpgroup would wait for registers for ever");
 
   __device__ static __forceinline__ void produce() { ptx::warpgroup_reg_dealloc<kProducer>(); }
   __device__ static __forceinline__ void consume() { ptx::warpgroup_reg_alloc<kConsumer>(); }

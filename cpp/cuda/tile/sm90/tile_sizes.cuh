@@ -97,10 +97,7 @@ constexpr DkdvTileSm90 dkdv_tile_sm90(int) { return {64, 3}; }
 constexpr DkdvTileSm90 kMassTile{128, 4};
 
 // The stages of the fused backward pass that fit in shared memory.
-constexpr int fused_stages(int head_dim) {
-  if (head_dim <= 64) return 4;
-  return head_dim <= 128 ? 3 : 2;
-}
+constexpr int fused_stages(int head_dim) { return head_dim <= 128 ? 3 : 2; }
 // With a mask per query, whose words are part of each stage.
 constexpr int kRowMaskStages = 3;
 
