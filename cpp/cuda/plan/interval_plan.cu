@@ -15,9 +15,9 @@
 namespace fdm::cuda {
 namespace {
 
-// Tiles of shorter lists read all keys. Other thread blocks list the kept keys at the same time: each has a part of a
-// list, and counts the kept keys before that part by itself. Longer lists are compacted chunk by chunk; small chunks
-// keep more SMs busy.
+// Tiles of shorter lists read all keys. Other thread blocks list the kept keys at the same time: each has parts of a
+// list that follow each other, and counts the kept keys before the first one by itself. Longer lists are compacted
+// chunk by chunk; small chunks keep more SMs busy. With many lists, a thread block goes through several chunks.
 constexpr int kChunkThreads = 1024, kChunkItems = kPlanChunkKeys / kChunkThreads, kChunkKeys = kPlanChunkKeys;
 
 template <int kThreads, int kItemsPerThread>
@@ -35,22 +35,26 @@ __device__ int32_t *chunk_counts(int32_t *counts, const fdm_problem &p, const Li
 
 __global__ void __launch_bounds__(kChunkThreads)
     count_kept_keys(const __grid_constant__ fdm_problem p, const __grid_constant__ Plan plan, int32_t *counts,
-                    int64_t chunks) {
+                    PlanParts parts) {
   __shared__ BlockSum<kChunkThreads> sums;
   ptx::start_dependents();
-  const ListWork work = part_of_list(p, plan, chunks, blockIdx.x);
-  const int64_t first = work.part * kChunkKeys;
-  if (first >= work.s.k_count) return;
-  RowInterval rows[kChunkItems];
-  read_chunk<kChunkThreads>(ListRows(p, work), first, work.s.k_count, rows);
+  const ListWork work = part_of_list(p, plan, parts.blocks, blockIdx.x);
+  const int64_t first = work.part * parts.steps * kChunkKeys,
+                past = min64(work.s.k_count, first + int64_t(parts.steps) * kChunkKeys);
+  if (first >= past) return;
+  const ListRows reader(p, work);
   uint32_t thread_keys = 0, total;
+  for (int64_t chunk = first; chunk < past; chunk += kChunkKeys) {
+    RowInterval rows[kChunkItems];
+    read_chunk<kChunkThreads>(reader, chunk, past, rows);
 #pragma unroll
-  for (int i = 0; i < kChunkItems; ++i) thread_keys += rows[i].any();
+    for (int i = 0; i < kChunkItems; ++i) thread_keys += rows[i].any();
+  }
   sums.exclusive(thread_keys, &total);
-  if (threadIdx.x == 0) chunk_counts(counts, p, work, chunks)[work.part] = static_cast<int32_t>(total);
+  if (threadIdx.x == 0) chunk_counts(counts, p, work, parts.blocks)[work.part] = static_cast<int32_t>(total);
 }
 
-// The kept keys of all chunks before a block's. All lanes of a warp get the sum.
+// The kept keys of all blocks of a list before this one. All lanes of a warp get the sum.
 __device__ int32_t count_before(const int32_t *counts, int64_t part) {
   int32_t before = 0;
   for (int64_t n = lane_id(); n < part; n += 32) before += counts[n];
@@ -85,61 +89,78 @@ struct KeptWriter {
 
 __global__ void __launch_bounds__(kChunkThreads)
     compact_kept_keys(const __grid_constant__ fdm_problem p, const __grid_constant__ Plan plan, int32_t *counts,
-                      int64_t chunks) {
+                      PlanParts parts) {
   __shared__ BlockRanks<kChunkThreads, kChunkItems> ranks;
   ptx::start_dependents();
-  const ListWork work = part_of_list(p, plan, chunks, blockIdx.x);
-  const int64_t first = work.part * kChunkKeys, last_part = max64(0, ceil_div(work.s.k_count, kChunkKeys) - 1);
-  const bool idle = work.part > last_part;
+  const ListWork work = part_of_list(p, plan, parts.blocks, blockIdx.x);
+  const int64_t first_chunk = work.part * parts.steps, last_chunk = max64(0, ceil_div(work.s.k_count, kChunkKeys) - 1);
+  const bool idle = first_chunk > last_chunk;
+  const ListRows reader(p, work);
   RowInterval rows[kChunkItems];
-  if (!idle) read_chunk<kChunkThreads>(ListRows(p, work), first, work.s.k_count, rows);
+  if (!idle) read_chunk<kChunkThreads>(reader, first_chunk * kChunkKeys, work.s.k_count, rows);
   ptx::wait_for_kernel_ahead();
   if (idle) return;
-  const KeptWriter writer(p, plan, work, count_before(chunk_counts(counts, p, work, chunks), work.part));
-  bool kept[kChunkItems];
-  uint32_t rank[kChunkItems];
+  int32_t before = count_before(chunk_counts(counts, p, work, parts.blocks), work.part);
+  const int64_t past_chunk = min64(last_chunk + 1, first_chunk + parts.steps);
+  for (int64_t chunk = first_chunk; chunk < past_chunk; ++chunk) {
+    const KeptWriter writer(p, plan, work, before);
+    bool kept[kChunkItems];
+    uint32_t rank[kChunkItems];
 #pragma unroll
-  for (int i = 0; i < kChunkItems; ++i) kept[i] = rows[i].any();
-  const uint32_t total = ranks.rank(kept, rank);
+    for (int i = 0; i < kChunkItems; ++i) kept[i] = rows[i].any();
+    const auto total = static_cast<int32_t>(ranks.rank(kept, rank));
+    RowInterval next[kChunkItems];
+    if (chunk + 1 < past_chunk) read_chunk<kChunkThreads>(reader, (chunk + 1) * kChunkKeys, work.s.k_count, next);
 #pragma unroll
-  for (int i = 0; i < kChunkItems; ++i)
-    writer.write(first + i * kChunkThreads + threadIdx.x, static_cast<int32_t>(rank[i]), rows[i]);
-  if (work.part == last_part) writer.finish(p, static_cast<int32_t>(total), kChunkThreads);
+    for (int i = 0; i < kChunkItems; ++i)
+      writer.write(chunk * kChunkKeys + i * kChunkThreads + threadIdx.x, static_cast<int32_t>(rank[i]), rows[i]);
+    if (chunk == last_chunk) writer.finish(p, total, kChunkThreads);
+    before += total;
+#pragma unroll
+    for (int i = 0; i < kChunkItems; ++i) rows[i] = next[i];
+  }
 }
 
 template <int kThreads> constexpr int kPartKeys = kPartKeysPerThread * kThreads;
 
-// Lists the kept keys of a part of a list.
+// Lists the kept keys of the parts of a thread block.
 template <int kThreads>
-__device__ void compact_part(BlockSum<kThreads> &sums, const fdm_problem &p, const Plan &plan, const ListWork &work) {
-  const auto keys = static_cast<int32_t>(work.s.k_count), part = static_cast<int32_t>(work.part);
+__device__ void compact_parts(BlockSum<kThreads> &sums, const fdm_problem &p, const Plan &plan, const ListWork &work,
+                              int32_t steps) {
+  const auto keys = static_cast<int32_t>(work.s.k_count), first_part = static_cast<int32_t>(work.part) * steps;
   constexpr int32_t kKeys = kPartKeys<kThreads>;
-  const int32_t part_first = part * kKeys, last_part = max(0, (keys + kKeys - 1) / kKeys - 1);
-  if (part > last_part) return;
+  const int32_t last_part = max(0, (keys + kKeys - 1) / kKeys - 1);
+  if (first_part > last_part) return;
   const ListRows reader(p, work);
   uint32_t own_before = 0;
 #pragma unroll 8
-  for (auto n = static_cast<int32_t>(threadIdx.x); n < part_first; n += kThreads) own_before += reader(n).any();
-  const int32_t first = part_first + 32 * kPartKeysPerThread * warp_id() + lane_id();
-  RowInterval rows[kPartKeysPerThread];
+  for (auto n = static_cast<int32_t>(threadIdx.x); n < first_part * kKeys; n += kThreads) own_before += reader(n).any();
+  int32_t before = 0;
+  for (int32_t part = first_part; part < min(first_part + steps, last_part + 1); ++part) {
+    const int32_t first = part * kKeys + 32 * kPartKeysPerThread * warp_id() + lane_id();
+    RowInterval rows[kPartKeysPerThread];
 #pragma unroll
-  for (int i = 0; i < kPartKeysPerThread; ++i)
-    rows[i] = first + 32 * i < keys ? reader(first + 32 * i) : RowInterval{0, 0};
-  // Lane i has the ballot of step i.
-  uint32_t own_kept = 0, total;
+    for (int i = 0; i < kPartKeysPerThread; ++i)
+      rows[i] = first + 32 * i < keys ? reader(first + 32 * i) : RowInterval{0, 0};
+    // Lane i has the ballot of step i.
+    uint32_t own_kept = 0, total;
 #pragma unroll
-  for (int i = 0; i < kPartKeysPerThread; ++i) {
-    const uint32_t kept = __ballot_sync(kAllLanes, rows[i].any());
-    if (lane_id() == i) own_kept = kept;
+    for (int i = 0; i < kPartKeysPerThread; ++i) {
+      const uint32_t kept = __ballot_sync(kAllLanes, rows[i].any());
+      if (lane_id() == i) own_kept = kept;
+    }
+    const uint32_t rank = sums.exclusive(__popc(own_kept) << 16 | own_before, &total) >> 16;
+    before += static_cast<int32_t>(total & 0xffffu);
+    own_before = 0;
+    const KeptWriter writer(p, plan, work, before);
+#pragma unroll
+    for (int i = 0; i < kPartKeysPerThread; ++i) {
+      const uint32_t kept = __shfl_sync(kAllLanes, own_kept, i), first_rank = __shfl_sync(kAllLanes, rank, i);
+      writer.write(first + 32 * i, static_cast<int32_t>(first_rank + __popc(kept & ((1u << lane_id()) - 1))), rows[i]);
+    }
+    if (part == last_part) writer.finish(p, static_cast<int32_t>(total >> 16), kThreads);
+    before += static_cast<int32_t>(total >> 16);
   }
-  const uint32_t rank = sums.exclusive(__popc(own_kept) << 16 | own_before, &total) >> 16;
-  const KeptWriter writer(p, plan, work, static_cast<int32_t>(total & 0xffffu));
-#pragma unroll
-  for (int i = 0; i < kPartKeysPerThread; ++i) {
-    const uint32_t kept = __shfl_sync(kAllLanes, own_kept, i), first_rank = __shfl_sync(kAllLanes, rank, i);
-    writer.write(first + 32 * i, static_cast<int32_t>(first_rank + __popc(kept & ((1u << lane_id()) - 1))), rows[i]);
-  }
-  if (part == last_part) writer.finish(p, static_cast<int32_t>(total >> 16), kThreads);
 }
 
 template <int kThreads>
@@ -159,24 +180,25 @@ __device__ void list_tile(TileColumnsShared<kThreads> &shared, const fdm_problem
 // the kept keys, and tiles read those.
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads, 1024 / kThreads)
-    list_keys_and_tiles(const __grid_constant__ fdm_problem p, const __grid_constant__ Plan plan, uint32_t parts) {
+    list_keys_and_tiles(const __grid_constant__ fdm_problem p, const __grid_constant__ Plan plan, PlanParts parts) {
   __shared__ TileColumnsShared<kThreads> shared;
   ptx::start_dependents();
   ptx::wait_for_kernel_ahead();
-  const uint32_t part_blocks = parts * static_cast<uint32_t>(plan.lists * list_sequences(p));
+  const uint32_t part_blocks = parts.blocks * static_cast<uint32_t>(plan.lists * list_sequences(p));
   if (blockIdx.x < part_blocks) {
-    compact_part(shared.sums, p, plan, part_of_list(p, plan, parts, blockIdx.x));
+    compact_parts(shared.sums, p, plan, part_of_list(p, plan, parts.blocks, blockIdx.x), parts.steps);
   } else {
     const ListWork work = tile_of_list(p, plan, blockIdx.x - part_blocks);
-    list_tile(shared, p, plan, work, parts > 0 ? TileKeys::all(p, work) : TileKeys::kept(p, plan, work));
+    list_tile(shared, p, plan, work, parts.blocks > 0 ? TileKeys::all(p, work) : TileKeys::kept(p, plan, work));
   }
 }
 
 template <int kThreads>
 cudaError_t launch_list_keys_and_tiles(const fdm_problem &p, const Plan &plan, const PlanRoute &route,
                                        cudaStream_t stream) {
+  const PlanParts parts = route.kernel == PlanKernel::tiles ? route.list_parts : PlanParts{};
   return launch<Overlap::kernel_ahead>(list_keys_and_tiles<kThreads>, route.blocks, kThreads, 0, stream, p, plan,
-                                       uint32_t(route.parts));
+                                       parts);
 }
 
 } // namespace
@@ -190,11 +212,12 @@ cudaError_t launch_tile_lists(const fdm_problem &p, const Plan &plan, const Plan
 cudaError_t launch_chunk_lists(const fdm_problem &p, const Plan &plan, const PlanRoute &route, void *workspace,
                                cudaStream_t stream) {
   int32_t *const counts = at<int32_t>(workspace, route.counts);
-  const int64_t blocks = route.chunk_blocks, chunks = route.chunks;
-  if (cudaError_t error = launch(count_kept_keys, blocks, kChunkThreads, 0, stream, p, plan, counts, chunks))
+  const int64_t blocks = route.chunk_blocks;
+  const PlanParts parts = route.list_parts;
+  if (cudaError_t error = launch(count_kept_keys, blocks, kChunkThreads, 0, stream, p, plan, counts, parts))
     return error;
   if (cudaError_t error =
-          launch<Overlap::kernel_ahead>(compact_kept_keys, blocks, kChunkThreads, 0, stream, p, plan, counts, chunks))
+          launch<Overlap::kernel_ahead>(compact_kept_keys, blocks, kChunkThreads, 0, stream, p, plan, counts, parts))
     return error;
   return launch_tile_lists(p, plan, route, stream);
 }

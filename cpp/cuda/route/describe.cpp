@@ -187,6 +187,8 @@ std::string describe(const PlanRoute &route) {
   fields.word("kernel", kPlanNames[int(route.kernel)]);
   fields.number("threads", route.threads);
   fields.number("parts", route.parts);
+  fields.number("list_blocks", route.list_parts.blocks);
+  fields.number("list_steps", route.list_parts.steps);
   fields.flag("aligned", route.aligned);
   fields.number("chunk_blocks", route.chunk_blocks);
   fields.number("blocks", route.blocks);

@@ -267,15 +267,21 @@ enum class PlanKernel : uint8_t {
   chunks, // interval_plan.cu: three launches
   runs    // run_plan.cu: two launches
 };
+// The thread blocks that list the kept keys of a list, and the parts or chunks that each goes through.
+struct PlanParts {
+  int32_t blocks, steps;
+};
+
 struct PlanRoute {
   PlanKernel kernel;
-  int32_t threads;              // of a thread block
-  int32_t keys_of_thread;       // list
-  int32_t parts;                // thread blocks. rows, list: per list; tiles: for the kept keys of each list
-  bool aligned;                 // rows: the booleans of several keys are loaded at once
-  int64_t blocks;               // of the last launch
-  int64_t chunks, chunk_blocks; // chunks: per list, and over all lists; runs: sections instead
-  Part counts;                  // chunks: the number of kept keys of each
+  int32_t threads;        // of a thread block
+  int32_t keys_of_thread; // list
+  int32_t parts;          // rows, list: thread blocks per list
+  PlanParts list_parts;   // tiles, chunks
+  bool aligned;           // rows: the booleans of several keys are loaded at once
+  int64_t blocks;         // of the last launch
+  int64_t chunk_blocks;   // chunks, over all lists; runs: sections instead
+  Part counts;            // chunks: the number of kept keys of each block
   int64_t plan_bytes, workspace_bytes;
   Launches launches;
 };

@@ -16,6 +16,13 @@ int32_t list_parts(const RouteTable &table, int64_t lists, int64_t tiles) {
 }
 int64_t tiles_of_list(const fdm_problem &p) { return lists_tiles(p) ? ceil_div(p.queries, kTileRows) : 1; }
 
+// Divides the parts of each list among thread blocks: a block for each part, unless that is more blocks than wanted.
+PlanParts divide_parts(const RouteTable &table, int64_t lists, int64_t parts) {
+  const int64_t wanted = clamp64(ceil_div(table.plan_part_blocks, max64(1, lists)), 1, max64(1, parts));
+  const int64_t steps = max64(1, ceil_div(parts, wanted));
+  return {int32_t(max64(1, ceil_div(parts, steps))), int32_t(steps)};
+}
+
 // Whether the booleans of several keys can be loaded at once.
 bool mask_rows_are_aligned(const fdm_tensor &mask) {
   const auto multiple = [](int64_t stride) { return stride % kMaskBytes == 0; };
@@ -77,8 +84,7 @@ PlanRoute plan_route(const fdm_problem &p, const DeviceFacts &device) {
   if (runs) {
     route.kernel = PlanKernel::runs;
     route.threads = kRunThreads;
-    route.chunks = plan.list_sections;
-    route.chunk_blocks = plan.lists * route.chunks;
+    route.chunk_blocks = plan.lists * plan.list_sections;
     route.blocks = ceil_div(tiles, kRunThreads / 32);
     route.launches.add("find_spans");
     route.launches.add("find_runs");
@@ -99,14 +105,14 @@ PlanRoute plan_route(const fdm_problem &p, const DeviceFacts &device) {
     // Enough threads to fill the GPU, but no more: each thread has fixed work besides its keys.
     route.kernel = PlanKernel::tiles;
     route.threads = tiles <= table.plan_tiles_512 ? 512 : tiles <= table.plan_tiles_256 ? 256 : 128;
-    route.parts = int32_t(max64(1, ceil_div(p.keys, kPartKeysPerThread * route.threads)));
-    route.blocks = lists * route.parts + tiles;
+    route.list_parts = divide_parts(table, lists, ceil_div(p.keys, kPartKeysPerThread * route.threads));
+    route.blocks = lists * route.list_parts.blocks + tiles;
     route.launches.add("list_keys_and_tiles");
   } else {
     route.kernel = PlanKernel::chunks;
     route.threads = 512;
-    route.chunks = ceil_div(p.keys, kPlanChunkKeys);
-    route.chunk_blocks = lists * route.chunks;
+    route.list_parts = divide_parts(table, lists, ceil_div(p.keys, kPlanChunkKeys));
+    route.chunk_blocks = lists * route.list_parts.blocks;
     route.blocks = tiles;
     route.launches.add("count_kept_keys");
     route.launches.add("compact_kept_keys");

@@ -254,6 +254,8 @@ struct RouteTable {
   int64_t keep_blocks = 528;
   // Maximum keys of a plan that one launch makes: it reads the keys before each part again [plans]
   int64_t plan_keys = 16384;
+  // Wanted thread blocks that list kept keys: with more, each goes through several parts of a list [key-mask-steps]
+  int64_t plan_part_blocks = 528;
   // Maximum tiles for blocks of 512 threads: enough threads for the GPU, but no more [plans]
   int64_t plan_tiles_512 = 264;
   // The same for blocks of 256 threads [plans]
