@@ -172,10 +172,10 @@ struct DecodeWarp
     gemm_rs<Element, kHeadDim>(out, scores, Tile::right_columns(stage(step, 1)));
   }
 
-  // Makes the kept keys of these turns the columns of this warp.
-  __device__ void list_keys(const PartOfKeys &part, int32_t turn, const ListedKeys::Words &words) {
+  // Makes the next kept keys of a scan the columns of this warp.
+  __device__ void list_keys(KeyScan &scan) {
     ListedKeys &kept = shared.kept[warp];
-    const int32_t count = kept.list(part, turn, words);
+    const int32_t count = kept.list(scan);
     TileColumns &listed = shared.listed[warp];
     if (lane == 0) {
       listed = {};
@@ -187,22 +187,17 @@ struct DecodeWarp
     divide_columns(1, 0);
   }
 
-  __device__ void run(const PartOfKeys &part, ListedKeys::Words words) {
+  __device__ void run(KeyScan &scan) {
     this->start();
     load_queries();
     ptx::cp_async_fence();
-    bool queries_are_there = false, more = false;
-    int32_t turn = 0;
+    bool queries_are_there = false;
 #pragma unroll 1
     do {
-      if (params.finds_keys) {
-        list_keys(part, turn, words);
-        turn += ListedKeys::kTurns;
-        more = ListedKeys::has_keys(part, turn);
-        if (more) words = ListedKeys::load(part, turn);
-      } else {
+      if (params.finds_keys)
+        list_keys(scan);
+      else
         divide_columns(params.splits * Config::kWarps, task->split * Config::kWarps + warp);
-      }
       const int32_t next_key = start_columns();
       if (!queries_are_there) {
         ptx::cp_async_wait<kStages>();
@@ -210,7 +205,7 @@ struct DecodeWarp
         queries_are_there = true;
       }
       attend_columns(next_key);
-    } while (more);
+    } while (params.finds_keys && scan.has_more());
     this->finish();
   }
 
@@ -384,12 +379,10 @@ __global__ void __launch_bounds__(Config::kThreads, decode_blocks(Config::kHeadD
   if (s.q_count == 0) return;
   // The loads of the mask overlap the creation of the task.
   PartOfKeys part{};
-  ListedKeys::Words words{};
-  if (params.finds_keys) {
+  if (params.finds_keys)
     part = {score_matrix(p, p.mask, s, head, 1), int32_t(s.k_count),
             int32_t(blockIdx.y) * Config::kWarps + int32_t(threadIdx.x) / 32, params.splits * Config::kWarps};
-    words = ListedKeys::load(part, 0);
-  }
+  KeyScan scan(part);
   if (threadIdx.x == 0) {
     const ScoreView bias = bias_view(p, s, sequence_index, head, 0);
     shared.task = {s,
@@ -409,7 +402,7 @@ __global__ void __launch_bounds__(Config::kThreads, decode_blocks(Config::kHeadD
     warp.write_empty_partial();
     return;
   }
-  warp.run(part, words);
+  warp.run(scan);
   warp.store_results();
   __syncthreads();
   warp.write_merged();
