@@ -20,10 +20,11 @@
 
 namespace fdm::cuda {
 
-template <class ElementType, int kHeadDimension, int kWarpCount> struct DecodeConfig {
+template <class ElementType, int kHeadDimension, int kWarpCount, int kBlockCount> struct DecodeConfig {
   using Element = ElementType;
   using Tile = SmemTile<kHeadDimension>;
   static constexpr int kHeadDim = kHeadDimension, kWarps = kWarpCount, kThreads = 32 * kWarps;
+  static constexpr int kBlocks = kBlockCount;      // of an SM
   static constexpr int kColumns = 16, kStages = 2; // columns of a block, and stages, of each warp
   static constexpr int kKeyBytes = Tile::bytes(kColumns);
   // The row pitch of results in shared memory. With it, the writes of a warp cover all banks.
@@ -367,7 +368,7 @@ struct DecodePlace {
 };
 
 template <class Config>
-__global__ void __launch_bounds__(Config::kThreads, decode_blocks(Config::kHeadDim))
+__global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     decode_kernel(const __grid_constant__ ForwardParams params) {
   extern __shared__ __align__(1024) char dynamic_shared[];
   auto &shared = *reinterpret_cast<DecodeShared<Config> *>(dynamic_shared);

@@ -20,11 +20,11 @@ struct PartOfKeys {
 
 // Scans the mask of a part, kTurns turns at a time. Those that follow are being loaded meanwhile.
 struct KeyScan {
-  static constexpr int kTurn = 16, kLoads = 8;                  // keys of a turn; loads in flight per thread
-  static constexpr int kThreadsPerTurn = kTurn / kMaskBytes;    // threads of a turn
-  static constexpr int kTurns = kLoads * 32 / kThreadsPerTurn;  // turns that are scanned at a time
-  static constexpr int kQuarterKeys = kTurns * kTurn / 4;       // keys of a quarter of the loads
-  static constexpr uint32_t kQuarter = 0x03030303u;             // the bits of the first quarter
+  static constexpr int kTurn = 16, kLoads = 8;                 // keys of a turn; loads in flight per thread
+  static constexpr int kThreadsPerTurn = kTurn / kMaskBytes;   // threads of a turn
+  static constexpr int kTurns = kLoads * 32 / kThreadsPerTurn; // turns that are scanned at a time
+  static constexpr int kQuarterKeys = kTurns * kTurn / 4;      // keys of a quarter of the loads
+  static constexpr uint32_t kQuarter = 0x03030303u;            // the bits of the first quarter
 
   PartOfKeys part;
   int32_t turn;          // the first of the scanned turns

@@ -20,12 +20,20 @@ template <int kHeadDim> constexpr int decode_warps(int arch) {
   return warps;
 }
 
-template <class Element, int kHeadDim> cudaError_t launch_decode(const ForwardLaunch &work, cudaStream_t stream) {
-  using Config = DecodeConfig<Element, kHeadDim, decode_warps<kHeadDim>(FDM_TILE_ARCH)>;
+template <class Config> cudaError_t launch_decode_blocks(const ForwardLaunch &work, cudaStream_t stream) {
   const ForwardRoute &route = work.route;
   const Grid grid(route.blocks, route.splits, route.merges_in_cluster ? route.splits : 1);
   return launch_with_shared<DecodeShared<Config>, decode_kernel<Config>, Overlap::kernel_ahead>(
       work.params, grid, Config::kThreads, stream);
+}
+
+template <class Element, int kHeadDim> cudaError_t launch_decode(const ForwardLaunch &work, cudaStream_t stream) {
+  if constexpr (has_small_decode_blocks(kRouteTable, kHeadDim)) {
+    using Small = DecodeConfig<Element, kHeadDim, 4, 2>;
+    if (work.route.small_blocks) return launch_decode_blocks<Small>(work, stream);
+  }
+  using Config = DecodeConfig<Element, kHeadDim, decode_warps<kHeadDim>(FDM_TILE_ARCH), decode_blocks(kHeadDim)>;
+  return launch_decode_blocks<Config>(work, stream);
 }
 
 } // namespace fdm::cuda

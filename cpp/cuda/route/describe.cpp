@@ -232,6 +232,7 @@ std::string describe(const ForwardRoute &route) {
   fields.number("tiles", route.tiles);
   fields.number("splits", route.splits);
   fields.flag("merges_in_cluster", route.merges_in_cluster);
+  fields.flag("small_blocks", route.small_blocks);
   fields.flag("finds_keys", route.finds_keys);
   fields.number("blocks", route.blocks);
   fields.order(route.order);
@@ -313,14 +314,15 @@ std::string describe(const BackwardRoute &route) {
 int forward_route_kind(const ForwardRoute &route, const fdm_problem &p) {
   const bool grouped = route.order.heads != 0 && (route.order.heads != p.heads || route.order.sequences < p.batch);
   return int(route.kernel) | bits_of({route.splits > 1, route.merges_in_cluster, route.heads_per_tile > 1,
-                                      route.tickets.exists() || route.live.exists(), grouped,
+                                      route.tickets.exists() || route.live.exists() || route.small_blocks, grouped,
                                       route.pair_bias.splits_heads || route.finds_keys})
                                  << 4;
 }
 std::string name_of_forward(int kind) {
   const int kernel = kind & 15;
-  const bool pair_bias = kernel >= int(ForwardKernel::pair_bias);
-  const Words words{{"splits", "cluster", "heads of a group", pair_bias ? "live tiles" : "tickets", "groups of heads",
+  const bool pair_bias = kernel >= int(ForwardKernel::pair_bias), decode = kernel == int(ForwardKernel::decode);
+  const Words words{{"splits", "cluster", "heads of a group",
+                     pair_bias ? "live tiles" : (decode ? "small blocks" : "tickets"), "groups of heads",
                      pair_bias ? "pairs of heads" : "no plan"}};
   return std::string("forward: ") + kForwardNames[kernel] + words.of(kind >> 4);
 }

@@ -100,6 +100,13 @@ struct ForwardChoice {
                                table.cluster_splits);
   }
 
+  // Whether a decode call has more thread blocks of usual size than run at the same time. Small ones then take less
+  // time, since the first loads of one overlap the work of another. Clusters of four and more blocks leave SMs idle.
+  bool takes_small_decode_blocks(const ForwardRoute &route) const {
+    const int64_t slots = route.merges_in_cluster && route.splits > 2 ? device.sms * 7 / 8 : device.sms;
+    return has_small_decode_blocks(table, route.head_dim) && blocks * route.splits > slots;
+  }
+
   // Whether the persistent kernel assigns tiles dynamically, by tickets. With a fixed order some thread blocks finish
   // much earlier than others if tiles are long or unequal. The ticket counter must be cleared first, so tickets
   // require several tiles per block and many columns.
@@ -292,6 +299,7 @@ ForwardRoute forward_route(const fdm_problem &p, const DeviceFacts &device, cons
       const bool is_rare =
           route.kernel == ForwardKernel::general || (device.has_wgmma() && route.kernel == ForwardKernel::usual);
       route.head_dim = device.instantiation(p, is_rare);
+      route.small_blocks = route.kernel == ForwardKernel::decode && choice.takes_small_decode_blocks(route);
       // Only wgmma kernels use the counter. Unaligned tensors take other kernels.
       if (choice.gives_out_tiles() && alignment.inputs && alignment.out && alignment.row_places)
         route.tickets = parts.take_bytes(sizeof(uint32_t));

@@ -81,6 +81,7 @@ struct ForwardRoute {
   int32_t tiles;          // of the longest sequence
   int32_t splits;         // split-KV parts
   bool merges_in_cluster; // the splits of a decode call form a cluster
+  bool small_blocks;      // decode.cuh: thread blocks of fewer warps, of which several share an SM
   bool finds_keys;        // decode.cuh reads the mask and lists the kept keys; there is no plan
   int64_t blocks;         // thread blocks; for a cluster, only one is counted
   TileOrder order;

@@ -49,6 +49,9 @@ struct RouteTable {
   int64_t decode_blocks_64 = 2;
   // Decode: the same with larger head dimensions
   int64_t decode_blocks_256 = 1;
+  // Decode: maximum head dimension for small thread blocks, which are for more than 64: an SM has room for two
+  // [decode-blocks]
+  int64_t decode_small_max_head_dim = 0;
   // Maximum columns for small tiles, with head dimensions of at most 64: 11 % less time with 639 [few-columns]
   int64_t few_columns_64 = 0;
   // The same with head dimensions of at most 128: 8 % more time with 639 [few-columns]
@@ -273,6 +276,7 @@ constexpr RouteTable table_of_sm90() {
   t.short_many_tiles = 512;
   t.ticket_columns = 1024;
   t.ticket_tiles = 3;
+  t.decode_small_max_head_dim = 128;
   t.cluster_splits = 8;
   t.cluster_split_keys = 128;
   t.cluster_keys = 2048;
@@ -315,6 +319,10 @@ constexpr RouteTable table_of_sm90() {
 // The table of the tile architecture of a pack.
 inline constexpr RouteTable kSm80Table{}, kSm90Table = table_of_sm90();
 constexpr const RouteTable &route_table(int tile_arch) { return tile_arch == 90 ? kSm90Table : kSm80Table; }
+// Whether the decode kernel has small thread blocks for a head dimension of its instantiations.
+constexpr bool has_small_decode_blocks(const RouteTable &table, int64_t head_dim) {
+  return head_dim > 64 && head_dim <= table.decode_small_max_head_dim;
+}
 #ifdef FDM_TILE_ARCH
 // For constants that kernels use.
 constexpr RouteTable kRouteTable = route_table(FDM_TILE_ARCH);
