@@ -40,6 +40,8 @@ def test_each_part_of_the_work_has_one_number(tmp_path: Path) -> None:
             "rows of no sequence",
             "routes of forward",
             "routes of backward",
+            "sums of segments",
+            "sums of packed segments",
             "routes of pair biases",
             "routes of lists",
             "routes of packed lists",

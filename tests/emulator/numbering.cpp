@@ -593,6 +593,49 @@ Work backward_routes() {
           }};
 }
 
+// Bands of the sums of keys that several segments keep. There are warps for little more than these.
+void sum_band_kernel(BackwardParams params, int64_t numbers) {
+  for (int64_t number = 0; number < numbers; ++number) {
+    const KeySumBand band(params, number);
+    if (band.first < 0) continue;
+    const ListSegments segments(params, band.s, band.sequence_index, 0);
+    if (band.first < segments.past_sums - segments.first_sum)
+      count(band.sequence_index, band.kv_head, band.first / kBandRows);
+  }
+}
+template <bool kPacked> Work sums_of_segments() {
+  fdm_problem p = draw_problem();
+  static Packing *packing = nullptr;
+  delete std::exchange(packing, kPacked ? new Packing(p, draw(1, 60), 3000) : nullptr);
+  if (!kPacked) p.queries = p.keys = draw(1, 9000);
+  if (p.queries == 0) return {0, {}};
+  p.flags |= FDM_CAUSAL;
+  p.max_kept = draw(1, draw(0, 1) ? 3000 : 200);
+  static int32_t nothing = 0;
+  const int64_t keys = kPacked ? p.k.shape[1] : p.keys;
+  p.start = p.end = {&nothing, {1, 1, 1, keys}, {keys, keys, 0, 1}, FDM_INT32, 0};
+  const BackwardRoute route = backward_route(p, draw_device(), aligned(p), {true, true, true, false, false});
+  if (route.segments.max_sums <= 0) return {0, {}};
+  BackwardParams params{};
+  params.p = p;
+  static_cast<KeyDivision &>(params.keys) = route.division;
+  static_cast<SegmentWork &>(params.keys.segments) = route.segments;
+  const int64_t numbers = route.segment_sum_blocks * (kRoundingThreads / 32), heads = route.division.heads;
+  if (numbers > heads * (route.segments.max_sums / kBandRows + p.batch) + kRoundingThreads / 32) found[kNone] = 1;
+  launch_blocks(sum_band_kernel, dim3(1), 32, params, numbers);
+  const SegmentWork own = route.segments;
+  const auto bands_of = [=](int64_t sequence) {
+    if (!kPacked) return ceil_div(own.max_sums, kBandRows);
+    const int64_t length = packing->bounds[sequence + 1] - packing->bounds[sequence];
+    return ceil_div(own.row_sums == 0 ? length : length / own.rows * own.row_sums, kBandRows);
+  };
+  int64_t bands = 0;
+  for (int64_t n = 0; n < p.batch; ++n) bands += bands_of(n);
+  return {bands * p.kv_heads, [=](int64_t sequence, int64_t head, int64_t band) {
+            return within(sequence, p.batch) && within(head, p.kv_heads) && within(band, bands_of(sequence));
+          }};
+}
+
 // All launches of the fused kernel: each source of each tile with a visible key.
 Work pair_bias_routes() {
   fdm_problem p = draw_large_problem();
@@ -748,6 +791,8 @@ int main() {
   check("rows of no sequence", kMany, rows_of_no_sequence);
   check("routes of forward", kMany / 2, forward_routes);
   check("routes of backward", kMany, backward_routes);
+  check("sums of segments", kMany, sums_of_segments<false>);
+  check("sums of packed segments", kMany, sums_of_segments<true>);
   check("routes of pair biases", kMany, pair_bias_routes);
   check("routes of lists", kFew, routes_of_lists<false>);
   check("routes of packed lists", kMany, routes_of_lists<true>);

@@ -54,6 +54,34 @@ struct BlockOfHead {
   }
 };
 
+// The number of a packed sequence's first key sum.
+FDM_DEVICE int32_t first_key_sum(const KeySegments &segments, const Sequence &s) {
+  const int shift = __ffs(segments.rows) - 1; // a power of two
+  return static_cast<int32_t>(segments.row_sums == 0 ? s.k_begin : (s.q_begin >> shift) * segments.row_sums);
+}
+
+// A band of kBandRows sums of keys that several segments keep.
+struct KeySumBand {
+  Sequence s;
+  int64_t sequence_index, kv_head;
+  int64_t first; // the band's first sum, counted from the sequence's; below 0: there is no such band
+
+  __device__ KeySumBand(const BackwardParams &params, int64_t number) {
+    const fdm_problem &p = params.p;
+    const KeyWork &keys = params.keys;
+    const int64_t bands = key_sum_bands(p, keys.segments.max_sums), head = quotient(number, bands);
+    first = -1;
+    if (head >= keys.heads) return;
+    const NumberedPart part = numbered_part(p, number - head * bands, kBandRows, [&](const Sequence &candidate) {
+      return int64_t{first_key_sum(keys.segments, candidate)};
+    });
+    sequence_index = is_varlen(p) ? part.sequence_index : quotient(head, p.kv_heads);
+    kv_head = is_varlen(p) ? head : head - sequence_index * p.kv_heads;
+    s = sequence(p, sequence_index);
+    first = part.part * kBandRows;
+  }
+};
+
 // The segments of a list and a sequence: their numbers, counted over all lists, and the sums of keys that several
 // segments keep.
 struct ListSegments {
@@ -70,13 +98,10 @@ struct ListSegments {
     const int shift = __ffs(segments.rows) - 1; // a power of two
     first += (s.q_begin >> shift) + sequence_index;
     count = static_cast<int32_t>((s.q_count + segments.rows - 1) >> shift);
-    if (segments.row_sums == 0) {
-      first_sum = static_cast<int32_t>(s.k_begin);
-      past_sums = first_sum + static_cast<int32_t>(s.k_count);
-    } else { // a sequence has at most q_count / rows borders of segments; at most row_sums keys are kept across each
-      first_sum = static_cast<int32_t>(s.q_begin >> shift) * segments.row_sums;
-      past_sums = first_sum + static_cast<int32_t>(s.q_count >> shift) * segments.row_sums;
-    }
+    first_sum = first_key_sum(segments, s);
+    // A sequence has at most q_count / rows borders of segments; at most row_sums keys are kept across each.
+    past_sums =
+        first_sum + static_cast<int32_t>(segments.row_sums == 0 ? s.k_count : (s.q_count >> shift) * segments.row_sums);
   }
 
   // If cu_seqlens does not begin with 0, there are numbers before those of the first sequence.

@@ -63,10 +63,6 @@ struct QueryBands {
   __device__ void end(bool) const {}
 };
 
-FDM_INLINE int64_t bands_of_keys(const BackwardParams &params) {
-  return ceil_div(params.keys.segments.max_sums, kBandRows);
-}
-
 // The sums of 16 keys of a head. One row of the grid has the sums of dk, the other those of dv. Only the device knows
 // how many sums there are.
 struct KeyBands {
@@ -81,15 +77,14 @@ struct KeyBands {
     ptx::wait_for_kernel_ahead();
     const fdm_problem &p = params.p;
     const KeyWork &keys = params.keys;
-    const int64_t bands = bands_of_keys(params), head_number = quotient(number, bands);
-    const int64_t batch = quotient(head_number, p.kv_heads), kv_head = head_number - batch * p.kv_heads;
-    if (batch >= p.batch) return;
-    const Sequence s = sequence(p, batch);
-    const int64_t list = list_number(p, params.plan, s, kv_head * group_size(p));
-    const ListSegments segments(params, s, batch, list);
-    const int32_t count = keys.segments.sum_count[list_sequence(p, list, batch)];
-    const int32_t first = int32_t(number - head_number * bands) * kBandRows;
-    if (segments.count == 0 || first >= count || segments.has_overflow(keys)) return;
+    const KeySumBand place(params, number);
+    if (place.first < 0) return;
+    const Sequence &s = place.s;
+    const int64_t kv_head = place.kv_head, list = list_number(p, params.plan, s, kv_head * group_size(p));
+    const ListSegments segments(params, s, place.sequence_index, list);
+    const int32_t count = keys.segments.sum_count[list_sequence(p, list, place.sequence_index)];
+    if (segments.count == 0 || place.first >= count || segments.has_overflow(keys)) return;
+    const auto first = static_cast<int32_t>(place.first);
     const int64_t head = s.batch * p.kv_heads + kv_head;
     const fdm_tensor &t = KeyBand::gradient(params.a);
     exists = present(t);

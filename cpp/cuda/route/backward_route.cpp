@@ -440,7 +440,7 @@ void divide_helpers(const fdm_problem &p, const RouteTable &table, const Alignme
     route->query_sum_blocks = rounding_blocks(rows / kBandRows);
   }
   if (route->segments.max_sums > 0)
-    route->segment_sum_blocks = rounding_blocks(p.batch * p.kv_heads * ceil_div(route->segments.max_sums, kBandRows));
+    route->segment_sum_blocks = rounding_blocks(keys.heads * key_sum_bands(p, route->segments.max_sums));
   if (route->reduces_bias)
     route->bias_reduction = reduction_work(p.bias.shape[0] * p.bias.shape[1] * p.bias.shape[3], p.bias.shape[3] == 1);
   route->sink_reduction = reduction_work(p.heads, true);

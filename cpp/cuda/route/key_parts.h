@@ -4,7 +4,7 @@
 
 #include <cmath>
 
-#include "../../indexing.h"
+#include "helper_work.h"
 
 namespace fdm::cuda {
 
@@ -43,6 +43,12 @@ struct KeyItem {
 // begins at least ceil(n / tile_rows) tiles later.
 FDM_INLINE int64_t query_sum_rows(const fdm_problem &p, int32_t tile_rows) {
   return is_varlen(p) ? (total_rows(p) / tile_rows + p.batch) * tile_rows : round_up(p.queries, tile_rows);
+}
+
+// The bands of the sums of a head's keys (SegmentWork::max_sums). No two packed sequences share a band: bands are
+// numbered as in NumberedPart, from first_key_sum() on.
+FDM_INLINE int64_t key_sum_bands(const fdm_problem &p, int32_t max_sums) {
+  return is_varlen(p) ? max_sums / kBandRows + p.batch : ceil_div(max_sums, kBandRows);
 }
 
 } // namespace fdm::cuda
