@@ -16,6 +16,7 @@ from routes.__main__ import problem
 from routes.library import ARCHS, CONSTANTS, ROOT, Routes, Spec, compiler, known_routes
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+INTERVALS = 2  # fdm_mask_kind
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +72,23 @@ def test_a_workspace_has_room_on_every_device(routes: Routes, arch: int) -> None
                 spec.sms = sms
                 used = routes.library.workspace_used(arch, ctypes.byref(spec), of)
                 assert used <= room, f"pass {of}: {spec.values()}"
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_bound_of_kept_keys_may_be_any_number(routes: Routes, arch: int) -> None:
+    """One that exceeds all numbers of keys says as little as the largest of these."""
+    bounded = 0
+    for seed in range(1000):
+        spec = routes.draw(arch, seed)
+        if spec.mask != INTERVALS:
+            continue
+        bounded += 1
+        for of in ("plan", "forward", "backward"):
+            spec.max_kept = 2**31 - 1
+            route = routes.route(arch, spec, of)
+            spec.max_kept = 2**63 - 1
+            assert routes.route(arch, spec, of) == route, f"{of}: {spec.values()}"
+    assert bounded > 100
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -109,6 +109,9 @@ FDM_INLINE bool plans_runs(const fdm_problem &p) {
   return p.flags & FDM_KEEPS_RUNS && is_causal(p) && mask_kind(p) == FDM_MASK_INTERVALS && !present(p.block_table);
 }
 
+// max_kept, cut off at the largest number of keys, so that sums with it do not overflow.
+FDM_INLINE int64_t kept_bound(const fdm_problem &p) { return min64(p.max_kept, INT32_MAX); }
+
 // Takes consecutive parts of a buffer. Without a buffer, `used` still gives the length that it needs.
 struct BufferParts {
   char *base;
@@ -148,8 +151,7 @@ inline Plan lay_out_plan(const fdm_problem &p, void *base, int64_t *bytes) {
     return plan;
   }
   if (kind == FDM_MASK_INTERVALS)
-    plan.tile_keys =
-        int32_t(min64(p.keys, p.max_kept > 0 ? min64(p.max_kept, INT32_MAX) + kTileRows - 1 : kTileKeyRoom));
+    plan.tile_keys = int32_t(min64(p.keys, p.max_kept > 0 ? kept_bound(p) + kTileRows - 1 : kTileKeyRoom));
   if (is_interval_plan(kind)) {
     plan.kept_count = parts.take<int32_t>(plan.lists * list_sequences(p));
     plan.kept_index = parts.take<int32_t>(plan.lists * plan.list_keys);

@@ -75,7 +75,7 @@ int64_t max_segment_sums(const fdm_problem &p, int64_t rows) {
 // The approximate number of keys that the rows of a segment keep together, after a selection with random biases: row
 // i sees one key more than row i - 1, and keeps it with probability max_kept / i.
 int64_t keys_of_segment(const fdm_problem &p, int64_t rows) {
-  return p.max_kept + 2 * p.max_kept * rows / std::max<int64_t>(1, p.keys);
+  return kept_bound(p) + 2 * kept_bound(p) * rows / std::max<int64_t>(1, p.keys);
 }
 
 // An estimate of the work of small key blocks: half of the steps are beyond a causal limit or dropped.

@@ -23,7 +23,7 @@ bool heads_share_columns(const fdm_problem &p) {
 
 // The maximum columns of a tile.
 int64_t max_columns(const fdm_problem &p) {
-  return p.max_kept > 0 ? std::min(p.keys, p.max_kept + kTileRows - 1) : p.keys;
+  return p.max_kept > 0 ? std::min(p.keys, kept_bound(p) + kTileRows - 1) : p.keys;
 }
 
 // Whether kernels that copy consecutive keys as TMA boxes serve the problem.

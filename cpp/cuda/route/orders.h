@@ -9,7 +9,7 @@ namespace fdm::cuda {
 // Bytes of K and V of a KV head that concurrent tiles of it read.
 inline int64_t kv_head_bytes(const fdm_problem &p) {
   constexpr int64_t kElementBytes = 2 + 2;
-  const int64_t keys = p.max_kept > 0 ? min64(p.keys, p.max_kept + kTileRows) : p.keys;
+  const int64_t keys = p.max_kept > 0 ? min64(p.keys, kept_bound(p) + kTileRows) : p.keys;
   return keys * p.head_dim * kElementBytes;
 }
 
