@@ -20,9 +20,14 @@ struct Message {
 
   template <class... Values> int32_t fail(fdm_status status, const char *format, Values... values) const {
     static_assert(sizeof...(Values) > 0, "the plain text overload is meant");
-    if (text && bytes) std::snprintf(text, bytes, format, values...);
+    if (text && bytes) std::snprintf(text, bytes, format, printed(values)...);
     return status;
   }
+
+private:
+  // The type of %lld, which not all platforms have as int64_t.
+  static long long printed(int64_t value) { return value; }
+  template <class Value> static Value printed(Value value) { return value; }
 };
 
 // The limits of a pack.
@@ -33,31 +38,33 @@ struct PackLimits {
   int16_t narrow_head_dim = 0, narrow_value_dim = 0; // see fdm_pack
 };
 
+template <class Args> int32_t check_args(const Args *args, const char *name, const Message &message) {
+  if (args && args->struct_size >= sizeof(Args)) return FDM_OK;
+  return message.fail(FDM_INVALID_ARGUMENT, "%s has %u bytes, this pack was compiled with %zu", name,
+                      args ? args->struct_size : 0u, sizeof(Args));
+}
+
 static inline int32_t check_problem(const fdm_problem *p, const PackLimits &limits, const Message &message) {
-  if (!p || p->struct_size < sizeof(fdm_problem))
-    return message.fail(FDM_INVALID_ARGUMENT, "fdm_problem has %u bytes, this pack was compiled with %zu",
-                        p ? p->struct_size : 0u, sizeof(fdm_problem));
+  if (int32_t status = check_args(p, "fdm_problem", message)) return status;
   if (p->head_dim < 1 || p->head_dim > limits.max_head_dim)
-    return message.fail(FDM_UNSUPPORTED, "head dimension %lld is not in 1 ... %d", static_cast<long long>(p->head_dim),
-                        limits.max_head_dim);
+    return message.fail(FDM_UNSUPPORTED, "head dimension %lld is not in 1 ... %d", p->head_dim, limits.max_head_dim);
   const int64_t value_dim = p->v.shape[3];
   const bool is_narrow = value_dim <= limits.narrow_value_dim && value_dim % 8 == 0 && p->head_dim % 8 == 0 &&
                          p->head_dim > limits.narrow_value_dim && p->head_dim <= limits.narrow_head_dim &&
                          !present(p->block_table) && !has_key_lists(*p) && !has_query_rows(p->bias);
   if (value_dim != p->head_dim && !is_narrow)
-    return message.fail(FDM_UNSUPPORTED, "values of %lld columns beside keys of %lld are not supported",
-                        static_cast<long long>(value_dim), static_cast<long long>(p->head_dim));
+    return message.fail(FDM_UNSUPPORTED, "values of %lld columns beside keys of %lld are not supported", value_dim,
+                        p->head_dim);
   if (p->q.dtype < 0 || p->q.dtype > 31 || !(limits.dtypes >> p->q.dtype & 1u))
     return message.fail(FDM_UNSUPPORTED, "dtype %d of q is not supported", p->q.dtype);
   if (p->kv_heads < 1 || p->heads < 1 || p->heads % p->kv_heads != 0)
-    return message.fail(FDM_INVALID_ARGUMENT, "%lld query heads are not a multiple of %lld key/value heads",
-                        static_cast<long long>(p->heads), static_cast<long long>(p->kv_heads));
+    return message.fail(FDM_INVALID_ARGUMENT, "%lld query heads are not a multiple of %lld key/value heads", p->heads,
+                        p->kv_heads);
   if (p->heads > INT32_MAX)
-    return message.fail(FDM_UNSUPPORTED, "%lld query heads: there are at most 2^31 - 1",
-                        static_cast<long long>(p->heads));
+    return message.fail(FDM_UNSUPPORTED, "%lld query heads: there are at most 2^31 - 1", p->heads);
   if (p->queries > INT32_MAX || p->keys > INT32_MAX)
     return message.fail(FDM_UNSUPPORTED, "%lld queries and %lld keys: a sequence has at most 2^31 - 1 of each",
-                        static_cast<long long>(p->queries), static_cast<long long>(p->keys));
+                        p->queries, p->keys);
   if (p->context.threads < 1)
     return message.fail(FDM_INVALID_ARGUMENT, "threads is %d, at least 1 is needed", p->context.threads);
   return FDM_OK;
@@ -65,36 +72,27 @@ static inline int32_t check_problem(const fdm_problem *p, const PackLimits &limi
 
 static inline int32_t check_buffer(const char *name, fdm_buffer buffer, int64_t needed, const Message &message) {
   if (buffer.bytes >= needed && (buffer.data || needed == 0)) return FDM_OK;
-  return message.fail(FDM_BUFFER_TOO_SMALL, "%s has %lld bytes, %lld are needed", name,
-                      static_cast<long long>(buffer.bytes), static_cast<long long>(needed));
-}
-
-template <class Args> int32_t check_args(const Args *args, const char *name, const Message &message) {
-  if (args && args->struct_size >= sizeof(Args)) return FDM_OK;
-  return message.fail(FDM_INVALID_ARGUMENT, "%s has %u bytes, this pack was compiled with %zu", name,
-                      args ? args->struct_size : 0u, sizeof(Args));
+  return message.fail(FDM_BUFFER_TOO_SMALL, "%s has %lld bytes, %lld are needed", name, buffer.bytes, needed);
 }
 
 static inline int32_t check_selection(const fdm_selection *s, const Message &message) {
   if (int32_t status = check_args(s, "fdm_selection", message)) return status;
   if (s->queries > INT32_MAX || s->keys > INT32_MAX)
     return message.fail(FDM_UNSUPPORTED, "%lld queries and %lld keys: a sequence has at most 2^31 - 1 of each",
-                        static_cast<long long>(s->queries), static_cast<long long>(s->keys));
+                        s->queries, s->keys);
   if (s->kv_heads >= 1 && s->heads % s->kv_heads == 0 && s->window >= 0 && s->keep_last >= 0 &&
       s->keep_last <= s->keys && s->keep_first >= 0 && s->keep_first <= s->keys && s->context.threads >= 1)
     return FDM_OK;
   return message.fail(
       FDM_INVALID_ARGUMENT,
-      "heads %lld, kv_heads %lld, window %lld, keep_last %lld, keep_first %lld or threads %d is out of range",
-      static_cast<long long>(s->heads), static_cast<long long>(s->kv_heads), static_cast<long long>(s->window),
-      static_cast<long long>(s->keep_last), static_cast<long long>(s->keep_first), s->context.threads);
+      "heads %lld, kv_heads %lld, window %lld, keep_last %lld, keep_first %lld or threads %d is out of range", s->heads,
+      s->kv_heads, s->window, s->keep_last, s->keep_first, s->context.threads);
 }
 
 static inline int32_t check_forgetting(const fdm_forgetting *f, const Message &message) {
   if (int32_t status = check_args(f, "fdm_forgetting", message)) return status;
   if (f->log_forget.shape[3] > INT32_MAX)
-    return message.fail(FDM_UNSUPPORTED, "%lld gates: a row has at most 2^31 - 1",
-                        static_cast<long long>(f->log_forget.shape[3]));
+    return message.fail(FDM_UNSUPPORTED, "%lld gates: a row has at most 2^31 - 1", f->log_forget.shape[3]);
   if (f->context.threads >= 1 && f->least <= 0 && !(f->prune > 0)) return FDM_OK;
   return message.fail(FDM_INVALID_ARGUMENT, "least %g, prune %g or threads %d is out of range", f->least, f->prune,
                       f->context.threads);

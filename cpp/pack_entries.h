@@ -51,8 +51,6 @@ template <class Pack> struct PackEntries {
                           char *text, size_t text_bytes) {
     const Message message{text, text_bytes};
     if (int32_t status = check_args(args, "fdm_backward_args", message)) return status;
-    if (int32_t status = check_problem(p, Pack::kLimits, message)) return status; // before p is read
-    if (present(p->block_table)) return message.fail(FDM_UNSUPPORTED, "paged keys have no backward pass");
     if (int32_t status = check(p, FDM_PASS_BACKWARD, plan, workspace, message)) return status;
     return Pack::run(p->context, message, [&] { return Pack::backward(*p, *args, plan.data, workspace.data); });
   }
@@ -61,10 +59,6 @@ template <class Pack> struct PackEntries {
                           char *text, size_t text_bytes) {
     const Message message{text, text_bytes};
     if (int32_t status = check_args(args, "fdm_key_mass_args", message)) return status;
-    if (int32_t status = check_problem(p, Pack::kLimits, message)) return status; // before p is read
-    if (present(p->block_table)) return message.fail(FDM_UNSUPPORTED, "paged keys have no key mass");
-    if (Pack::kKeyMassBiases != FDM_KEY_MASS_ALL && has_query_rows(p->bias))
-      return message.fail(FDM_UNSUPPORTED, "no kernel computes the key mass with a bias for each query");
     if (int32_t status = check(p, FDM_PASS_KEY_MASS, plan, workspace, message)) return status;
     return Pack::run(p->context, message, [&] { return Pack::key_mass(*p, *args, plan.data, workspace.data); });
   }
@@ -173,7 +167,13 @@ private:
     }
   }
 
-  static int32_t check_key_lists(const fdm_problem &p, int32_t pass, const Message &message) {
+  static int32_t check_pass(const fdm_problem &p, int32_t pass, const Message &message) {
+    if (present(p.block_table) && pass == FDM_PASS_BACKWARD)
+      return message.fail(FDM_UNSUPPORTED, "paged keys have no backward pass");
+    if (present(p.block_table) && pass == FDM_PASS_KEY_MASS)
+      return message.fail(FDM_UNSUPPORTED, "paged keys have no key mass");
+    if (pass == FDM_PASS_KEY_MASS && Pack::kKeyMassBiases != FDM_KEY_MASS_ALL && has_query_rows(p.bias))
+      return message.fail(FDM_UNSUPPORTED, "no kernel computes the key mass with a bias for each query");
     if (!has_key_lists(p)) return FDM_OK;
     if (Pack::kKeyLists == FDM_LISTS_NONE)
       return message.fail(FDM_UNSUPPORTED, "no kernel of this pack reads lists of keys");
@@ -189,7 +189,7 @@ private:
   static int32_t check(const fdm_problem *p, int32_t pass, fdm_buffer plan, fdm_buffer workspace,
                        const Message &message) {
     if (int32_t status = check_problem(p, Pack::kLimits, message)) return status;
-    if (int32_t status = check_key_lists(*p, pass, message)) return status;
+    if (int32_t status = check_pass(*p, pass, message)) return status;
     if (int32_t status = check_buffer("plan", plan, Pack::plan_bytes(*p), message)) return status;
     if (int32_t status = check_buffer("workspace", workspace, workspace_needed(*p, pass), message)) return status;
     if (pass == FDM_PASS_PLAN || Pack::is_filled(*p, plan.data)) return FDM_OK;

@@ -403,12 +403,12 @@ private:
 
 } // namespace
 
-int64_t backward_workspace_bytes(const fdm_problem &p) {
+int64_t CpuPack::backward_workspace_bytes(const fdm_problem &p) {
   const BackwardLayout layout(p);
   return key_row_bytes(p, layout.copies_by_head) + layout.bytes(p);
 }
 
-void backward_pass(const fdm_problem &p, const fdm_backward_args &args, const void *plan, void *workspace) {
+void CpuPack::backward(const fdm_problem &p, const fdm_backward_args &args, const void *plan, void *workspace) {
   const bool by_head = BackwardLayout(p).copies_by_head;
   const fdm_problem gathered = by_head ? p : with_key_rows(p, workspace);
   BackwardPass(gathered, args, plan, workspace, static_cast<char *>(workspace) + key_row_bytes(p, by_head)).run();

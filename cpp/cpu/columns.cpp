@@ -24,10 +24,6 @@ void append_partial(const Scratch &a, int64_t partial, TileColumns *out) {
   std::memcpy(a.start + out->full, a.partial_start, bytes);
   std::memcpy(a.end + out->full, a.partial_end, bytes);
   out->count = out->full + int32_t(partial);
-  out->index = a.index;
-  out->start = a.start;
-  out->end = a.end;
-  out->words = nullptr;
 }
 
 // Without a mask the columns are consecutive keys; the partial columns end at each row's causal limit.
@@ -45,10 +41,6 @@ void range_columns(const fdm_problem &p, const Sequence &s, const Scratch &a, Ti
   }
   out->full = int32_t(full);
   out->count = int32_t(count);
-  out->index = a.index;
-  out->start = a.start;
-  out->end = a.end;
-  out->words = nullptr;
 }
 
 void interval_columns(const IntervalList &list, const Sequence &s, const Scratch &a, TileColumns *out) {
@@ -85,11 +77,7 @@ void key_list_columns(const fdm_problem &p, const Sequence &s, int64_t h, const 
   const int64_t row = out->first_row;
   const int64_t limit = is_causal(p) ? clamp64(row + s.causal_off + 1, 0, s.k_count) : s.k_count;
   const int32_t *list = static_cast<const int32_t *>(t.data) + head_major_offset(t, s, row, head_index(p, t, h));
-  int32_t count = 0;
   out->list_position = a.start;
-  out->start = nullptr;
-  out->end = nullptr;
-  out->words = nullptr;
   // sign bit set: an index is negative or beyond the last visible key
   uint32_t signs = t.stride[3] == 1 ? 0 : ~0u;
   for (int64_t position = 0; position < t.shape[3] && t.stride[3] == 1; ++position)
@@ -102,6 +90,7 @@ void key_list_columns(const fdm_problem &p, const Sequence &s, int64_t h, const 
     return;
   }
   // The arrays have room for every list position, so every index can be written.
+  int32_t count = 0;
   for (int64_t position = 0; position < t.shape[3]; ++position) {
     const int32_t key = list[position * t.stride[3]];
     a.index[count] = key;
@@ -109,7 +98,6 @@ void key_list_columns(const fdm_problem &p, const Sequence &s, int64_t h, const 
     count += int32_t(uint32_t(key) < uint64_t(limit));
   }
   out->full = out->count = count;
-  out->index = a.index;
 }
 
 } // namespace
@@ -127,9 +115,7 @@ int64_t tile_rows(const fdm_problem &p, const void *plan) {
 void tile_columns(const fdm_problem &p, const void *plan, const Sequence &s, int64_t sequence_index, int64_t h,
                   int64_t first_row, int64_t rows, void *scratch, TileColumns *out) {
   const Scratch a = scratch_arrays(scratch, max_columns(p));
-  out->first_row = first_row;
-  out->rows = rows;
-  out->list_position = nullptr;
+  *out = {first_row, rows, 0, 0, a.index, nullptr, a.start, a.end, nullptr, 0};
   if (has_key_lists(p)) return key_list_columns(p, s, h, a, out);
   const fdm_mask_kind kind = mask_kind(p);
   if (kind == FDM_MASK_NONE) return range_columns(p, s, a, out);
@@ -145,8 +131,6 @@ void tile_columns(const fdm_problem &p, const void *plan, const Sequence &s, int
   out->count = tile.counts[0];
   out->full = tile.counts[1];
   out->index = tile.index;
-  out->start = nullptr;
-  out->end = nullptr;
   out->words = tile.words;
   out->word_bytes = size / 8;
 }

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "forgetting.h"
-
+// Bias and intervals of forget gates: fdm_pack.forget and forget_backward.
 #include <cmath>
 
 #include "../indexing.h"
+#include "passes.h"
 #include "scalar.h"
 #include "thread_pool.h"
 
@@ -74,11 +74,11 @@ template <class Work> void for_rows(const fdm_forgetting &f, const Work &work) {
 
 } // namespace
 
-int64_t forget_workspace_bytes(const fdm_forgetting &f) {
+int64_t CpuPack::forget_workspace_bytes(const fdm_forgetting &f) {
   return f.log_forget.shape[3] * threads_of(f) * int64_t(sizeof(double)); // the sums of a row, for each worker
 }
 
-void forget_pass(const fdm_forgetting &f, void *workspace) {
+void CpuPack::forget(const fdm_forgetting &f, void *workspace) {
   for_rows(f, [&](const GateRow &row, int worker) {
     double *sums = static_cast<double *>(workspace) + worker * row.tokens();
     for (int64_t begin = 0, past; begin < row.tokens(); begin = past) {
@@ -102,7 +102,7 @@ void forget_pass(const fdm_forgetting &f, void *workspace) {
   });
 }
 
-void forget_backward_pass(const fdm_forgetting &f) {
+void CpuPack::forget_backward(const fdm_forgetting &f, void *) {
   for_rows(f, [&](const GateRow &row, int) {
     for (int64_t past = row.tokens(), begin; past > 0; past = begin) {
       begin = sequence_of(f, past - 1).begin;

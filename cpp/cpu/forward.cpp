@@ -13,11 +13,11 @@ int64_t tile_scratch_bytes(const fdm_problem &p, bool backward) {
   return bytes;
 }
 
-int64_t forward_workspace_bytes(const fdm_problem &p) {
+int64_t CpuPack::forward_workspace_bytes(const fdm_problem &p) {
   return p.context.threads * tile_scratch_bytes(p, false) + key_row_bytes(p, copies_by_head(p));
 }
 
-void forward_pass(const fdm_problem &given, const fdm_forward_args &args, const void *plan, void *workspace) {
+void CpuPack::forward(const fdm_problem &given, const fdm_forward_args &args, const void *plan, void *workspace) {
   if (given.batch == 0 || given.queries == 0 || given.heads == 0) return;
   const int64_t scratch = tile_scratch_bytes(given, false);
   void *const copies = static_cast<char *>(workspace) + given.context.threads * scratch;

@@ -25,11 +25,11 @@ int64_t part_floats(const fdm_problem &p) { return (part_count(p) - 1) * p.batch
 
 } // namespace
 
-int64_t key_mass_workspace_bytes(const fdm_problem &p) {
+int64_t CpuPack::key_mass_workspace_bytes(const fdm_problem &p) {
   return p.context.threads * round_up(tile_scratch_bytes(p, false), 64) + part_floats(p) * int64_t(sizeof(float));
 }
 
-void key_mass_pass(const fdm_problem &p, const fdm_key_mass_args &args, const void *plan, void *workspace) {
+void CpuPack::key_mass(const fdm_problem &p, const fdm_key_mass_args &args, const void *plan, void *workspace) {
   const fdm_tensor &mass = args.mass;
   auto *const result = static_cast<float *>(mass.data);
   // memset requires an address even for 0 bytes

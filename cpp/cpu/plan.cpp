@@ -3,6 +3,7 @@
 
 #include <cstring>
 
+#include "passes.h"
 #include "thread_pool.h"
 
 namespace fdm::cpu {
@@ -184,7 +185,7 @@ int64_t choose_row_tile(const fdm_problem &p, void *workspace) {
   for (int c = 0; c < kTileRowChoiceCount; ++c) {
     const int64_t rows = kTileRowChoices[c];
     const int64_t needed = list_count(p) * (total_rows(p) / rows + list_sequences(p)) * RowTile::bytes(p.keys, rows);
-    allowed[c] = int64_t(sizeof(PlanHeader)) + needed <= plan_bytes(p);
+    allowed[c] = int64_t(sizeof(PlanHeader)) + needed <= CpuPack::plan_bytes(p);
   }
   auto *any = static_cast<uint8_t *>(workspace), *all = any + p.keys;
   int64_t columns[kTileRowChoiceCount] = {};
@@ -226,7 +227,7 @@ void make_row_plan(const fdm_problem &p, void *plan, void *workspace) {
 
 } // namespace
 
-fdm_plan_layout plan_layout(fdm_mask_kind kind) {
+fdm_plan_layout CpuPack::plan_layout(fdm_mask_kind kind) {
   switch (kind) {
   case FDM_MASK_KEYS:
   case FDM_MASK_INTERVALS:
@@ -240,7 +241,7 @@ fdm_plan_layout plan_layout(fdm_mask_kind kind) {
   }
 }
 
-int64_t plan_bytes(const fdm_problem &p) {
+int64_t CpuPack::plan_bytes(const fdm_problem &p) {
   const fdm_mask_kind kind = mask_kind(p);
   if (kind == FDM_MASK_NONE) return 0;
   const fdm_plan_layout l = plan_layout(kind);
@@ -249,7 +250,7 @@ int64_t plan_bytes(const fdm_problem &p) {
          list_count(p) * (l.per_list + total_keys(p) * l.per_key + tiles * (l.per_tile + p.keys * l.per_tile_key));
 }
 
-int64_t plan_workspace_bytes(const fdm_problem &p) {
+int64_t CpuPack::plan_workspace_bytes(const fdm_problem &p) {
   switch (mask_kind(p)) {
   case FDM_MASK_KEYS:
   case FDM_MASK_INTERVALS:
@@ -261,7 +262,7 @@ int64_t plan_workspace_bytes(const fdm_problem &p) {
   }
 }
 
-void make_plan(const fdm_problem &p, void *plan, void *workspace) {
+void CpuPack::plan(const fdm_problem &p, void *plan, void *workspace) {
   switch (mask_kind(p)) {
   case FDM_MASK_KEYS:
   case FDM_MASK_INTERVALS:

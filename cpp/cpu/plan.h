@@ -57,9 +57,4 @@ struct RowTile {
   }
 };
 
-fdm_plan_layout plan_layout(fdm_mask_kind kind);
-int64_t plan_bytes(const fdm_problem &p);
-int64_t plan_workspace_bytes(const fdm_problem &p);
-void make_plan(const fdm_problem &p, void *plan, void *workspace);
-
 } // namespace fdm::cpu

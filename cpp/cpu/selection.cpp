@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "selection.h"
-
+// Selection of the keys with the largest bias: fdm_pack.select.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 
 #include "../indexing.h"
+#include "passes.h"
 #include "scalar.h"
 #include "thread_pool.h"
 
@@ -131,11 +131,11 @@ const fdm_tensor &result(const fdm_selection &s) { return present(s.keep) ? s.ke
 
 } // namespace
 
-int64_t selection_workspace_bytes(const fdm_selection &s) {
+int64_t CpuPack::selection_workspace_bytes(const fdm_selection &s) {
   return s.context.threads * (candidate_bytes(s) + seen_bytes(s));
 }
 
-void select_keys(const fdm_selection &s, void *workspace) {
+void CpuPack::select(const fdm_selection &s, void *workspace) {
   const fdm_tensor &out = result(s);
   const bool varlen = present(s.cu_seqlens_q), keep = present(s.keep);
   const int64_t batches = varlen ? s.batch : out.shape[0], heads = out.shape[1];
