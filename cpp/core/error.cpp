@@ -10,46 +10,38 @@ void raise(PyObject *type, const std::string &message) {
 
 namespace {
 
-PyObject *exception_of(int32_t status) {
-  switch (status) {
-  case FDM_INVALID_ARGUMENT:
-  case FDM_BUFFER_TOO_SMALL:
-    return PyExc_ValueError;
-  case FDM_UNSUPPORTED:
-    return PyExc_NotImplementedError;
-  case FDM_OUT_OF_MEMORY:
-    return PyExc_MemoryError;
-  default:
-    return PyExc_RuntimeError;
-  }
-}
+struct Meaning {
+  PyObject *exception;
+  const char *words;
+};
 
-const char *meaning_of(int32_t status) {
+Meaning meaning_of(int32_t status) {
   switch (status) {
   case FDM_INVALID_ARGUMENT:
-    return "invalid argument";
+    return {PyExc_ValueError, "invalid argument"};
   case FDM_UNSUPPORTED:
-    return "unsupported problem";
+    return {PyExc_NotImplementedError, "unsupported problem"};
   case FDM_BUFFER_TOO_SMALL:
-    return "plan or workspace too small";
+    return {PyExc_ValueError, "plan or workspace too small"};
   case FDM_OUT_OF_MEMORY:
-    return "out of memory";
+    return {PyExc_MemoryError, "out of memory"};
   case FDM_DEVICE_ERROR:
-    return "device error";
+    return {PyExc_RuntimeError, "device error"};
   case FDM_INTERNAL_ERROR:
-    return "internal error";
+    return {PyExc_RuntimeError, "internal error"};
   default:
-    return "unknown status";
+    return {PyExc_RuntimeError, "unknown status"};
   }
 }
 
 } // namespace
 
 void raise_status(const fdm_pack &pack, const char *entry, int32_t status, const char *message) {
+  const Meaning meaning = meaning_of(status);
   Text text;
-  text << entry << " in kernel pack " << pack.name << ": " << meaning_of(status) << " (status " << status << ")";
+  text << entry << " in kernel pack " << pack.name << ": " << meaning.words << " (status " << status << ")";
   if (message[0] != '\0') text << ": " << message;
-  raise(exception_of(status), text.str());
+  raise(meaning.exception, text.str());
 }
 
 } // namespace fdm

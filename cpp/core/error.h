@@ -39,18 +39,28 @@ template <typename... Parts> [[noreturn, gnu::noinline, gnu::cold]] void type_er
 
 enum class Gil { hold, release };
 
-// Calls an entry point of a pack with a message buffer, and raises an exception on failure.
-template <Gil gil, typename Call> void call_pack(const fdm_pack &pack, const char *entry, Call &&call) {
+// Calls an entry point of a pack with these arguments and a message buffer, and raises an exception on failure.
+template <Gil gil, typename... Parameters, typename... Arguments>
+void call_pack(const fdm_pack &pack, const char *name, int32_t (*entry)(Parameters...), const Arguments &...arguments) {
   char message[512];
   message[0] = '\0';
   int32_t status;
   if constexpr (gil == Gil::release) {
     nb::gil_scoped_release release;
-    status = call(message, sizeof message);
+    status = entry(arguments..., message, sizeof message);
   } else {
-    status = call(message, sizeof message);
+    status = entry(arguments..., message, sizeof message);
   }
-  if (status != FDM_OK) raise_status(pack, entry, status, message);
+  if (status != FDM_OK) raise_status(pack, name, status, message);
+}
+
+// The number of bytes that an entry point of a pack returns for these arguments.
+template <typename... Parameters, typename... Arguments>
+int64_t bytes_of_pack(const fdm_pack &pack, const char *name, int32_t (*entry)(Parameters...),
+                      const Arguments &...arguments) {
+  int64_t bytes = 0;
+  call_pack<Gil::hold>(pack, name, entry, arguments..., &bytes);
+  return bytes;
 }
 
 } // namespace fdm

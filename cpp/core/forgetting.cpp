@@ -57,11 +57,7 @@ fdm_tensor Forgetting::read_like(const TensorField &field, const char *name, Dty
 }
 
 int64_t Forgetting::workspace_bytes() const {
-  int64_t bytes = 0;
-  call_pack<Gil::hold>(pack_, "forget_workspace_bytes", [&](char *message, size_t message_bytes) {
-    return pack_.forget_workspace_bytes(&forgetting_, &bytes, message, message_bytes);
-  });
-  return bytes;
+  return bytes_of_pack(pack_, "forget_workspace_bytes", pack_.forget_workspace_bytes, &forgetting_);
 }
 
 template <class Entry>
@@ -69,9 +65,7 @@ bool Forgetting::run(Entry entry, const char *name, fdm_forgetting forgetting, W
   if (is_empty(forgetting.log_forget)) return true;
   fdm_buffer memory;
   if (!workspace.take(workspace_bytes(), device_, forgetting.context.stream, memory)) return false;
-  call_pack<Gil::release>(pack_, name, [&](char *message, size_t message_bytes) {
-    return entry(&forgetting, memory, message, message_bytes);
-  });
+  call_pack<Gil::release>(pack_, name, entry, &forgetting, memory);
   return true;
 }
 

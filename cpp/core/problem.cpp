@@ -242,24 +242,14 @@ void Problem::set_plan_bytes() {
 
 int64_t Problem::needed_plan_bytes() const {
   if (plan_bytes_ == 0 || has_selection_ || pack_.plan_bytes == nullptr) return plan_bytes_;
-  int64_t bytes = 0;
-  call_pack<Gil::hold>(pack_, "plan_bytes", [&](char *message, size_t message_bytes) {
-    return pack_.plan_bytes(&problem_, &bytes, message, message_bytes);
-  });
-  return bytes > 0 ? plan_bytes_ : 0;
+  return bytes_of_pack(pack_, "plan_bytes", pack_.plan_bytes, &problem_) > 0 ? plan_bytes_ : 0;
 }
 
 int64_t Problem::workspace_bytes(fdm_pass pass) const {
-  int64_t bytes = 0;
-  call_pack<Gil::hold>(pack_, "workspace_bytes", [&](char *message, size_t message_bytes) {
-    return pack_.workspace_bytes(&problem_, pass, &bytes, message, message_bytes);
-  });
+  const int64_t bytes = bytes_of_pack(pack_, "workspace_bytes", pack_.workspace_bytes, &problem_, pass);
   if (!has_selection_ || pass != FDM_PASS_PLAN) return bytes;
-  int64_t selection_bytes = 0;
-  call_pack<Gil::hold>(pack_, "selection_workspace_bytes", [&](char *message, size_t message_bytes) {
-    return pack_.selection_workspace_bytes(&selection_, &selection_bytes, message, message_bytes);
-  });
-  return std::max(bytes, selection_bytes);
+  return std::max(bytes,
+                  bytes_of_pack(pack_, "selection_workspace_bytes", pack_.selection_workspace_bytes, &selection_));
 }
 
 std::string Problem::describe(nb::tuple gradients, const Selection *mask_selection) const {
@@ -289,13 +279,11 @@ std::string Problem::describe(nb::tuple gradients, const Selection *mask_selecti
     for (const auto &[name, tensors] : all)
       if (std::strcmp(nb::cast<const char *>(wanted), name) == 0) *tensors.first = like(*tensors.second);
   std::string text(size_t{1} << 14, '\0');
-  call_pack<Gil::hold>(pack_, "describe", [&](char *message, size_t message_bytes) {
-    const fdm_selection *selection = has_selection_   ? &selection_
-                                     : mask_selection ? &mask_selection->as_fdm_selection()
-                                                      : nullptr;
-    return pack_.describe(&problem, selection, &forward, gradients.size() ? &backward : nullptr, text.data(),
-                          text.size(), message, message_bytes);
-  });
+  const fdm_selection *selection = has_selection_   ? &selection_
+                                   : mask_selection ? &mask_selection->as_fdm_selection()
+                                                    : nullptr;
+  call_pack<Gil::hold>(pack_, "describe", pack_.describe, &problem, selection, &forward,
+                       gradients.size() ? &backward : nullptr, text.data(), text.size());
   text.resize(std::strlen(text.c_str()));
   return text;
 }
@@ -383,21 +371,21 @@ fdm_tensor Problem::read_out(const TensorField &field) const {
 
 fdm_tensor Problem::read_mass(const TensorField &field) const {
   const TensorView &view = read_argument(field, "mass", only(FDM_FLOAT32), device_);
-  const int64_t keys = extents_.is_varlen ? problem_.k.shape[1] : extents_.keys;
-  const int64_t sizes[] = {extents_.batch, extents_.heads, keys};
-  const int first = extents_.is_varlen ? 1 : 0;
-  int64_t stride = 1;
-  bool fits = view.rank == 3 - first;
-  for (int i = 2 - first; fits && i >= 0; stride *= sizes[first + i--])
-    fits = view.shape[i] == sizes[first + i] && (view.shape[i] == 1 || view.stride[i] == stride || view.is_empty());
+  const int first = extents_.is_varlen ? 1 : 0, rank = 3 - first;
+  fdm_tensor mass{};
+  mass.shape[0] = extents_.is_varlen ? 1 : extents_.batch;
+  mass.shape[1] = extents_.heads;
+  mass.shape[2] = extents_.is_varlen ? problem_.k.shape[1] : extents_.keys;
+  mass.shape[3] = 1;
+  mass = contiguous_like(mass, view.is_empty() ? nullptr : view.data);
+  bool fits = view.rank == rank;
+  for (int i = 0; fits && i < rank; ++i)
+    fits = view.shape[i] == mass.shape[first + i] &&
+           (view.shape[i] == 1 || view.stride[i] == mass.stride[first + i] || view.is_empty());
   if (!fits)
     value_error("mass has shape ", shape_of(view), ", but must be contiguous, of shape ",
-                Sizes{sizes + first, 3 - first});
-  return {view.is_empty() ? nullptr : view.data,
-          {extents_.is_varlen ? 1 : extents_.batch, extents_.heads, keys, 1},
-          {extents_.heads * keys, keys, 1, 1},
-          FDM_FLOAT32,
-          0};
+                Sizes{mass.shape + first, rank});
+  return mass;
 }
 
 int64_t Problem::out_rest_bytes() const {
@@ -447,15 +435,12 @@ fdm_problem Problem::problem_with(const Kept &kept, PlanUse use) const {
 
 void Problem::run_plan(const Kept &kept, fdm_buffer workspace, PlanUse use) const {
   const fdm_problem problem = problem_with(kept, use);
+  if (!has_selection_) return call_pack<Gil::release>(pack_, "plan", pack_.plan, &problem, kept.plan, workspace);
   fdm_selection selection = selection_;
   selection.context = problem_.context;
   selection.start = kept.start;
   selection.end = kept.end;
-  call_pack<Gil::release>(pack_, has_selection_ ? "select_and_plan" : "plan", [&](char *message, size_t message_bytes) {
-    if (has_selection_)
-      return pack_.select_and_plan(&selection, &problem, kept.plan, workspace, message, message_bytes);
-    return pack_.plan(&problem, kept.plan, workspace, message, message_bytes);
-  });
+  call_pack<Gil::release>(pack_, "select_and_plan", pack_.select_and_plan, &selection, &problem, kept.plan, workspace);
 }
 
 void Problem::run_forward(const fdm_tensor &out, const Kept &kept, int32_t splits, fdm_buffer workspace,
@@ -467,9 +452,7 @@ void Problem::run_forward(const fdm_tensor &out, const Kept &kept, int32_t split
   args.lse = kept.lse;
   args.out_rest = kept.out_rest;
   const fdm_problem problem = problem_with(kept, use);
-  call_pack<Gil::release>(pack_, "forward", [&](char *message, size_t message_bytes) {
-    return pack_.forward(&problem, &args, kept.plan, workspace, message, message_bytes);
-  });
+  call_pack<Gil::release>(pack_, "forward", pack_.forward, &problem, &args, kept.plan, workspace);
 }
 
 void Problem::plan(const TensorField &plan, const TensorField &workspace) const {
@@ -537,9 +520,7 @@ bool Problem::backward(const BackwardArguments &arguments, const TensorField &gi
   fdm_buffer work;
   if (!workspace.take(workspace_bytes(FDM_PASS_BACKWARD), device_, problem_.context.stream, work)) return false;
   const fdm_problem problem = problem_with(kept);
-  call_pack<Gil::release>(pack_, "backward", [&](char *message, size_t message_bytes) {
-    return pack_.backward(&problem, &args, kept.plan, work, message, message_bytes);
-  });
+  call_pack<Gil::release>(pack_, "backward", pack_.backward, &problem, &args, kept.plan, work);
   return true;
 }
 
@@ -555,9 +536,7 @@ void Problem::key_mass(const TensorField &mass, const TensorField &lse, const Te
   const fdm_buffer work = read_buffer(workspace, "workspace", workspace_bytes(FDM_PASS_KEY_MASS), device_);
   const Kept kept = split_plan_buffer(plan_buffer, args.lse);
   const fdm_problem problem = problem_with(kept);
-  call_pack<Gil::release>(pack_, "key_mass", [&](char *message, size_t message_bytes) {
-    return pack_.key_mass(&problem, &args, kept.plan, work, message, message_bytes);
-  });
+  call_pack<Gil::release>(pack_, "key_mass", pack_.key_mass, &problem, &args, kept.plan, work);
 }
 
 fdm_backward_args Problem::read_gradients(const BackwardArguments &arguments, const Kept &kept) const {

@@ -79,11 +79,7 @@ void Selection::read_scores(const SelectionRecord &record, const TensorView &bia
 }
 
 int64_t Selection::workspace_bytes(const fdm_selection &selection) const {
-  int64_t bytes = 0;
-  call_pack<Gil::hold>(pack_, "selection_workspace_bytes", [&](char *message, size_t message_bytes) {
-    return pack_.selection_workspace_bytes(&selection, &bytes, message, message_bytes);
-  });
-  return bytes;
+  return bytes_of_pack(pack_, "selection_workspace_bytes", pack_.selection_workspace_bytes, &selection);
 }
 
 void Selection::require_result_shape(const fdm_tensor &result, const char *name) const {
@@ -100,9 +96,7 @@ bool Selection::select(fdm_selection selection, Workspace &workspace) const {
   if (!has_elements()) return true;
   fdm_buffer memory;
   if (!workspace.take(workspace_bytes(selection), device_, selection.context.stream, memory)) return false;
-  call_pack<Gil::release>(pack_, "select", [&](char *message, size_t message_bytes) {
-    return pack_.select(&selection, memory, message, message_bytes);
-  });
+  call_pack<Gil::release>(pack_, "select", pack_.select, &selection, memory);
   return true;
 }
 

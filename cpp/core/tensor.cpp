@@ -13,27 +13,27 @@ namespace fdm {
 namespace {
 
 constexpr Dtype dtypes[] = {
-    {"float32", dlpack::type_float, 32, FDM_FLOAT32},
-    {"float16", dlpack::type_float, 16, FDM_FLOAT16},
-    {"bfloat16", dlpack::type_bfloat, 16, FDM_BFLOAT16},
-    {"bool", dlpack::type_bool, 8, FDM_BOOL},
-    {"int32", dlpack::type_int, 32, FDM_INT32},
-    {"uint8", dlpack::type_uint, 8, FDM_UINT8},
-    {"float64", dlpack::type_float, 64, FDM_FLOAT64},
-    {"int8", dlpack::type_int, 8, -1},
-    {"int16", dlpack::type_int, 16, -1},
-    {"int64", dlpack::type_int, 64, -1},
-    {"uint16", dlpack::type_uint, 16, -1},
-    {"uint32", dlpack::type_uint, 32, -1},
-    {"uint64", dlpack::type_uint, 64, -1},
-    {"complex64", dlpack::type_complex, 64, -1},
-    {"complex128", dlpack::type_complex, 128, -1},
+    {"float32", dlpack::dtype_code::Float, 32, FDM_FLOAT32},
+    {"float16", dlpack::dtype_code::Float, 16, FDM_FLOAT16},
+    {"bfloat16", dlpack::dtype_code::Bfloat, 16, FDM_BFLOAT16},
+    {"bool", dlpack::dtype_code::Bool, 8, FDM_BOOL},
+    {"int32", dlpack::dtype_code::Int, 32, FDM_INT32},
+    {"uint8", dlpack::dtype_code::UInt, 8, FDM_UINT8},
+    {"float64", dlpack::dtype_code::Float, 64, FDM_FLOAT64},
+    {"int8", dlpack::dtype_code::Int, 8, -1},
+    {"int16", dlpack::dtype_code::Int, 16, -1},
+    {"int64", dlpack::dtype_code::Int, 64, -1},
+    {"uint16", dlpack::dtype_code::UInt, 16, -1},
+    {"uint32", dlpack::dtype_code::UInt, 32, -1},
+    {"uint64", dlpack::dtype_code::UInt, 64, -1},
+    {"complex64", dlpack::dtype_code::Complex, 64, -1},
+    {"complex128", dlpack::dtype_code::Complex, 128, -1},
 };
-constexpr Dtype other_dtype = {"of another kind", 255, 0, -1};
+constexpr Dtype other_dtype = {"of another kind", dlpack::dtype_code{255}, 0, -1};
 
-const Dtype *find_dtype(dlpack::DataType type) {
+const Dtype *find_dtype(nb::dlpack::dtype type) {
   for (const Dtype &dtype : dtypes)
-    if (dtype.code == type.code && dtype.bits == type.bits && type.lanes == 1) return &dtype;
+    if (uint8_t(dtype.code) == type.code && dtype.bits == type.bits && type.lanes == 1) return &dtype;
   return &other_dtype;
 }
 
@@ -99,10 +99,10 @@ void set_rank(TensorView &view, int64_t rank, const char *name) {
   view.rank = static_cast<int>(rank);
 }
 
-void read_view(TensorView &view, const dlpack::Tensor &tensor) {
+void read_view(TensorView &view, const dlpack::dltensor &tensor) {
   view.data = tensor.data == nullptr ? nullptr : static_cast<char *>(tensor.data) + tensor.byte_offset;
   view.dtype = find_dtype(tensor.dtype);
-  view.device = {tensor.device.type, tensor.device.index};
+  view.device = {tensor.device.device_type, tensor.device.device_id};
   int64_t contiguous = 1;
   for (int i = view.rank - 1; i >= 0; --i) {
     view.shape[i] = tensor.shape[i];
@@ -112,13 +112,13 @@ void read_view(TensorView &view, const dlpack::Tensor &tensor) {
 }
 
 void read_exchange(TensorView &view, const dlpack::ExchangeTable &table, nb::handle object, const char *name) {
-  dlpack::Tensor tensor;
+  dlpack::dltensor tensor;
   if (table.view_from_object(object.ptr(), &tensor) != 0) {
     nb::python_error cause; // takes over the exception of the producer
     const std::string reason = cause.what();
     value_error(name, " cannot be read through DLPack: ", reason.substr(0, reason.find('\n')));
   }
-  set_rank(view, tensor.rank, name);
+  set_rank(view, tensor.ndim, name);
   read_view(view, tensor);
 }
 
@@ -208,14 +208,14 @@ const TensorView &TensorField::read(const char *name) const {
 bool TensorField::try_read() const {
   if (type_ != nullptr) return true;
   const dlpack::ExchangeTable *table = exchange_cache.find(Py_TYPE(object_.ptr()));
-  dlpack::Tensor tensor;
+  dlpack::dltensor tensor;
   if (table == nullptr) return false;
   if (table->view_from_object(object_.ptr(), &tensor) != 0) {
     PyErr_Clear();
     return false;
   }
-  if (tensor.rank > TensorView::max_rank) return false;
-  view_.rank = tensor.rank;
+  if (tensor.ndim > TensorView::max_rank) return false;
+  view_.rank = tensor.ndim;
   read_view(view_, tensor);
   if (view_.data == nullptr && !view_.is_empty()) return false;
   type_ = Py_TYPE(object_.ptr());
@@ -241,10 +241,10 @@ bool Exchange::current_stream(Device device, void *&stream) const {
 
 DeviceBytes::DeviceBytes(const Exchange &exchange, int64_t bytes, Device device) {
   if (bytes == 0 || exchange.table_ == nullptr || exchange.table_->allocate == nullptr) return;
-  dlpack::Tensor prototype{};
+  dlpack::dltensor prototype{};
   prototype.device = {device.type, device.index};
-  prototype.rank = 1;
-  prototype.dtype = {dlpack::type_uint, 8, 1};
+  prototype.ndim = 1;
+  prototype.dtype = {uint8_t(dlpack::dtype_code::UInt), 8, 1};
   prototype.shape = &bytes;
   // The caller reports the failed allocation in its own words.
   const auto set_no_error = [](void *, const char *, const char *) {};

@@ -18,7 +18,7 @@ namespace nb = nanobind;
 
 struct Dtype {
   const char *name;
-  uint8_t code; // DLPack's type code
+  dlpack::dtype_code code;
   uint8_t bits;
   int32_t pack_code; // enum fdm_dtype, or -1 for a dtype that only messages name
 };
