@@ -76,7 +76,7 @@ cudaError_t run_key_gradients(const BackwardLaunch &work, cudaStream_t stream) {
   return run_all(
       [&] {
         return with_kernel_types(work.params.p, route.head_dim, [&](auto element, auto dim) {
-          return launch_dkdv<typename decltype(element)::Type, decltype(dim)::value>(work, stream);
+          return launch_dkdv<typename decltype(element)::Type, dim>(work, stream);
         });
       },
       [&] { return route.query_sum_data.exists() ? launch_query_sums(work, stream) : cudaSuccess; },
@@ -122,14 +122,14 @@ cudaError_t run_gradients(const BackwardLaunch &work, cudaStream_t stream) {
                  [&] {
                    if (route.query_kernel == QueryKernel::none) return cudaSuccess;
                    return with_kernel_types(p, route.head_dim, [&](auto element, auto dim) {
-                     return launch_dq<typename decltype(element)::Type, decltype(dim)::value>(work, stream);
+                     return launch_dq<typename decltype(element)::Type, dim>(work, stream);
                    });
                  },
                  [&] { return route.wants_key_gradients ? run_key_gradients(work, stream) : cudaSuccess; },
                  [&] {
                    if (route.row_bias_blocks == 0) return cudaSuccess;
                    return with_types<kMaxRareHeadDim>(p, route.head_dim, RareHeadDims{}, [&](auto element, auto dim) {
-                     return launch_row_bias<typename decltype(element)::Type, decltype(dim)::value>(work, stream);
+                     return launch_row_bias<typename decltype(element)::Type, dim>(work, stream);
                    });
                  },
                  [&] { return present(args.dsink) ? launch_sink_reduce(work, stream) : cudaSuccess; });

@@ -23,27 +23,22 @@
 
 namespace fdm::cuda {
 
-template <class Config> cudaError_t launch_dkdv_kernel(const BackwardParams &params, cudaStream_t stream) {
-  return launch_with_shared<DkdvShared<Config>, dkdv_kernel<Config>>(params, params.keys.max_items, Config::kThreads,
-                                                                     stream);
-}
-
 template <class Element, int kHeadDim, TileKind kKind>
 cudaError_t launch_dkdv_kernels(const BackwardLaunch &work, cudaStream_t stream) {
   constexpr DkdvTileChoice tile = dkdv_tile(FDM_TILE_ARCH, kHeadDim);
   const auto launch = [&](auto gradients) {
-    return launch_dkdv_kernel<
-        DkdvConfig<Element, kHeadDim, tile.keys, tile.rows, tile.warps, tile.blocks, gradients, kKind>>(work.params,
-                                                                                                        stream);
+    using Config = DkdvConfig<Element, kHeadDim, tile.keys, tile.rows, tile.warps, tile.blocks, gradients, kKind>;
+    return launch_with_shared<DkdvShared<Config>, dkdv_kernel<Config>>(work.params, work.params.keys.max_items,
+                                                                       Config::kThreads, stream);
   };
   if constexpr (tile.both_gradients) {
-    return launch(std::integral_constant<GradientSet, GradientSet::both>{});
+    return launch(constant<GradientSet::both>);
   } else {
     const KeyLaunches launches = work.route.key_launches;
     cudaError_t error = cudaSuccess;
-    if (launches != KeyLaunches::dv) error = launch(std::integral_constant<GradientSet, GradientSet::dk>{});
+    if (launches != KeyLaunches::dv) error = launch(constant<GradientSet::dk>);
     if (error || launches == KeyLaunches::dk) return error;
-    return launch(std::integral_constant<GradientSet, GradientSet::dv>{});
+    return launch(constant<GradientSet::dv>);
   }
 }
 
@@ -51,8 +46,8 @@ cudaError_t launch_dkdv_kernels(const BackwardLaunch &work, cudaStream_t stream)
 // Calls `launch` with the Softcap of the problem. Routes serve a softcap only with the head dimensions of rare calls.
 template <int kHeadDim, class Launch>
 cudaError_t launch_with_softcap(const BackwardParams &params, const Launch &launch) {
-  if (params.p.softcap <= 0) return launch(std::integral_constant<Softcap, Softcap::none>{});
-  if constexpr (kServesRareCalls<kHeadDim>) return launch(std::integral_constant<Softcap, Softcap::applied>{});
+  if (params.p.softcap <= 0) return launch(constant<Softcap::none>);
+  if constexpr (kServesRareCalls<kHeadDim>) return launch(constant<Softcap::applied>);
   return cudaErrorInvalidConfiguration;
 }
 
@@ -73,10 +68,8 @@ template <class Element, int kHeadDim> cudaError_t launch_small(const BackwardLa
   };
   const KeyDivision &keys = work.route.division;
   if (work.route.key_kernel == KeyKernel::chained)
-    return launch_for(std::integral_constant<ClusterUse, ClusterUse::chain>{},
-                      Grid(keys.heads, keys.blocks, keys.blocks));
-  return launch_for(std::integral_constant<ClusterUse, ClusterUse::shared_steps>{},
-                    Grid(keys.max_items, keys.shares, keys.shares));
+    return launch_for(constant<ClusterUse::chain>, Grid(keys.heads, keys.blocks, keys.blocks));
+  return launch_for(constant<ClusterUse::shared_steps>, Grid(keys.max_items, keys.shares, keys.shares));
 }
 
 template <class Element, int kHeadDim> cudaError_t launch_fused(const BackwardLaunch &work, cudaStream_t stream) {
@@ -90,22 +83,17 @@ template <class Element, int kHeadDim> cudaError_t launch_fused(const BackwardLa
     return launch_sm90<typename FusedParts<Config>::Memory, fused_kernel<Config>, Config::Roles::kThreads>(
         fused, params.keys.max_items, stream);
   };
-  constexpr std::integral_constant<int, kHeadDim> kSameWidth;
   if constexpr (fuses_row_bias(90, kHeadDim))
     if (work.route.key_kernel == KeyKernel::per_query_bias)
-      return launch_for(std::integral_constant<Softcap, Softcap::none>{},
-                        std::integral_constant<PerQueryInput, PerQueryInput::bias>{}, kSameWidth);
+      return launch_for(constant<Softcap::none>, constant<PerQueryInput::bias>, constant<kHeadDim>);
   if constexpr (fuses_row_mask(90, kHeadDim))
     if (work.route.key_kernel == KeyKernel::per_query_mask)
-      return launch_for(std::integral_constant<Softcap, Softcap::none>{},
-                        std::integral_constant<PerQueryInput, PerQueryInput::mask>{}, kSameWidth);
-  constexpr std::integral_constant<PerQueryInput, PerQueryInput::none> kNoPerQueryInput;
+      return launch_for(constant<Softcap::none>, constant<PerQueryInput::mask>, constant<kHeadDim>);
   if constexpr (narrow_value_dim(kHeadDim) > 0)
     if (work.route.value_dim < kHeadDim)
-      return launch_for(std::integral_constant<Softcap, Softcap::none>{}, kNoPerQueryInput,
-                        std::integral_constant<int, narrow_value_dim(kHeadDim)>{});
-  return launch_with_softcap<kHeadDim>(params,
-                                       [&](auto softcap) { return launch_for(softcap, kNoPerQueryInput, kSameWidth); });
+      return launch_for(constant<Softcap::none>, constant<PerQueryInput::none>, constant<narrow_value_dim(kHeadDim)>);
+  return launch_with_softcap<kHeadDim>(
+      params, [&](auto softcap) { return launch_for(softcap, constant<PerQueryInput::none>, constant<kHeadDim>); });
 }
 
 // This kernel also serves calls that want only one gradient. A separate kernel for these would take more than half

@@ -62,8 +62,7 @@ cudaError_t run_direct_decode(const fdm_problem &p, const fdm_forward_args &args
   if (route.partials.exists()) params.partials = partials_at(at<void>(workspace, route.partials), p, params.parts);
   const auto stream = static_cast<cudaStream_t>(p.context.stream);
   const cudaError_t error = with_types<kMaxDirectHeadDim>(p, p.head_dim, DirectHeadDims{}, [&](auto element, auto dim) {
-    return launch_direct_decode<typename decltype(element)::Type, decltype(dim)::value>({route, device, params},
-                                                                                        stream);
+    return launch_direct_decode<typename decltype(element)::Type, dim>({route, device, params}, stream);
   });
   return error || !route.partials.exists() ? error : launch_combine(p, args, route, params.partials, stream);
 }

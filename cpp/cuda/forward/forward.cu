@@ -52,8 +52,8 @@ cudaError_t run_columns(const fdm_problem &p, const fdm_forward_args &args, cons
   const cudaError_t error = with_kernel_types(p, route.head_dim, [&](auto element, auto dim) {
     using Element = typename decltype(element)::Type;
     const ForwardLaunch work{route, params, &maps};
-    return route.kernel == ForwardKernel::decode ? launch_decode<Element, decltype(dim)::value>(work, stream)
-                                                 : launch_forward<Element, decltype(dim)::value>(work, stream);
+    return route.kernel == ForwardKernel::decode ? launch_decode<Element, dim>(work, stream)
+                                                 : launch_forward<Element, dim>(work, stream);
   });
   if (error || !route.partials.exists()) return error;
   return launch_combine(p, args, route, params.partials, stream);

@@ -18,24 +18,14 @@
 
 namespace fdm::cuda {
 
-template <class Config> cudaError_t launch_forward_config(const ForwardLaunch &work, cudaStream_t stream) {
+// Launches the kernel with mma.sync whose tile is kTile(arch, head dimension).
+template <class Element, int kHeadDim, TileKind kKind, auto kTile>
+cudaError_t launch_columns(const ForwardLaunch &work, cudaStream_t stream) {
+  constexpr ForwardTileChoice tile = kTile(FDM_TILE_ARCH, kHeadDim);
+  static_assert(tile.rows == forward_tile(FDM_TILE_ARCH, kHeadDim).rows, "a route divides rows by it");
+  using Config = ForwardConfig<Element, kHeadDim, tile.rows, tile.columns, tile.warps, tile.blocks, kKind>;
   return launch_with_shared<ForwardShared<Config>, forward_kernel<Config>>(work.params, work.route.blocks,
                                                                            Config::kThreads, stream);
-}
-
-template <class Element, int kHeadDim> cudaError_t launch_general(const ForwardLaunch &work, cudaStream_t stream) {
-  constexpr ForwardTileChoice tile = general_forward_tile(FDM_TILE_ARCH, kHeadDim);
-  static_assert(tile.rows == forward_tile(FDM_TILE_ARCH, kHeadDim).rows, "a route divides rows by it");
-  return launch_forward_config<
-      ForwardConfig<Element, kHeadDim, tile.rows, tile.columns, tile.warps, tile.blocks, TileKind::general>>(work,
-                                                                                                             stream);
-}
-
-template <class Element, int kHeadDim> cudaError_t launch_usual(const ForwardLaunch &work, cudaStream_t stream) {
-  constexpr ForwardTileChoice tile = forward_tile(FDM_TILE_ARCH, kHeadDim);
-  return launch_forward_config<
-      ForwardConfig<Element, kHeadDim, tile.rows, tile.columns, tile.warps, tile.blocks, TileKind::usual>>(work,
-                                                                                                           stream);
 }
 
 #if FDM_TILE_ARCH == 90
@@ -52,24 +42,16 @@ cudaError_t launch_boxes(const ForwardLaunch &work, cudaStream_t stream) {
 
 template <class Element, int kHeadDim> cudaError_t launch_small_boxes(const ForwardLaunch &work, cudaStream_t stream) {
   constexpr SmallBoxChoice tile = small_box(kHeadDim);
-  if constexpr (tile.blocks > 0) {
-    using Config = SmallBoxesConfig<Element, kHeadDim, tile.stages, tile.blocks>;
-    return launch_sm90<SmallBoxesShared<Config>, small_forward_kernel<SmallBoxes<Config>>, Config::kThreads>(
-        box_params(work), work.route.blocks, stream);
-  } else {
-    return cudaErrorInvalidConfiguration;
-  }
+  using Config = SmallBoxesConfig<Element, kHeadDim, tile.stages, tile.blocks>;
+  return launch_sm90<SmallBoxesShared<Config>, small_forward_kernel<SmallBoxes<Config>>, Config::kThreads>(
+      box_params(work), work.route.blocks, stream);
 }
 
 template <class Element, int kHeadDim> cudaError_t launch_small_tiles(const ForwardLaunch &work, cudaStream_t stream) {
   constexpr SmallTileChoice tile = small_tile(kHeadDim);
-  if constexpr (tile.columns > 0) {
-    using Config = SmallTilesConfig<Element, kHeadDim, tile.columns, tile.stages>;
-    return launch_with_shared<SmallTilesShared<Config>, small_forward_kernel<SmallTile<Config>>, Overlap::kernel_ahead>(
-        work.params, work.route.blocks, Config::kThreads, stream);
-  } else {
-    return cudaErrorInvalidConfiguration;
-  }
+  using Config = SmallTilesConfig<Element, kHeadDim, tile.columns, tile.stages>;
+  return launch_sm90<SmallTilesShared<Config>, small_forward_kernel<SmallTile<Config>>, Config::kThreads>(
+      work.params, work.route.blocks, stream);
 }
 
 template <class Element, int kHeadDim, int kValueDim>
@@ -80,28 +62,17 @@ cudaError_t launch_persistent(const ForwardLaunch &work, cudaStream_t stream) {
   return launch_sm90<ForwardSharedSm90<Config>, forward_kernel_sm90<GatheredColumns<Config>>,
                      Roles::kThreadsWithLookup>(work.params, work.route.blocks, stream);
 }
-#else
-template <class Element, int kHeadDim> cudaError_t launch_crowded(const ForwardLaunch &work, cudaStream_t stream) {
-  constexpr ForwardTileChoice tile = forward_tile(FDM_TILE_ARCH, kHeadDim);
-  constexpr ForwardTileChoice many_blocks = many_blocks_forward_tile(FDM_TILE_ARCH, kHeadDim);
-  if constexpr (many_blocks.blocks > tile.blocks) {
-    static_assert(many_blocks.rows == tile.rows, "a route divides rows by it");
-    return launch_forward_config<ForwardConfig<Element, kHeadDim, many_blocks.rows, many_blocks.columns,
-                                               many_blocks.warps, many_blocks.blocks, TileKind::usual>>(work, stream);
-  } else {
-    return cudaErrorInvalidConfiguration;
-  }
-}
 #endif
 
 template <class Element, int kHeadDim> cudaError_t launch_forward(const ForwardLaunch &work, cudaStream_t stream) {
   switch (work.route.kernel) {
   case ForwardKernel::general:
-    if constexpr (kServesRareCalls<kHeadDim>) return launch_general<Element, kHeadDim>(work, stream);
+    if constexpr (kServesRareCalls<kHeadDim>)
+      return launch_columns<Element, kHeadDim, TileKind::general, general_forward_tile>(work, stream);
     break;
   case ForwardKernel::usual: // rare beside the wgmma kernels
     if constexpr (FDM_TILE_ARCH != 90 || kServesRareCalls<kHeadDim>)
-      return launch_usual<Element, kHeadDim>(work, stream);
+      return launch_columns<Element, kHeadDim, TileKind::usual, forward_tile>(work, stream);
     break;
 #if FDM_TILE_ARCH == 90
   case ForwardKernel::persistent:
@@ -112,12 +83,17 @@ template <class Element, int kHeadDim> cudaError_t launch_forward(const ForwardL
     return with_value_dim<kHeadDim>(
         work.route.value_dim, [&](auto value_dim) { return launch_boxes<Element, kHeadDim, value_dim>(work, stream); });
   case ForwardKernel::small_boxes:
-    return launch_small_boxes<Element, kHeadDim>(work, stream);
+    if constexpr (small_box(kHeadDim).blocks > 0) return launch_small_boxes<Element, kHeadDim>(work, stream);
+    break;
   case ForwardKernel::small_tiles:
-    return launch_small_tiles<Element, kHeadDim>(work, stream);
+    if constexpr (small_tile(kHeadDim).columns > 0) return launch_small_tiles<Element, kHeadDim>(work, stream);
+    break;
 #else
   case ForwardKernel::crowded:
-    return launch_crowded<Element, kHeadDim>(work, stream);
+    if constexpr (many_blocks_forward_tile(FDM_TILE_ARCH, kHeadDim).blocks >
+                  forward_tile(FDM_TILE_ARCH, kHeadDim).blocks)
+      return launch_columns<Element, kHeadDim, TileKind::usual, many_blocks_forward_tile>(work, stream);
+    break;
 #endif
   default:
     break;

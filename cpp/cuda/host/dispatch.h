@@ -17,6 +17,8 @@ namespace fdm::cuda {
 template <class T> struct TypeOf {
   using Type = T;
 };
+// A template argument that a generic lambda deduces.
+template <auto kValue> inline constexpr std::integral_constant<decltype(kValue), kValue> constant{};
 
 template <int... kDims> constexpr bool has_head_dim(HeadDims<kDims...>, int head_dim) {
   return ((kDims == head_dim) || ...);
@@ -29,7 +31,7 @@ template <int kFirst, int... kRest, class Function>
 auto with_head_dim(int64_t head_dim, HeadDims<kFirst, kRest...>, const Function &function) {
   if constexpr (sizeof...(kRest) > 0)
     if (head_dim > kFirst) return with_head_dim(head_dim, HeadDims<kRest...>{}, function);
-  return function(std::integral_constant<int, kFirst>{});
+  return function(constant<kFirst>);
 }
 
 // Calls function(TypeOf<Element>, std::integral_constant<int, d>). With `kDimRoom` 0 there are no instantiations.

@@ -6,6 +6,7 @@
 
 #include "../tile/sm90/roles.cuh"
 #include "../tile/sm90/tile_sizes.cuh"
+#include "dispatch.h"
 #include "launch.cuh"
 
 namespace fdm::cuda {
@@ -19,8 +20,8 @@ cudaError_t launch_sm90(const Params &params, int64_t blocks, cudaStream_t strea
 // Calls function(std::integral_constant<int, d>) with the value dimension of a route.
 template <int kHeadDim, class Function> cudaError_t with_value_dim(int value_dim, const Function &function) {
   if constexpr (narrow_value_dim(kHeadDim) > 0)
-    if (value_dim < kHeadDim) return function(std::integral_constant<int, narrow_value_dim(kHeadDim)>{});
-  return function(std::integral_constant<int, kHeadDim>{});
+    if (value_dim < kHeadDim) return function(constant<narrow_value_dim(kHeadDim)>);
+  return function(constant<kHeadDim>);
 }
 
 } // namespace fdm::cuda

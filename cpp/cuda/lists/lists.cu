@@ -28,8 +28,7 @@ cudaError_t run_list_forward(const fdm_problem &p, const fdm_forward_args &args,
   params.forward = args;
   return with_kernel_types(p, route.head_dim, [&](auto element, auto dim) {
     using Element = typename decltype(element)::Type;
-    return launch_list_forward<Element, decltype(dim)::value>({route, params},
-                                                              static_cast<cudaStream_t>(p.context.stream));
+    return launch_list_forward<Element, dim>({route, params}, static_cast<cudaStream_t>(p.context.stream));
   });
 }
 
@@ -54,7 +53,7 @@ cudaError_t run_list_backward(const fdm_problem &p, const fdm_backward_args &arg
   const ListBackwardLaunch work{route, params};
   if (cudaError_t error = cudaMemsetAsync(workspace, 0, size_t(route.cleared_bytes), stream)) return error;
   const cudaError_t error = with_kernel_types(p, route.head_dim, [&](auto element, auto dim) {
-    return launch_list_backward<typename decltype(element)::Type, decltype(dim)::value>(work, stream);
+    return launch_list_backward<typename decltype(element)::Type, dim>(work, stream);
   });
   return error ? error : launch_list_rounding(work, stream);
 }

@@ -68,7 +68,7 @@ cudaError_t run_fused(PairBiasBackward &work, const PairBiasBackwardRoute &route
       if (cudaError_t error = launch_deltas(work, route.statistics_division, MakeDeltas::first, stream)) return error;
     }
     if (cudaError_t error = with_sm90_types(p, [&](auto element, auto dim) {
-          return launch_pair_bias_fused<typename decltype(element)::Type, decltype(dim)::value>(work, stream);
+          return launch_pair_bias_fused<typename decltype(element)::Type, dim>(work, stream);
         }))
       return error;
     const bool completes_dbias = division.dbias && (!launches.shares_bias || !division.clears_sums);

@@ -65,7 +65,7 @@ cudaError_t run_dbias(PairBiasBackward &work, const PairBiasBackwardRoute &route
   if (route.dbias_parts == DbiasParts::workspace) work.dbias.parts = at<float>(workspace, route.rest);
   if (route.dbias_parts == DbiasParts::in_dk) work.dbias.parts = static_cast<float *>(work.a.dk.data);
   if (cudaError_t error = with_pair_bias_types(work.call.p, [&](auto element, auto dim) {
-        return launch_pair_bias_dbias<typename decltype(element)::Type, decltype(dim)::value>(work, stream);
+        return launch_pair_bias_dbias<typename decltype(element)::Type, dim>(work, stream);
       }))
     return error;
   return route.dbias_sum.columns > 0 ? launch_pair_bias_dbias_sum(work, route.dbias_sum, stream) : cudaSuccess;
@@ -74,14 +74,14 @@ cudaError_t run_dbias(PairBiasBackward &work, const PairBiasBackwardRoute &route
 cudaError_t run_dq(PairBiasBackward &work, const PairBiasTiles &tiles, cudaStream_t stream) {
   static_cast<PairBiasTiles &>(work) = tiles;
   return with_pair_bias_types(work.call.p, [&](auto element, auto dim) {
-    return launch_pair_bias_dq<typename decltype(element)::Type, decltype(dim)::value>(work, stream);
+    return launch_pair_bias_dq<typename decltype(element)::Type, dim>(work, stream);
   });
 }
 
 cudaError_t run_dkdv(PairBiasBackward &work, const PairBiasTiles &tiles, cudaStream_t stream) {
   static_cast<PairBiasTiles &>(work) = tiles;
   return with_pair_bias_types(work.call.p, [&](auto element, auto dim) {
-    return launch_pair_bias_dkdv<typename decltype(element)::Type, decltype(dim)::value>(work, stream);
+    return launch_pair_bias_dkdv<typename decltype(element)::Type, dim>(work, stream);
   });
 }
 
@@ -101,17 +101,15 @@ cudaError_t run_pair_bias_forward(const fdm_problem &p, const fdm_forward_args &
     if (cudaError_t error = launch_live_tiles(work.call, work.live, stream)) return error;
   }
   const PairBiasForwardLaunch launch{route, work};
-  const cudaError_t error =
-      route.kernel == ForwardKernel::pair_bias
-          ? with_pair_bias_types(p,
-                                 [&](auto element, auto dim) {
-                                   using Element = typename decltype(element)::Type;
-                                   return launch_pair_bias_forward<Element, decltype(dim)::value>(launch, stream);
-                                 })
-          : with_sm90_types(p, [&](auto element, auto dim) {
-              using Element = typename decltype(element)::Type;
-              return launch_pair_bias_forward_sm90<Element, decltype(dim)::value>(launch, stream);
-            });
+  cudaError_t error;
+  if (route.kernel == ForwardKernel::pair_bias)
+    error = with_pair_bias_types(p, [&](auto element, auto dim) {
+      return launch_pair_bias_forward<typename decltype(element)::Type, dim>(launch, stream);
+    });
+  else
+    error = with_sm90_types(p, [&](auto element, auto dim) {
+      return launch_pair_bias_forward_sm90<typename decltype(element)::Type, dim>(launch, stream);
+    });
   return error || !route.partials.exists() ? error : launch_combine(p, args, route, work.partials, stream);
 }
 

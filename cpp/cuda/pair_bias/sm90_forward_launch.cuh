@@ -19,39 +19,33 @@ cudaError_t launch_pair_bias_forward_sm90(const PairBiasForwardLaunch &launch, c
   if constexpr (kHeadDim == kSmallTileHeadDim)
     if (launch.route.kernel == ForwardKernel::pair_bias_small_tiles) {
       const auto launch_small_tiles = [&](auto bias_type) {
-        using Config = PairBiasForwardConfigSm90<Element, kHeadDim, 1, decltype(bias_type)::value, MaskRows::none,
-                                                 TaskParts::sources>;
+        using Config = PairBiasForwardConfigSm90<Element, kHeadDim, 1, bias_type, MaskRows::none, TaskParts::sources>;
         return launch_with_shared<PairBiasForwardSharedSm90<Config>, pair_bias_forward_kernel_sm90<Config>>(
             work, launch.route.blocks, Roles::kThreads, stream);
       };
       return p.bias.dtype == FDM_FLOAT32 ? launch_small_tiles(kFloat32Type) : launch_small_tiles(kElementType);
     }
   const auto launch_for = [&](auto sources, auto bias_type, auto mask_rows, auto parts) {
-    using Config = PairBiasForwardConfigSm90<Element, kHeadDim, decltype(sources)::value, decltype(bias_type)::value,
-                                             decltype(mask_rows)::value, decltype(parts)::value>;
+    using Config = PairBiasForwardConfigSm90<Element, kHeadDim, sources, bias_type, mask_rows, parts>;
     return launch_with_shared<PairBiasForwardSharedSm90<Config>, pair_bias_forward_kernel_sm90<Config>,
                               Overlap::kernel_ahead>(work, launch.route.blocks, Roles::kThreads, stream);
   };
-  constexpr std::integral_constant<int, 1> kOne{};
-  constexpr std::integral_constant<MaskRows, MaskRows::each_query> kMask{};
-  constexpr std::integral_constant<MaskRows, MaskRows::either> kAnyMask{};
-  constexpr std::integral_constant<MaskRows, MaskRows::none> kNoMask{};
-  constexpr std::integral_constant<TaskParts, TaskParts::rows> kRows{};
-  constexpr std::integral_constant<TaskParts, TaskParts::heads> kHeads{};
-  constexpr std::integral_constant<TaskParts, TaskParts::keys> kKeys{};
   const auto launch_for_bias = [&](auto bias_type) {
     if constexpr (has_room_for_mask(kHeadDim, decltype(bias_type)::value == BiasType::float32)) {
-      if (work.splits_heads) return launch_for(kOne, bias_type, kAnyMask, kHeads);
-      if (work.splits_keys) return launch_for(kOne, bias_type, kAnyMask, kKeys);
-      if (has_query_rows(p.mask)) return launch_for(kOne, bias_type, kMask, kRows);
+      if (work.splits_heads)
+        return launch_for(constant<1>, bias_type, constant<MaskRows::either>, constant<TaskParts::heads>);
+      if (work.splits_keys)
+        return launch_for(constant<1>, bias_type, constant<MaskRows::either>, constant<TaskParts::keys>);
+      if (has_query_rows(p.mask))
+        return launch_for(constant<1>, bias_type, constant<MaskRows::each_query>, constant<TaskParts::rows>);
     } else if (work.splits_keys) {
-      return launch_for(kOne, bias_type, kNoMask, kKeys);
+      return launch_for(constant<1>, bias_type, constant<MaskRows::none>, constant<TaskParts::keys>);
     }
     constexpr int kSourceRoom = sm90_sources(kHeadDim);
     if constexpr (kSourceRoom > 1)
       if (work.slots == kSourceRoom)
-        return launch_for(std::integral_constant<int, kSourceRoom>{}, bias_type, kNoMask, kRows);
-    return launch_for(kOne, bias_type, kNoMask, kRows);
+        return launch_for(constant<kSourceRoom>, bias_type, constant<MaskRows::none>, constant<TaskParts::rows>);
+    return launch_for(constant<1>, bias_type, constant<MaskRows::none>, constant<TaskParts::rows>);
   };
   return p.bias.dtype == FDM_FLOAT32 ? launch_for_bias(kFloat32Type) : launch_for_bias(kElementType);
 #else

@@ -351,6 +351,8 @@ void lay_out(const fdm_problem &p, const KeyChoice &choice, int32_t bias_heads, 
     divide_blocks(p, choice, parts, route);
   keys.heads_per_wave = heads_per_wave(p, choice.table, keys);
   route->workspace_bytes = parts.bytes;
+  route->too_large = int64_t(keys.blocks) * keys.heads + choice.table.target_parts > INT32_MAX;
+  route->order = tile_order(p, choice.table);
 }
 
 int64_t workspace_of(const fdm_problem &p, const KeyChoice &choice, int32_t bias_heads) {
@@ -530,8 +532,6 @@ BackwardRoute backward_route(const fdm_problem &p, const DeviceFacts &device, co
   route.value_dim = device.value_instantiation(p, route.head_dim);
   lay_out(p, KeyChoice(p, device, fused, route.head_dim), own_bias_heads(p), &route);
   KeyDivision &keys = route.division;
-  route.too_large = int64_t(keys.blocks) * keys.heads + device.table->target_parts > INT32_MAX;
-  route.order = tile_order(p, *device.table);
   route.key_kernel = key_kernel(p, device, route, fused);
   route.query_kernel = query_kernel(device, route, wanted.dq && !fused);
   const DqTileChoice tile = route.query_kernel == QueryKernel::general
@@ -593,8 +593,6 @@ BackwardRoute key_mass_route(const fdm_problem &p, const DeviceFacts &device, co
   route.general = !alignment.inputs;
   route.head_dim = device.instantiation(p, route.general);
   lay_out(p, KeyChoice(p, device, false, route.head_dim), int32_t(group_size(p)), &route);
-  route.too_large = int64_t(route.division.blocks) * route.division.heads + device.table->target_parts > INT32_MAX;
-  route.order = tile_order(p, *device.table);
   route.key_kernel = key_kernel(p, device, route, false);
   if (route.key_kernel == KeyKernel::wgmma) {
     route.key_kernel = KeyKernel::mass;

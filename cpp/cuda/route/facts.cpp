@@ -8,11 +8,7 @@ namespace {
 
 // Whether the rows of a mask or bias can be copied 16 bytes at a time.
 bool has_chunks(const fdm_tensor &t, int64_t element_bytes) {
-  if (!has_query_rows(t)) return false;
-  const int64_t elements = 16 / element_bytes;
-  bool aligned = reinterpret_cast<uintptr_t>(t.data) % 16 == 0 && t.shape[3] > 1 && t.stride[3] == 1;
-  for (int d = 0; d < 3; ++d) aligned &= t.shape[d] <= 1 || t.stride[d] % elements == 0;
-  return aligned;
+  return has_query_rows(t) && t.shape[3] > 1 && rows_have_chunks(t, 16 / element_bytes, 16);
 }
 
 bool fits_32_bits(int64_t n) { return n == int32_t(n); }
@@ -37,14 +33,6 @@ int64_t contiguous_bytes(const fdm_tensor &t) {
     last += (t.shape[d] - 1) * t.stride[d];
   }
   return last + 1 == elements ? elements * 2 : 0;
-}
-
-// Whether two neighbours of a row can be stored at once.
-bool has_pairs(const fdm_tensor &t) {
-  const int64_t bytes = t.dtype == FDM_FLOAT32 ? 8 : 4;
-  bool pairs = present(t) && reinterpret_cast<uintptr_t>(t.data) % bytes == 0 && t.stride[3] == 1;
-  for (int d = 0; d < 3; ++d) pairs &= t.shape[d] <= 1 || t.stride[d] % 2 == 0;
-  return pairs;
 }
 
 // Each sequence must be contiguous.
@@ -81,7 +69,7 @@ Alignment backward_alignment(const fdm_problem &p, const fdm_backward_args &args
   alignment.dout = rows_are_aligned(args.dout, p.head_dim);
   alignment.dk_dv = all_aligned(p.head_dim, args.dk, args.dv);
   alignment.gradients = alignment.dk_dv && all_aligned(p.head_dim, args.dq);
-  alignment.dbias_pairs = has_pairs(args.dbias);
+  alignment.dbias_pairs = present(args.dbias) && rows_have_chunks(args.dbias, 2, 2 * dtype_size(args.dbias.dtype));
   alignment.gradients_hold_sums = may_hold_sums(args.dq) && may_hold_sums(args.dk) && may_hold_sums(args.dv);
   alignment.dk_scratch_bytes = contiguous_bytes(args.dk);
   return alignment;
