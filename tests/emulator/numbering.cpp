@@ -49,6 +49,12 @@ struct Work {
   std::function<bool(int64_t a, int64_t b, int64_t c)> has;
 };
 bool within(int64_t n, int64_t past) { return n >= 0 && n < past; }
+// The parts with a < x, b < y and c < z.
+Work each_of(int64_t x, int64_t y = 1, int64_t z = 1) {
+  return {x * y * z, [=](int64_t a, int64_t b, int64_t c) { return within(a, x) && within(b, y) && within(c, z); }};
+}
+// The memory of tensors that no kernel reads.
+int32_t nothing = 0;
 
 template <class... Parameters, class... Arguments>
 void launch_blocks(void (*kernel)(Parameters...), dim3 grid, unsigned threads, const Arguments &...arguments) {
@@ -129,17 +135,14 @@ void tile_kernel(fdm_problem p, TileOrder order) {
     const int64_t number = tile_of_round(index);
     if (number >= sequence_tiles(p) * p.heads) return;
     const HeadTile t = find_tile(p, order, uint32_t(number));
-    if (t.has_rows()) count(t.sequence_index, t.head, t.tile);
+    if (t.has_rows()) count(t.sequence_index * p.heads + t.head, t.tile);
   }
 }
 Work tiles_of_batches() {
   const fdm_problem p = draw_problem();
   const TileOrder order{int32_t(draw(1, p.batch)), int32_t(divisor(p.kv_heads) * group_size(p))};
   launch_blocks(tile_kernel, dim3(draw(1, 9)), 32, p, order);
-  const int64_t tiles = ceil_div(p.queries, kTileRows);
-  return {p.batch * p.heads * tiles, [=](int64_t sequence, int64_t head, int64_t tile) {
-            return within(sequence, p.batch) && within(head, p.heads) && within(tile, tiles);
-          }};
+  return each_of(p.batch * p.heads, ceil_div(p.queries, kTileRows));
 }
 Work tiles_of_packed_sequences() {
   fdm_problem p = draw_problem();
@@ -147,9 +150,9 @@ Work tiles_of_packed_sequences() {
   const Packing packing(p, draw(1, draw(0, 1) ? 1500 : 40), 200);
   const TileOrder order{1, int32_t(divisor(p.kv_heads) * group_size(p))};
   launch_blocks(tile_kernel, dim3(draw(1, 9)), 32, p, order);
-  return {p.heads * packing.parts(kTileRows), [=](int64_t sequence, int64_t head, int64_t tile) {
-            return within(sequence, packing.sequences()) && within(head, p.heads) &&
-                   within(tile, packing.parts_of(sequence, kTileRows));
+  return {p.heads * packing.parts(kTileRows), [=](int64_t head, int64_t tile, int64_t) {
+            return within(head, packing.sequences() * p.heads) &&
+                   within(tile, packing.parts_of(head / p.heads, kTileRows));
           }};
 }
 
@@ -170,11 +173,9 @@ KeyWork draw_heads(int64_t heads, int64_t blocks) {
 Work blocks_of_keys() {
   BackwardParams params{};
   params.keys = draw_heads(draw(1, 60), draw(1, 9));
-  const int64_t parts = int64_t(params.keys.heads) * params.keys.blocks;
-  launch_blocks(key_block_kernel, dim3(1), 32, params, parts);
-  const KeyWork keys = params.keys;
-  return {parts,
-          [=](int64_t block, int64_t head, int64_t) { return within(block, keys.blocks) && within(head, keys.heads); }};
+  const Work work = each_of(params.keys.blocks, params.keys.heads);
+  launch_blocks(key_block_kernel, dim3(1), 32, params, work.parts);
+  return work;
 }
 
 // Key blocks of row segments. `position` is the block's index in its segment.
@@ -213,7 +214,6 @@ template <class SegmentsOf>
 Work check_segments(fdm_problem &p, int64_t segments_of_list, int64_t heads, const SegmentsOf &segments_of) {
   BackwardParams params{};
   const int64_t list_heads = draw(0, 1) ? 1 : p.kv_heads, list_batch = is_varlen(p) || draw(0, 1) ? 1 : p.batch;
-  static int32_t nothing = 0;
   p.start = p.end = {&nothing, {list_batch, list_heads, 1, p.keys}, {1, 1, 1, 1}, FDM_INT32, 0};
   params.p = p;
   KeySegments segments{};
@@ -248,26 +248,42 @@ void direct_decode_kernel(DirectDecodeParams params, int64_t blocks) {
     }
   }
 }
-Work heads_of_a_query() {
+Work check_direct_decode(const fdm_problem &p, const DirectWork &division, int64_t blocks) {
   DirectDecodeParams params{};
-  const int64_t kv_heads = draw(1, 5);
-  params.group = int32_t(draw(1, 40));
-  params.heads = int32_t(kv_heads) * params.group;
-  params.heads_per_block = draw(0, 1) ? 1 : int32_t(ceil_div(params.group, ceil_div(params.group, kDirectRows)));
-  params.blocks_of_kv_head = int32_t(ceil_div(params.group, params.heads_per_block));
-  params.blocks = int32_t(kv_heads) * params.blocks_of_kv_head;
-  params.parts = int32_t(draw(1, 4));
-  const int64_t batch = draw(1, 5);
-  launch_blocks(direct_decode_kernel, dim3(1), 32, params, batch * params.blocks * params.parts);
-  return {batch * params.heads * params.parts, [=](int64_t sequence, int64_t head, int64_t part) {
-            return within(sequence, batch) && within(head, params.heads) && within(part, params.parts);
-          }};
+  params.heads = int32_t(p.heads);
+  params.group = int32_t(group_size(p));
+  params.heads_per_block = division.heads_per_block;
+  params.blocks_of_kv_head = division.blocks_per_kv_head;
+  params.blocks = int32_t(p.kv_heads) * params.blocks_of_kv_head;
+  params.parts = division.clusters_per_block;
+  launch_blocks(direct_decode_kernel, dim3(1), 32, params, blocks);
+  return each_of(p.batch, p.heads, params.parts);
+}
+Work heads_of_a_query() {
+  fdm_problem p{};
+  p.kv_heads = draw(1, 5);
+  const int64_t group = draw(1, 40);
+  p.heads = p.kv_heads * group;
+  DirectWork division{};
+  division.heads_per_block = draw(0, 1) ? 1 : int32_t(ceil_div(group, ceil_div(group, kDirectRows)));
+  division.blocks_per_kv_head = int32_t(ceil_div(group, division.heads_per_block));
+  division.clusters_per_block = int32_t(draw(1, 4));
+  p.batch = draw(1, 5);
+  return check_direct_decode(p, division,
+                             p.batch * p.kv_heads * division.blocks_per_kv_head * division.clusters_per_block);
 }
 
 // Row tiles of the general forward kernel with heads that share a tile, in splits.
 void forward_place_kernel(ForwardParams params) {
   const ForwardPlace place(params);
   count(place.sequence_index * params.p.heads + place.head, place.tile, place.split);
+}
+// The work of row tiles whose heads share them, in splits.
+Work split_tiles(const ForwardParams &params, int64_t tiles) {
+  const int64_t heads = params.p.batch * params.p.heads, together = params.heads_per_tile, splits = params.splits;
+  return {heads / together * tiles * splits, [=](int64_t head, int64_t tile, int64_t split) {
+            return within(head, heads) && head % together == 0 && within(tile, tiles) && within(split, splits);
+          }};
 }
 Work tiles_in_parts() {
   ForwardParams params{};
@@ -279,12 +295,9 @@ Work tiles_in_parts() {
   params.splits = int32_t(draw(1, 3));
   params.tiles = int32_t(draw(1, 3));
   params.order = {1, int32_t(divisor(p.kv_heads) * group_size(p))};
-  const int64_t parts = p.batch * params.tiles * params.splits * (p.heads / params.heads_per_tile);
-  launch_blocks(forward_place_kernel, dim3(parts), 32, params);
-  return {parts, [=](int64_t head, int64_t tile, int64_t split) {
-            return within(head, params.p.batch * params.p.heads) && head % params.heads_per_tile == 0 &&
-                   within(tile, params.tiles) && within(split, params.splits);
-          }};
+  const Work work = split_tiles(params, params.tiles);
+  launch_blocks(forward_place_kernel, dim3(work.parts), 32, params);
+  return work;
 }
 
 // Key tiles of each row tile's sources, in equal shares of the work or in whole tiles. The splits of a tile are
@@ -298,7 +311,8 @@ template <class Config> void forward_kernel_sm90(PairBiasForward work) {
     for (int key = task.begin; key < task.end; ++key) count(tile, key);
   });
 }
-template <class Config> Work check_forward_sm90() {
+template <MaskRows kMaskRows, TaskParts kParts> Work check_forward_sm90() {
+  using Config = PairBiasForwardConfigSm90<__half, 64, 1, BiasType::element, kMaskRows, kParts>;
   splits_of.clear();
   PairBiasForward work{};
   fdm_problem &p = work.call.p;
@@ -459,14 +473,6 @@ void block_tile_kernel(fdm_problem p, TileOrder order, int parts) {
   const int64_t part = t.tile * parts + parts - 1 - blockIdx.x % parts;
   if (t.has_rows() && part * (kTileRows / parts) < p.queries) count(t.sequence_index * p.heads + t.head, part);
 }
-void round_tile_kernel(fdm_problem p, TileOrder order) {
-  for (uint32_t index = 0;; ++index) {
-    const int64_t number = tile_of_round(index);
-    if (number >= sequence_tiles(p) * p.heads) return;
-    const HeadTile t = find_tile(p, order, uint32_t(number));
-    if (t.has_rows()) count(t.sequence_index * p.heads + t.head, t.tile);
-  }
-}
 void decode_place_kernel(ForwardParams params) {
   const DecodePlace place(params);
   count(place.sequence_index * params.p.heads + place.head, 0, blockIdx.y);
@@ -485,32 +491,18 @@ Work forward_routes() {
   int64_t rows = route.tile_rows, tiles = ceil_div(p.queries * route.heads_per_tile, rows);
   const auto blocks = unsigned(route.blocks);
   if (route.kernel == ForwardKernel::boxes || route.kernel == ForwardKernel::persistent) {
-    launch_blocks(round_tile_kernel, dim3(blocks), 32, p, route.order);
+    launch_blocks(tile_kernel, dim3(blocks), 32, p, route.order);
   } else if (route.kernel == ForwardKernel::small_tiles || route.kernel == ForwardKernel::small_boxes) {
     launch_blocks(block_tile_kernel, dim3(blocks), 32, p, route.order, int(kTileRows / rows));
   } else if (route.kernel == ForwardKernel::decode) {
     tiles = 1;
     launch_blocks(decode_place_kernel, dim3(blocks, route.splits), 32, params);
   } else if (route.kernel == ForwardKernel::direct) {
-    DirectDecodeParams direct{};
-    direct.heads = int32_t(p.heads);
-    direct.group = int32_t(group_size(p));
-    direct.heads_per_block = route.direct.heads_per_block;
-    direct.blocks_of_kv_head = route.direct.blocks_per_kv_head;
-    direct.blocks = int32_t(p.kv_heads) * direct.blocks_of_kv_head;
-    direct.parts = route.direct.clusters_per_block;
-    launch_blocks(direct_decode_kernel, dim3(1), 32, direct, route.blocks);
-    return {p.batch * p.heads * direct.parts, [=](int64_t sequence, int64_t head, int64_t part) {
-              return within(sequence, p.batch) && within(head, p.heads) && within(part, direct.parts);
-            }};
+    return check_direct_decode(p, route.direct, route.blocks);
   } else {
     launch_blocks(forward_place_kernel, dim3(blocks), 32, params);
   }
-  const int64_t heads = p.batch * p.heads / route.heads_per_tile;
-  return {heads * tiles * route.splits, [=](int64_t head, int64_t tile, int64_t split) {
-            return within(head, p.batch * p.heads) && head % params.heads_per_tile == 0 && within(tile, tiles) &&
-                   within(split, params.splits);
-          }};
+  return split_tiles(params, tiles);
 }
 
 // The blocks of a chain have keys of one head. dQ of each tile begins once and ends once, and gets a part from each
@@ -561,7 +553,6 @@ void key_item_kernel(BackwardParams params) {
 }
 Work backward_routes() {
   fdm_problem p = draw_large_problem();
-  static int32_t nothing = 0;
   const bool kept = draw(0, 2) == 0;
   if (kept) {
     const int64_t batch = draw(0, 1) ? 1 : p.batch, heads = draw(0, 1) ? 1 : p.kv_heads;
@@ -587,10 +578,7 @@ Work backward_routes() {
     launch_blocks(small_block_kernel, dim3(keys.max_items, keys.shares), 32, params);
   else
     launch_blocks(key_item_kernel, dim3(1), 32, params);
-  const int64_t blocks = ceil_div(p.keys, keys.block_keys), heads = p.batch * p.kv_heads;
-  return {blocks * heads * parts, [=](int64_t block, int64_t head, int64_t part) {
-            return within(block, blocks) && within(head, heads) && within(part, parts);
-          }};
+  return each_of(ceil_div(p.keys, keys.block_keys), p.batch * p.kv_heads, parts);
 }
 
 // Bands of the sums of keys that several segments keep. There are warps for little more than these.
@@ -699,7 +687,6 @@ template <bool kPacked> Work routes_of_lists() {
     p.k.shape[1] = INT32_MAX;
     packing->bounds[0] = draw(0, packing->bounds[1]);
   }
-  static int32_t nothing = 0;
   const auto biases = [&](int64_t heads) {
     return fdm_tensor{&nothing, {1, heads, 1, 1}, {0, 0, 0, 0}, FDM_FLOAT32, 0};
   };
@@ -712,10 +699,7 @@ template <bool kPacked> Work routes_of_lists() {
   params.p = p;
   params.tiles = route.tiles;
   launch_blocks(list_kernel, dim3(route.blocks), 32, params, route.count);
-  const int64_t batches = kPacked ? 1 : p.batch, heads = p.heads;
-  return {batches * rows * heads, [=](int64_t batch, int64_t row, int64_t head) {
-            return within(batch, batches) && within(row, rows) && within(head, heads);
-          }};
+  return each_of(kPacked ? 1 : p.batch, rows, p.heads);
 }
 
 fdm_problem draw_long_lists() {
@@ -723,7 +707,6 @@ fdm_problem draw_long_lists() {
   p.heads = p.kv_heads * draw(1, 40);
   p.head_dim = draw(1, 256);
   p.keys = draw(1, 300'000);
-  static int32_t nothing = 0;
   p.indices = {&nothing, {1, 1, p.queries, draw(1, 4096)}, {0, 0, 0, 1}, FDM_INT32, 0};
   return p;
 }
@@ -755,7 +738,7 @@ Work workspaces_of_lists() {
   results.dout = draw(0, 1);
   const int64_t used = list_backward_route(p, device, results).workspace_bytes;
   if (used <= list_backward_route(p, device, aligned(p)).workspace_bytes) ++found[{0, 0, 0}];
-  return {1, [](int64_t, int64_t, int64_t) { return true; }};
+  return each_of(1);
 }
 
 } // namespace
@@ -772,19 +755,10 @@ int main() {
   check("blocks of packed segments", kFew, blocks_of_packed_segments);
   check("heads of a query", kMany, heads_of_a_query);
   check("tiles in parts", kMany, tiles_in_parts);
-  using Element = __half;
-  check("pair bias forward for sm90, rows", kMany,
-        check_forward_sm90<
-            PairBiasForwardConfigSm90<Element, 64, 1, BiasType::element, MaskRows::none, TaskParts::rows>>);
-  check("pair bias forward for sm90, mask", kMany,
-        check_forward_sm90<
-            PairBiasForwardConfigSm90<Element, 64, 1, BiasType::element, MaskRows::each_query, TaskParts::rows>>);
-  check("pair bias forward for sm90, heads", kMany,
-        check_forward_sm90<
-            PairBiasForwardConfigSm90<Element, 64, 1, BiasType::element, MaskRows::either, TaskParts::heads>>);
-  check("pair bias forward for sm90, keys", kMany,
-        check_forward_sm90<
-            PairBiasForwardConfigSm90<Element, 64, 1, BiasType::element, MaskRows::either, TaskParts::keys>>);
+  check("pair bias forward for sm90, rows", kMany, check_forward_sm90<MaskRows::none, TaskParts::rows>);
+  check("pair bias forward for sm90, mask", kMany, check_forward_sm90<MaskRows::each_query, TaskParts::rows>);
+  check("pair bias forward for sm90, heads", kMany, check_forward_sm90<MaskRows::either, TaskParts::heads>);
+  check("pair bias forward for sm90, keys", kMany, check_forward_sm90<MaskRows::either, TaskParts::keys>);
   check("sources of tiles", kMany, sources_of_tiles<false>);
   check("sources of clusters", kMany, sources_of_tiles<true>);
   check("steps of dbias", kMany, steps_of_dbias);
