@@ -36,6 +36,13 @@ struct Barrier {
   }
   void store(uint64_t &word) const { std::memcpy(&word, this, sizeof *this); }
   uint32_t phase() const { return bytes_and_phase & 1; }
+  // Ends the phase and returns true if no arrival or byte is missing.
+  bool end_phase() {
+    if (pending != 0 || bytes_and_phase >> 1 != 0) return false;
+    pending = arrivals;
+    bytes_and_phase ^= 1;
+    return true;
+  }
 };
 static_assert(sizeof(Barrier) == sizeof(uint64_t));
 
@@ -103,8 +110,8 @@ struct Cluster {
   explicit Cluster(uint32_t blocks) : barrier(blocks), shared(blocks) {}
 
   std::barrier<> barrier;
-  std::vector<const char *> shared; // the shared memory of each block
-  std::atomic<bool> failed{false};  // one of them has failed
+  std::vector<char *> shared;      // the shared memory of each block
+  std::atomic<bool> failed{false}; // one of them has failed
 };
 
 // Runs thread blocks one after the other on an OS thread.

@@ -41,7 +41,6 @@ template <const Index3 &(*kGet)()> struct Coordinates {
 inline constexpr fdm::emulator::Coordinates<fdm::emulator::block_size> blockDim;
 inline constexpr fdm::emulator::Coordinates<fdm::emulator::grid_size> gridDim;
 
-using std::isinf;
 using std::isnan;
 
 struct alignas(8) int2 {
@@ -62,7 +61,6 @@ struct alignas(8) float2 {
 struct alignas(16) float4 {
   float x, y, z, w;
 };
-inline int2 make_int2(int x, int y) { return {x, y}; }
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
@@ -98,12 +96,6 @@ inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
     if (choice & 8) byte = byte & 0x80 ? 0xff : 0;
     result |= byte << 8 * n;
   }
-  return result;
-}
-inline uint32_t __vcmpne4(uint32_t x, uint32_t y) {
-  uint32_t result = 0;
-  for (int n = 0; n < 32; n += 8)
-    if ((x ^ y) >> n & 0xff) result |= 0xffu << n;
   return result;
 }
 template <class T> T __ldg(const T *p) { return *p; }
@@ -147,12 +139,14 @@ template <class T, class Combine> auto combine(uint32_t mask, T value, int argum
   return own.result;
 }
 
-// Folds value_of(lane) over all lanes of the mask in order.
-template <class T, class ValueOf, class Fold>
-T fold(uint32_t mask, T first, const ValueOf &value_of, const Fold &fold) {
-  for (int lane = 0; lane < 32; ++lane)
-    if (mask >> lane & 1) first = fold(first, value_of(lane));
-  return first;
+// Folds the values of all lanes of the mask.
+template <class T, class Fold> T reduce(uint32_t mask, T value, Fold) {
+  return combine(mask, value, 0, [](uint32_t all, int own, int, const auto &value_of) {
+    T folded = value_of(own);
+    for (int lane = 0; lane < 32; ++lane)
+      if (lane != own && all >> lane & 1) folded = Fold{}(folded, value_of(lane));
+    return folded;
+  });
 }
 
 } // namespace fdm::emulator
@@ -170,10 +164,6 @@ template <class T> T __shfl_up_sync(uint32_t mask, T value, unsigned distance) {
     return value_of(lane - down);
   });
 }
-template <class T> T __shfl_down_sync(uint32_t mask, T value, unsigned distance) {
-  return fdm::emulator::combine(mask, value, int(distance),
-                                [](uint32_t, int lane, int up, const auto &value_of) { return value_of(lane + up); });
-}
 inline uint32_t __ballot_sync(uint32_t mask, int predicate) {
   return fdm::emulator::combine(mask, predicate != 0, 0, [](uint32_t all, int, int, const auto &value_of) {
     uint32_t bits = 0;
@@ -186,8 +176,6 @@ inline int __any_sync(uint32_t mask, int predicate) { return __ballot_sync(mask,
 inline int __all_sync(uint32_t mask, int predicate) { return __ballot_sync(mask, predicate) == mask; }
 inline void __syncwarp(uint32_t mask = 0xffffffffu) { __ballot_sync(mask, 0); }
 
-// A statement completes its loads and stores before the next one begins.
-inline void __threadfence_block() {}
 inline uint32_t __match_any_sync(uint32_t mask, uint32_t value) {
   return fdm::emulator::combine(mask, value, 0, [](uint32_t all, int own, int, const auto &value_of) {
     uint32_t bits = 0;
@@ -197,24 +185,16 @@ inline uint32_t __match_any_sync(uint32_t mask, uint32_t value) {
   });
 }
 template <class T> T __reduce_add_sync(uint32_t mask, T value) {
-  return fdm::emulator::combine(mask, value, 0, [](uint32_t all, int, int, const auto &value_of) {
-    return fdm::emulator::fold(all, T(0), value_of, [](T x, T y) { return T(x + y); });
-  });
+  return fdm::emulator::reduce(mask, value, [](T x, T y) { return x + y; });
 }
 template <class T> T __reduce_min_sync(uint32_t mask, T value) {
-  return fdm::emulator::combine(mask, value, 0, [](uint32_t all, int lane, int, const auto &value_of) {
-    return fdm::emulator::fold(all, value_of(lane), value_of, [](T x, T y) { return x < y ? x : y; });
-  });
+  return fdm::emulator::reduce(mask, value, [](T x, T y) { return x < y ? x : y; });
 }
 template <class T> T __reduce_max_sync(uint32_t mask, T value) {
-  return fdm::emulator::combine(mask, value, 0, [](uint32_t all, int lane, int, const auto &value_of) {
-    return fdm::emulator::fold(all, value_of(lane), value_of, [](T x, T y) { return x > y ? x : y; });
-  });
+  return fdm::emulator::reduce(mask, value, [](T x, T y) { return x > y ? x : y; });
 }
 inline uint32_t __reduce_or_sync(uint32_t mask, uint32_t value) {
-  return fdm::emulator::combine(mask, value, 0, [](uint32_t all, int, int, const auto &value_of) {
-    return fdm::emulator::fold(all, 0u, value_of, [](uint32_t x, uint32_t y) { return x | y; });
-  });
+  return fdm::emulator::reduce(mask, value, [](uint32_t x, uint32_t y) { return x | y; });
 }
 
 template <class T> T atomicAdd(T *p, std::common_type_t<T> x) {

@@ -239,7 +239,7 @@ void sync_cluster() {
   if (machine.current_number == 0) machine.cluster->barrier.arrive_and_wait();
   sync_threads(0, kAllThreads);
 }
-const void *remote_shared(const void *own, uint32_t rank) {
+void *remote_shared(const void *own, uint32_t rank) {
   if (!machine.cluster || rank >= machine.cluster->shared.size()) machine.fail("there is no such block in the cluster");
   return machine.cluster->shared[rank] + int32_t(shared_address(own));
 }
@@ -265,33 +265,38 @@ void init_barrier(uint64_t &barrier, int arrivals) {
   Barrier{uint16_t(arrivals), uint16_t(arrivals), 0}.store(barrier);
 }
 
-// Stores a barrier. Its phase ends if no arrival or byte is missing.
-static void store_arrival(Barrier state, uint64_t &barrier) {
-  if (state.pending == 0 && state.bytes_and_phase >> 1 == 0) {
-    state.pending = state.arrivals;
-    state.bytes_and_phase ^= 1;
-    machine.phase_ended();
-  }
-  state.store(barrier);
+// Blocks of a cluster are OS threads, so changes of a barrier are atomic.
+template <class Change> static void change_barrier(uint64_t &barrier, const Change &change) {
+  const std::atomic_ref<uint64_t> shared(barrier);
+  uint64_t previous = shared.load(std::memory_order_relaxed), next;
+  bool ended;
+  do {
+    next = previous;
+    Barrier state = Barrier::load(next);
+    change(state);
+    ended = state.end_phase();
+    state.store(next);
+  } while (!shared.compare_exchange_weak(previous, next, std::memory_order_acq_rel));
+  if (ended) machine.phase_ended();
 }
-
-void arrive(uint64_t &barrier) {
-  Barrier state = Barrier::load(barrier);
+static void add_arrival(Barrier &state) {
   if (state.pending == 0) machine.fail("more threads arrive at a barrier in shared memory than it was made for");
   --state.pending;
-  store_arrival(state, barrier);
 }
+static void add_bytes(Barrier &state, int32_t bytes) { state.bytes_and_phase += 2 * bytes; }
 
+void arrive(uint64_t &barrier) { change_barrier(barrier, add_arrival); }
 void expect_bytes(uint64_t &barrier, uint32_t bytes) {
-  Barrier state = Barrier::load(barrier);
-  state.bytes_and_phase += 2 * int32_t(bytes);
-  state.store(barrier);
+  change_barrier(barrier, [&](Barrier &state) { add_bytes(state, int32_t(bytes)); });
 }
-
 void complete_bytes(uint64_t &barrier, uint32_t bytes) {
-  Barrier state = Barrier::load(barrier);
-  state.bytes_and_phase -= 2 * int32_t(bytes);
-  store_arrival(state, barrier);
+  change_barrier(barrier, [&](Barrier &state) { add_bytes(state, -int32_t(bytes)); });
+}
+void expect_from_cluster(uint64_t &barrier, uint32_t bytes) {
+  change_barrier(barrier, [&](Barrier &state) {
+    add_arrival(state);
+    add_bytes(state, int32_t(bytes));
+  });
 }
 
 bool has_ended(const uint64_t &barrier, uint32_t parity) { return Barrier::load(barrier).phase() != parity; }
@@ -301,40 +306,6 @@ void wait(uint64_t &barrier, uint32_t parity) {
   machine.current->awaited = &barrier;
   machine.current->parity = parity;
   machine.leave();
-}
-
-// Blocks of a cluster are OS threads, so changes of a shared barrier are atomic.
-template <class Change> static void change_atomically(void *barrier, const Change &change) {
-  const std::atomic_ref<uint64_t> shared(*static_cast<uint64_t *>(barrier));
-  uint64_t previous = shared.load(std::memory_order_relaxed), next;
-  do {
-    next = previous;
-    Barrier state = Barrier::load(next);
-    change(state);
-    if (state.pending == 0 && state.bytes_and_phase >> 1 == 0) {
-      state.pending = state.arrivals;
-      state.bytes_and_phase ^= 1;
-    }
-    state.store(next);
-  } while (!shared.compare_exchange_weak(previous, next, std::memory_order_acq_rel));
-}
-static void arrive_at(Barrier &state) {
-  if (state.pending == 0) machine.fail("more threads arrive at a barrier in shared memory than it was made for");
-  --state.pending;
-}
-
-void arrive_remote(uint64_t &own, uint32_t rank) {
-  change_atomically(const_cast<void *>(remote_shared(&own, rank)), arrive_at);
-}
-void complete_remote_bytes(uint64_t &own, uint32_t rank, uint32_t bytes) {
-  change_atomically(const_cast<void *>(remote_shared(&own, rank)),
-                    [&](Barrier &state) { state.bytes_and_phase -= 2 * int32_t(bytes); });
-}
-void expect_from_cluster(uint64_t &barrier, uint32_t bytes) {
-  change_atomically(&barrier, [&](Barrier &state) {
-    arrive_at(state);
-    state.bytes_and_phase += 2 * int32_t(bytes);
-  });
 }
 
 void wait_for_cluster(uint64_t &barrier, uint32_t parity) {

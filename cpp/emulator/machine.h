@@ -49,11 +49,8 @@ int sync_block(int value, const CallSite &call_site);
 
 // Clusters: a barrier of all their threads, and the shared memory of another block at the address of `own`.
 void sync_cluster();
-const void *remote_shared(const void *own, uint32_t rank);
-// Barriers that blocks of a cluster share. Other blocks arrive or report bytes; this block waits, or arrives and
-// expects bytes.
-void arrive_remote(uint64_t &own, uint32_t rank);
-void complete_remote_bytes(uint64_t &own, uint32_t rank, uint32_t bytes);
+void *remote_shared(const void *own, uint32_t rank);
+// A barrier at which other blocks of the cluster arrive or report bytes: this block arrives and expects bytes, or waits.
 void expect_from_cluster(uint64_t &barrier, uint32_t bytes);
 void wait_for_cluster(uint64_t &barrier, uint32_t parity);
 

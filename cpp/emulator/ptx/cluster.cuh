@@ -14,6 +14,10 @@ inline float load_remote(const float *own, uint32_t rank) {
   return *static_cast<const float *>(emulator::remote_shared(own, rank));
 }
 
+inline uint64_t &remote_barrier(uint64_t &own, uint32_t rank) {
+  return *static_cast<uint64_t *>(emulator::remote_shared(&own, rank));
+}
+
 class RemoteBuffer {
 public:
   RemoteBuffer(float *own, uint64_t &own_barrier, uint32_t rank) : own_(own), barrier_(own_barrier), rank_(rank) {}
@@ -21,8 +25,8 @@ public:
   void store(int first, const float4 &x) const {
     float *const own = own_ + first;
     if (reinterpret_cast<uintptr_t>(own) % 16 != 0) emulator::fail("a store of 16 bytes is not aligned");
-    *static_cast<float4 *>(const_cast<void *>(emulator::remote_shared(own, rank_))) = x;
-    emulator::complete_remote_bytes(barrier_, rank_, sizeof x);
+    *static_cast<float4 *>(emulator::remote_shared(own, rank_)) = x;
+    emulator::complete_bytes(remote_barrier(barrier_, rank_), sizeof x);
   }
 
 private:
@@ -32,7 +36,7 @@ private:
 };
 inline void expect_from_cluster(uint64_t &barrier, uint32_t bytes) { emulator::expect_from_cluster(barrier, bytes); }
 inline void arrive_remote(uint64_t &own, uint32_t rank) {
-  emulator::arrive_remote(own, rank);
+  emulator::arrive(remote_barrier(own, rank));
   emulator::linger();
 }
 inline void wait_for_cluster(uint64_t &barrier, uint32_t parity) { emulator::wait_for_cluster(barrier, parity); }
