@@ -48,17 +48,16 @@ void *take_last(fdm_buffer *buffer, int64_t bytes) {
 Problem::Problem(const fdm_pack &pack, const AttentionRecord &record, const Execution &execution)
     : pack_(pack), problem_{}, extents_{}, selection_{} {
   problem_.struct_size = sizeof(fdm_problem);
+  for (fdm_tensor *optional : {&problem_.mask, &problem_.start, &problem_.end, &problem_.bias, &problem_.cu_seqlens_q,
+                               &problem_.cu_seqlens_k, &problem_.block_table, &problem_.sink})
+    *optional = absent_tensor();
   extents_.is_varlen = is_varlen(record.cu_seqlens);
   is_paged_ = !is_absent(record.block_table);
   if (is_paged_ && !extents_.is_varlen)
     value_error("block_table is given, but needs cu_seqlens_q and cu_seqlens_k, which are None");
   read_query(record);
   read_key_value(record);
-  if (extents_.is_varlen) {
-    read_sequences(record);
-  } else {
-    problem_.cu_seqlens_q = problem_.cu_seqlens_k = problem_.block_table = absent_tensor();
-  }
+  if (extents_.is_varlen) read_sequences(record);
   problem_.batch = extents_.batch;
   problem_.queries = extents_.queries;
   problem_.keys = extents_.keys;
@@ -126,7 +125,6 @@ void Problem::read_sequences(const AttentionRecord &record) {
   require_total(queries, extents_.total_queries, "query");
   require_max_length(queries, record.max_seqlen_q);
   require_max_length(keys, record.max_seqlen_k);
-  problem_.block_table = absent_tensor();
   if (is_paged_) {
     problem_.block_table =
         read_block_table(record.block_table, keys, problem_.k.shape[0], problem_.k.shape[1], device_);
@@ -142,7 +140,6 @@ void Problem::read_sequences(const AttentionRecord &record) {
 }
 
 void Problem::read_mask(const AttentionRecord &record) {
-  problem_.mask = problem_.start = problem_.end = absent_tensor();
   mask_kind_ = FDM_MASK_NONE;
   if (is_absent(record.start) != is_absent(record.end))
     value_error(is_absent(record.start) ? "attn_mask.start" : "attn_mask.end",
@@ -169,7 +166,6 @@ void Problem::read_mask(const AttentionRecord &record) {
 }
 
 void Problem::read_bias(const AttentionRecord &record) {
-  problem_.bias = absent_tensor();
   has_bias_ = !is_absent(record.bias);
   if (!has_bias_) return;
   const DtypeSet allowed = only(FDM_FLOAT32) | only(problem_.q.dtype);
@@ -184,7 +180,6 @@ void Problem::read_bias(const AttentionRecord &record) {
 }
 
 void Problem::read_sink(const AttentionRecord &record) {
-  problem_.sink = absent_tensor();
   has_sink_ = !is_absent(record.sink);
   if (!has_sink_) return;
   const TensorView &sink = read_argument(record.sink, "sink", only(FDM_FLOAT32) | only(problem_.q.dtype), device_);
@@ -544,11 +539,12 @@ fdm_backward_args Problem::read_gradients(const BackwardArguments &arguments, co
     raise(PyExc_NotImplementedError, "block_table is given, but paged keys and values have no backward pass");
   fdm_backward_args args{};
   args.struct_size = sizeof args;
+  args.dlse = args.dbias = args.dsink = args.dindex_bias = absent_tensor();
   args.out = read_like(arguments.out, "out", out_prototype(), "query, with the head dimension of value");
   args.lse = kept.lse;
   args.out_rest = kept.out_rest;
   args.dout = read_like(arguments.dout, "dout", out_prototype(), "out");
-  args.dlse = is_absent(arguments.dlse) ? absent_tensor() : read_lse(arguments.dlse, "dlse");
+  if (!is_absent(arguments.dlse)) args.dlse = read_lse(arguments.dlse, "dlse");
 
   const Gradients &gradients = arguments.gradients;
   const auto read_gradient = [&](const TensorField &field, const char *name, const fdm_tensor &prototype,
@@ -561,7 +557,6 @@ fdm_backward_args Problem::read_gradients(const BackwardArguments &arguments, co
   args.dq = read_gradient(gradients.query, "dq", problem_.q, "query");
   args.dk = read_gradient(gradients.key, "dk", problem_.k, "key");
   args.dv = read_gradient(gradients.value, "dv", problem_.v, "value");
-  args.dbias = absent_tensor();
   if (!is_absent(gradients.bias)) {
     if (!has_bias_) value_error("dbias is given, but the problem has no attn_bias");
     const TensorView &dbias = read_argument(gradients.bias, "dbias", only(problem_.bias.dtype), device_);
@@ -571,7 +566,6 @@ fdm_backward_args Problem::read_gradients(const BackwardArguments &arguments, co
                   shape_of(problem_.bias));
     require_distinct_elements(args.dbias, "dbias");
   }
-  args.dsink = absent_tensor();
   if (!is_absent(gradients.sink)) {
     if (!has_sink_) value_error("dsink is given, but the problem has no sink");
     const TensorView &dsink = read_argument(gradients.sink, "dsink", only(problem_.sink.dtype), device_);
@@ -580,7 +574,6 @@ fdm_backward_args Problem::read_gradients(const BackwardArguments &arguments, co
     args.dsink = with_axes(dsink, {0, new_axis, new_axis, new_axis});
     require_distinct_elements(args.dsink, "dsink");
   }
-  args.dindex_bias = absent_tensor();
   if (!is_absent(gradients.index_bias)) {
     if (!has_index_bias_) value_error("dindex_bias is given, but the problem has no index_bias");
     args.dindex_bias = read_key_list_tensor(gradients.index_bias, "dindex_bias", only(problem_.index_bias.dtype), true,
