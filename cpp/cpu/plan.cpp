@@ -24,15 +24,12 @@ int64_t heads_per_list(const fdm_problem &p) { return has_mask_per_query_head(p)
 
 // The tile size with the least sum over tiles of columns * (gather + rows). columns[c] is for the c-th choice.
 int cheapest(const fdm_problem &p, const int64_t *columns, const bool *allowed) {
+  const auto cost = [&](int c) {
+    return double(columns[c]) * double(kGatherCostInRows + kTileRowChoices[c] * heads_per_list(p));
+  };
   int best = kTileRowChoiceCount - 1; // 8 rows always fit
-  double best_cost = 0;
-  for (int c = kTileRowChoiceCount - 1; c >= 0; --c) {
-    if (!allowed[c]) continue;
-    const double cost = double(columns[c]) * double(kGatherCostInRows + kTileRowChoices[c] * heads_per_list(p));
-    if (c < kTileRowChoiceCount - 1 && cost >= best_cost) continue;
-    best = c;
-    best_cost = cost;
-  }
+  for (int c = best - 1; c >= 0; --c)
+    if (allowed[c] && cost(c) < cost(best)) best = c;
   return best;
 }
 

@@ -20,6 +20,15 @@ struct Grid {
   Grid(int64_t columns, int64_t rows = 1, int64_t in_cluster = 1) : x(columns), y(rows), cluster(in_cluster) {}
 };
 
+// Makes the blocks of a column of the grid a cluster.
+inline cudaLaunchAttribute cluster_of(int64_t blocks) {
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = cluster.val.clusterDim.z = 1;
+  cluster.val.clusterDim.y = unsigned(blocks);
+  return cluster;
+}
+
 // kernel_ahead makes a programmatic dependent launch (ptx/dependent.cuh); before sm_90, an ordinary one.
 enum class Overlap { none, kernel_ahead };
 
@@ -35,11 +44,7 @@ cudaError_t launch(void (*kernel)(Parameters...), Grid grid, int threads, int sh
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[count++].val.programmaticStreamSerializationAllowed = 1;
   }
-  if (grid.cluster > 1) {
-    attributes[count].id = cudaLaunchAttributeClusterDimension;
-    attributes[count].val.clusterDim.x = attributes[count].val.clusterDim.z = 1;
-    attributes[count++].val.clusterDim.y = unsigned(grid.cluster);
-  }
+  if (grid.cluster > 1) attributes[count++] = cluster_of(grid.cluster);
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(unsigned(grid.x), unsigned(grid.y));
   config.blockDim = dim3(unsigned(threads));
@@ -57,8 +62,7 @@ template <class Shared, auto kKernel, Overlap kOverlap = Overlap::none, class Pa
 cudaError_t launch_with_shared(const Params &params, Grid grid, int threads, cudaStream_t stream) {
   constexpr int bytes = int(sizeof(Shared));
   static_assert(bytes <= shared_limit(FDM_TILE_ARCH), "the tile does not fit the arch's shared memory");
-  static std::atomic<uint64_t> allowed{0};
-  if (cudaError_t error = allow_shared(kKernel, bytes, allowed)) return error;
+  if (cudaError_t error = allow_shared<kKernel>(bytes)) return error;
   return launch<kOverlap>(kKernel, grid, threads, bytes, stream, params);
 }
 
@@ -68,22 +72,18 @@ cudaError_t launch_with_shared(const Params &params, Grid grid, int threads, cud
 template <class Shared, auto kKernel> cudaError_t max_clusters(int blocks, int threads, int64_t *clusters) {
   constexpr int kBlockRoom = 16, kPortable = 8; // CUDA programming guide, thread block clusters
   static std::atomic<int> known[kMaxDevices][kBlockRoom + 1];
-  static std::atomic<uint64_t> allowed{0};
   int device;
   if (cudaError_t error = cudaGetDevice(&device)) return error;
   // 0: unknown; otherwise the number plus 1.
   int found = device < kMaxDevices ? known[device][blocks].load(std::memory_order_relaxed) : 0;
   if (found == 0) {
-    if (cudaError_t error = allow_shared(kKernel, int(sizeof(Shared)), allowed)) return error;
+    if (cudaError_t error = allow_shared<kKernel>(int(sizeof(Shared)))) return error;
     if (blocks > kPortable) {
       const auto kernel = reinterpret_cast<const void *>(kKernel);
       if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1))
         return error;
     }
-    cudaLaunchAttribute cluster{};
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim.x = cluster.val.clusterDim.z = 1;
-    cluster.val.clusterDim.y = unsigned(blocks);
+    cudaLaunchAttribute cluster = cluster_of(blocks);
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(1, unsigned(blocks));
     config.blockDim = dim3(unsigned(threads));

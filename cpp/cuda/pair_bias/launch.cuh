@@ -10,9 +10,8 @@ namespace fdm::cuda {
 
 template <auto kKernel, class Params>
 cudaError_t launch_pair_bias(const Params &params, int64_t blocks, int threads, int shared_bytes, cudaStream_t stream) {
-  static std::atomic<uint64_t> allowed{0};
   if (shared_bytes > kPairBiasSharedLimit) return cudaErrorInvalidConfiguration;
-  if (cudaError_t error = allow_shared(kKernel, kPairBiasSharedLimit, allowed)) return error;
+  if (cudaError_t error = allow_shared<kKernel>(kPairBiasSharedLimit)) return error;
   return launch(kKernel, blocks, threads, shared_bytes, stream, params);
 }
 

@@ -158,13 +158,6 @@ __device__ __forceinline__ int accumulator_row(int half) { return threadIdx.x % 
 // The first of this thread's two columns in an 8-column tile.
 __device__ __forceinline__ int accumulator_column() { return 2 * (threadIdx.x % 4); }
 
-// The rounding errors of pack(low, high), packed.
-template <class Element> __device__ __forceinline__ uint32_t pack_residual(float low, float high) {
-  float packed_low, packed_high;
-  ptx::unpack<Element>(ptx::pack<Element>(low, high), packed_low, packed_high);
-  return ptx::pack<Element>(low - packed_low, high - packed_high);
-}
-
 // The rest of a float32 that is rounded to 16 bits: the difference of their float32 bits. Its unit is 2^-8 of a unit
 // in the last place of a normal rounded number. For subnormal numbers it saturates at the range of a byte. Adding it
 // makes no finite number infinite, and NaN stays NaN.
