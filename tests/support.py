@@ -61,6 +61,25 @@ TARGETS = tuple(
 )
 
 
+def plan_bytes(
+    pack: _core.Pack,
+    kind: str,
+    lists: int,
+    keys: int,
+    row_keys: int,
+    rows: int,
+    sequences: int,
+    max_kept: int = 0,
+) -> int:
+    """Return the bytes of a plan by the formula of fdm_plan_layout in pack.h."""
+    *sizes, tile_rows, most_tile_keys = pack.plan_layouts[kind]
+    fixed, per_list, per_key, per_tile, per_tile_key = sizes
+    tiles = rows // tile_rows + sequences
+    most = most_tile_keys if max_kept == 0 or kind == "rows" else max_kept + tile_rows - 1
+    per_tile += min(row_keys, most) * per_tile_key
+    return fixed + lists * (per_list + keys * per_key + tiles * per_tile)
+
+
 def reads_float64(target: Target) -> bool:
     """Whether its kernels read a float64 bias for each key."""
     return target.backend in ("reference", "cpu", "cuda")

@@ -9,8 +9,6 @@
 
 namespace fdm {
 
-const char *const mask_kind_names[FDM_MASK_KIND_COUNT] = {"none", "keys", "intervals", "rows"};
-
 namespace {
 
 template <typename... Parts> [[noreturn]] void refuse(const std::string &path, const Parts &...parts) {

@@ -23,9 +23,6 @@ private:
   const fdm_pack *table_;
 };
 
-// The names are in the order of enum fdm_mask_kind.
-extern const char *const mask_kind_names[FDM_MASK_KIND_COUNT];
-
 // The formula of fdm_plan_layout.
 int64_t plan_bytes(const fdm_plan_layout &layout, int64_t lists, int64_t keys, int64_t row_keys, int64_t rows,
                    int64_t sequences, int64_t max_kept);

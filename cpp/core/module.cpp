@@ -27,10 +27,11 @@ nb::list dtypes_of(const Pack &pack) {
 }
 
 nb::dict plan_layouts_of(const Pack &pack) {
+  constexpr const char *names[FDM_MASK_KIND_COUNT] = {"none", "keys", "intervals", "rows"}; // of enum fdm_mask_kind
   nb::dict layouts;
   for (int kind = 0; kind < FDM_MASK_KIND_COUNT; ++kind) {
     const fdm_plan_layout &l = pack.table().plan_layouts[kind];
-    layouts[mask_kind_names[kind]] =
+    layouts[names[kind]] =
         nb::make_tuple(l.fixed, l.per_list, l.per_key, l.per_tile, l.per_tile_key, l.tile_rows, l.most_tile_keys);
   }
   return layouts;
@@ -50,20 +51,6 @@ const char *key_mass_biases_of(const Pack &pack) {
   const fdm_pack &table = pack.table();
   if (table.key_mass == nullptr || table.key_mass_biases == FDM_KEY_MASS_NONE) return "none";
   return table.key_mass_biases == FDM_KEY_MASS_ALL ? "all" : "keys";
-}
-
-int64_t plan_bytes_of(const Pack &pack, const std::string &kind, int64_t lists, int64_t keys, int64_t row_keys,
-                      int64_t rows, int64_t sequences, int64_t max_kept) {
-  require_at_least(lists, "lists", 0);
-  require_at_least(keys, "keys", 0);
-  require_at_least(row_keys, "row_keys", 0);
-  require_at_least(rows, "rows", 0);
-  require_at_least(sequences, "sequences", 0);
-  require_at_least(max_kept, "max_kept", 0);
-  for (int i = 0; i < FDM_MASK_KIND_COUNT; ++i)
-    if (kind == mask_kind_names[i])
-      return plan_bytes(pack.table().plan_layouts[i], lists, keys, row_keys, rows, sequences, max_kept);
-  value_error("kind is '", kind, "', but must be 'none', 'keys', 'intervals' or 'rows'");
 }
 
 void bind_pack(nb::module_ &module) {
@@ -89,8 +76,6 @@ void bind_pack(nb::module_ &module) {
           "narrow_widths",
           [](const Pack &pack) { return nb::make_tuple(pack.table().narrow_head_dim, pack.table().narrow_value_dim); })
       .def_prop_ro("key_mass_biases", &key_mass_biases_of)
-      .def("plan_bytes", &plan_bytes_of, "kind"_a, "lists"_a, "keys"_a, "row_keys"_a, "rows"_a, "sequences"_a,
-           "max_kept"_a = 0)
       .def("__repr__", [](const Pack &pack) {
         return "<flash_dmattn kernel pack " + std::string(pack.table().name) + " from " + pack.path() + ">";
       });

@@ -19,7 +19,6 @@ from .record import AttentionInputs, SelectionInputs
 TensorTuple: TypeAlias = tuple[int, str, tuple[int, ...], tuple[int, ...], int, int]
 # Any: an object with the exchange API, which type checkers know nothing of.
 TensorLike: TypeAlias = TensorTuple | Any
-MaskKind: TypeAlias = Literal["none", "keys", "intervals", "rows"]
 
 PACK_ABI_VERSION: int
 # The names of the fields of the records, in the order in which they are read.
@@ -63,7 +62,7 @@ class Pack:
         """Whether it is to be given what rounding leaves of out."""
     @property
     def plan_layouts(self) -> dict[str, tuple[int, int, int, int, int, int, int]]:
-        """For each MaskKind the fields of fdm_plan_layout.
+        """The fields of fdm_plan_layout for masks "none", "keys", "intervals" and "rows".
 
         They are fixed, per_list, per_key, per_tile, per_tile_key, tile_rows and most_tile_keys.
         """
@@ -91,23 +90,6 @@ class Pack:
     def launch_counts(self) -> dict[str, int]:
         """How often this process has launched each kernel, by mangled name, and how many calls took
         which way ("forward: ...", "backward: ..."); empty for cpu packs.
-        """
-    def plan_bytes(
-        self,
-        kind: MaskKind,
-        lists: int,
-        keys: int,
-        row_keys: int,
-        rows: int,
-        sequences: int,
-        max_kept: int = 0,
-    ) -> int:
-        """An upper bound of the bytes of a plan.
-
-        lists: the mask's first two sizes in 4 dimensions, multiplied; 0 without a mask.
-        keys: K, for varlen total_k. row_keys: K, for varlen the longest sequence's.
-        rows: Q, for varlen total_q. sequences: 1, for varlen the number of sequences.
-        max_kept: as in Problem.
         """
 
 def load_pack(path: str) -> Pack:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from flash_dmattn import _core
+from support import plan_bytes
 
 from .core_calls import HK, B, D, H, K, Q, batch_call, varlen_call, zeros
 from .core_packs import CPU, Recording, as_tuple, compile_pack, compiler
@@ -35,36 +36,8 @@ def test_pack_attributes(pack: _core.Pack, recording_path: Path) -> None:
     assert "recording" in repr(pack)
 
 
-@pytest.mark.parametrize("kind", ["none", "keys", "intervals", "rows"])
-def test_plan_bytes_is_the_formula_of_the_layout(pack: _core.Pack, kind: Any) -> None:
-    *sizes, tile_rows, most_tile_keys = pack.plan_layouts[kind]
-    fixed, per_list, per_key, per_tile, per_tile_key = sizes
-    for lists, keys, row_keys, rows, sequences, max_kept in [
-        (0, 7, 7, 5, 2, 0),
-        (4, 100, 90, 65, 3, 0),
-        (4, 100, 90, 65, 3, 20),
-        (4, 100, 90, 65, 3, 2**62),
-        (1, 0, 0, 0, 0, 0),
-    ]:
-        tiles = rows // tile_rows + sequences
-        most = most_tile_keys if max_kept == 0 or kind == "rows" else max_kept + tile_rows - 1
-        tile_keys = min(row_keys, most)
-        expected = fixed + lists * (
-            per_list + keys * per_key + tiles * (per_tile + tile_keys * per_tile_key)
-        )
-        assert pack.plan_bytes(kind, lists, keys, row_keys, rows, sequences, max_kept) == expected
-
-
-def test_plan_bytes_refuses(pack: _core.Pack) -> None:
-    with pytest.raises(ValueError, match=r"kind is 'columns'.*'intervals'"):
-        pack.plan_bytes("columns", 1, 1, 1, 1, 1)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="row_keys is -3"):
-        pack.plan_bytes("rows", 1, 1, -3, 1, 1)
-    with pytest.raises(ValueError, match="max_kept is -1"):
-        batch_call(max_kept=-1).problem(pack)
-
-
 def test_plan_bytes_of_problems(pack: _core.Pack) -> None:
+    """They are those of the formula of pack.h."""
     start = zeros(1, HK, K, dtype="int32")
     cases = [
         (batch_call(), ("none", 0, K, K, Q, 1)),
@@ -72,11 +45,14 @@ def test_plan_bytes_of_problems(pack: _core.Pack) -> None:
         (batch_call(mask=zeros(1, H, Q, K, dtype="bool")), ("rows", H, K, K, Q, 1)),
         (batch_call(start=start, end=start), ("intervals", HK, K, K, Q, 1)),
         (batch_call(start=start, end=start, max_kept=2), ("intervals", HK, K, K, Q, 1, 2)),
+        (batch_call(start=start, end=start, max_kept=2**62), ("intervals", HK, K, K, Q, 1, 2**62)),
         (varlen_call(mask=zeros(H, 1, 9, dtype="bool")), ("keys", H, 9, 6, 6, 2)),
         (varlen_call(mask=zeros(1, 6, 6, dtype="bool")), ("rows", 1, 9, 6, 6, 2)),
     ]
     for call, sizes in cases:
-        assert call.problem(pack).plan_bytes == pack.plan_bytes(*sizes)  # type: ignore[arg-type]
+        assert call.problem(pack).plan_bytes == plan_bytes(pack, *sizes)
+    with pytest.raises(ValueError, match="max_kept is -1"):
+        batch_call(max_kept=-1).problem(pack)
 
 
 def test_calls_that_read_no_plan(pack: _core.Pack, recording: Recording) -> None:
