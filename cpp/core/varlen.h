@@ -20,8 +20,6 @@ struct SequenceLengths {
 // The lengths of the same sequences, as queries and as keys.
 struct PackedLengths {
   SequenceLengths queries, keys;
-
-  int64_t batch() const { return queries.batch; }
 };
 
 // Reads sequence bounds; `max_name` is the argument with their longest length.

@@ -146,7 +146,6 @@ struct Call {
     lies.row_maps = (s.odd & kMaps) == 0;
     return lies;
   }
-  RequestedGradients wanted() const { return requested_gradients(backward); }
 };
 
 // The routes of a problem, by pass.
@@ -161,37 +160,30 @@ struct Routes {
       : call(s), built(built_for(arch, s.missing)), device{&built, &table, int(s.sms)}, spec(s),
         differentiable(s.page == 0) {}
 
-  std::string plan() const { return describe(plan_route(call.p, device)); }
-  std::string forward() const { return describe(forward_route(call.p, device, call.forward_lies(spec), spec.splits)); }
-  std::string backward() const {
-    if (!differentiable) return "{}";
-    return describe(backward_route(call.p, device, backward_alignment(call.p, call.backward), call.wanted()));
-  }
-  std::string selection() const {
-    if (!present(call.selection.start) && (!present(call.selection.bias) || spec.float64)) return "{}";
-    return describe(selection_route(call.selection, nullptr, device));
+  ForwardRoute forward() const { return forward_route(call.p, device, call.forward_lies(spec), spec.splits); }
+  BackwardRoute backward() const {
+    return backward_route(call.p, device, backward_alignment(call.p, call.backward),
+                          requested_gradients(call.backward));
   }
   std::string of(int pass) const {
     switch (pass) {
     case 0:
-      return plan();
+      return describe(plan_route(call.p, device));
     case 1:
-      return forward();
+      return describe(forward());
     case 2:
-      return backward();
+      return differentiable ? describe(backward()) : "{}";
     default:
-      return selection();
+      if (!present(call.selection.start) && (!present(call.selection.bias) || spec.float64)) return "{}";
+      return describe(selection_route(call.selection, nullptr, device));
     }
   }
-  // For any device.
+  // For any device with at most as many SMs.
   int64_t room(int pass) const {
-    const DeviceFacts any{device.built, device.table, int(spec.sms)};
-    return pass == 1 ? forward_workspace(call.p, any) : differentiable ? backward_workspace(call.p, any) : 0;
+    return pass == 1 ? forward_workspace(call.p, device) : differentiable ? backward_workspace(call.p, device) : 0;
   }
   int64_t used(int pass) const {
-    if (pass == 1) return forward_route(call.p, device, call.forward_lies(spec), spec.splits).workspace_bytes;
-    if (!differentiable) return 0;
-    return backward_route(call.p, device, backward_alignment(call.p, call.backward), call.wanted()).workspace_bytes;
+    return pass == 1 ? forward().workspace_bytes : differentiable ? backward().workspace_bytes : 0;
   }
 };
 
@@ -312,14 +304,8 @@ int route_of(int arch, const int64_t *values, const Spec *spec, int pass, char *
 // Writes the way of a call.
 void way_of(int arch, const Spec *spec, int pass, char *text, int room) {
   const Routes routes(*spec, arch, route_table(arch));
-  const Call &call = routes.call;
-  std::string name;
-  if (pass == 1)
-    name = name_of_forward(
-        forward_route_kind(forward_route(call.p, routes.device, call.forward_lies(*spec), spec->splits), call.p));
-  else
-    name = name_of_backward(backward_route_kind(
-        backward_route(call.p, routes.device, backward_alignment(call.p, call.backward), call.wanted())));
+  const std::string name = pass == 1 ? name_of_forward(forward_route_kind(routes.forward(), routes.call.p))
+                                     : name_of_backward(backward_route_kind(routes.backward()));
   std::snprintf(text, size_t(room), "%s", name.c_str());
 }
 
@@ -377,7 +363,7 @@ int find_way(int arch, int64_t sms, int pass, const char *name, int64_t seed, in
 double route_time(int arch, const Spec *spec, int pass, int repeats) {
   const Routes routes(*spec, arch, route_table(arch));
   const Call &call = routes.call;
-  const RequestedGradients wanted = call.wanted();
+  const RequestedGradients wanted = requested_gradients(call.backward);
   int64_t sum = 0;
   timespec begin, end;
   clock_gettime(CLOCK_MONOTONIC, &begin);

@@ -17,7 +17,7 @@ namespace fdm::cuda {
 
 template <class Element, int kHeadDim, TileKind kKind>
 cudaError_t launch_dq_kernels(const BackwardLaunch &work, cudaStream_t stream) {
-  constexpr DqTileChoice tile =
+  constexpr RowTileChoice tile =
       kKind == TileKind::general ? general_dq_tile(FDM_TILE_ARCH, kHeadDim) : dq_tile(FDM_TILE_ARCH, kHeadDim);
   using Config = DqConfig<Element, kHeadDim, tile.rows, tile.columns, tile.warps, tile.blocks, kKind>;
   return launch_with_shared<DqShared<Config>, dq_kernel<Config>>(work.params, work.route.blocks, Config::kThreads,

@@ -21,7 +21,7 @@ namespace fdm::cuda {
 // Launches the kernel with mma.sync whose tile is kTile(arch, head dimension).
 template <class Element, int kHeadDim, TileKind kKind, auto kTile>
 cudaError_t launch_columns(const ForwardLaunch &work, cudaStream_t stream) {
-  constexpr ForwardTileChoice tile = kTile(FDM_TILE_ARCH, kHeadDim);
+  constexpr RowTileChoice tile = kTile(FDM_TILE_ARCH, kHeadDim);
   static_assert(tile.rows == forward_tile(FDM_TILE_ARCH, kHeadDim).rows, "a route divides rows by it");
   using Config = ForwardConfig<Element, kHeadDim, tile.rows, tile.columns, tile.warps, tile.blocks, kKind>;
   return launch_with_shared<ForwardShared<Config>, forward_kernel<Config>>(work.params, work.route.blocks,

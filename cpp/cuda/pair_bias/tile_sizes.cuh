@@ -51,7 +51,7 @@ constexpr PairBiasTileChoice pair_bias_dkdv_tile(int head_dim) {
 
 // Warps of the dbias kernel. The tile has 2048 elements per warp.
 constexpr int dbias_warps(int arch, int head_dim) {
-  const bool small_shared = shared_limit(arch) < 100 * 1024;
+  const bool small_shared = has_small_shared(arch);
   if (head_dim <= 64) return small_shared ? 4 : 8;
   return small_shared ? 2 : 4;
 }

@@ -534,9 +534,9 @@ BackwardRoute backward_route(const fdm_problem &p, const DeviceFacts &device, co
   KeyDivision &keys = route.division;
   route.key_kernel = key_kernel(p, device, route, fused);
   route.query_kernel = query_kernel(device, route, wanted.dq && !fused);
-  const DqTileChoice tile = route.query_kernel == QueryKernel::general
-                                ? general_dq_tile(device.built->tile_arch, route.head_dim)
-                                : dq_tile(device.built->tile_arch, route.head_dim);
+  const RowTileChoice tile = route.query_kernel == QueryKernel::general
+                                 ? general_dq_tile(device.built->tile_arch, route.head_dim)
+                                 : dq_tile(device.built->tile_arch, route.head_dim);
   const int64_t rows = route.query_kernel == QueryKernel::wgmma ? kTileRows : tile.rows;
   if (route.query_kernel != QueryKernel::none) route.blocks = p.batch * p.heads * ceil_div(p.queries, rows);
   if (route.query_kernel == QueryKernel::wgmma) route.blocks = std::min<int64_t>(route.blocks, device.sms);

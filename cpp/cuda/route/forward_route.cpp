@@ -33,8 +33,8 @@ struct ForwardChoice {
   const fdm_problem &p;
   const DeviceFacts &device;
   const RouteTable &table;
-  ForwardTileChoice tile; // of the usual kernel
-  bool narrow;            // values are narrower than keys; kernels without a separate value dimension do not serve them
+  RowTileChoice tile; // of the usual kernel
+  bool narrow;        // values are narrower than keys; kernels without a separate value dimension do not serve them
   bool decode;
   int heads_per_tile;             // 1, or the group size
   int64_t tiles;                  // of the longest sequence
@@ -201,7 +201,7 @@ void size_tiles(ForwardRoute *route, const ForwardChoice &choice) {
     route->tile_columns = columns;
     route->blocks = blocks;
   };
-  const auto of = [&](const ForwardTileChoice &tile) { sized(tile.rows, tile.columns, all_tiles); };
+  const auto of = [&](const RowTileChoice &tile) { sized(tile.rows, tile.columns, all_tiles); };
   switch (route->kernel) {
   case ForwardKernel::general:
     return of(general_forward_tile(arch, head_dim));

@@ -19,14 +19,16 @@ constexpr int shared_limit(int arch) {
   if (arch == 86 || arch == 89 || arch >= 120) return 99 * 1024;
   return 227 * 1024;
 }
+constexpr bool has_small_shared(int arch) { return shared_limit(arch) < 100 * 1024; }
+constexpr bool has_large_shared(int arch) { return shared_limit(arch) > 200 * 1024; }
 
-// Tile rows and columns, warps, and thread blocks on an SM that registers must allow.
-struct ForwardTileChoice {
+// Rows and columns of a tile of query rows, warps, and thread blocks on an SM that registers must allow.
+struct RowTileChoice {
   int rows, columns, warps, blocks;
 };
 
-constexpr ForwardTileChoice forward_tile(int arch, int head_dim) {
-  const bool small_shared = arch == 86 || arch == 89 || arch >= 120;
+constexpr RowTileChoice forward_tile(int arch, int head_dim) {
+  const bool small_shared = has_small_shared(arch);
   // With 32 rows a warp, a fragment of K or V is read from shared memory once and serves two products. Two thread
   // blocks share an SM: one computes while the other waits.
   if (head_dim <= 64 || (head_dim <= 128 && !small_shared)) return {128, 64, 4, 2};
@@ -40,29 +42,24 @@ constexpr ForwardTileChoice forward_tile(int arch, int head_dim) {
 // The tile for grids of more than two thread blocks per SM. Three smaller blocks then share an SM and have enough
 // registers. Measured on an H200: twelve warps hide each other's latencies better than eight, although each barrier
 // comes twice as often.
-constexpr ForwardTileChoice many_blocks_forward_tile(int arch, int head_dim) {
+constexpr RowTileChoice many_blocks_forward_tile(int arch, int head_dim) {
   if (head_dim == 64) return {128, 32, 4, 3};
   return forward_tile(arch, head_dim);
 }
 
 // The tile of the general kernel, which also stores four bytes of bias for each row and column.
-constexpr ForwardTileChoice general_forward_tile(int arch, int head_dim) {
-  const bool large_shared = shared_limit(arch) > 200 * 1024;
+constexpr RowTileChoice general_forward_tile(int arch, int head_dim) {
+  const bool large_shared = has_large_shared(arch);
   // More warps hide the latencies of the bias loads better than more work per warp.
-  if (head_dim <= 64) return {128, large_shared ? 64 : 32, 8, shared_limit(arch) < 100 * 1024 ? 1 : 2};
-  ForwardTileChoice tile = forward_tile(arch, head_dim);
+  if (head_dim <= 64) return {128, large_shared ? 64 : 32, 8, has_small_shared(arch) ? 1 : 2};
+  RowTileChoice tile = forward_tile(arch, head_dim);
   // With 32 columns it fits, and on sm_80 two thread blocks still share an SM.
   if (!large_shared) tile.columns = 32;
   return tile;
 }
 
-// dQ: rows and columns of a tile, warps, and thread blocks on an SM that registers must allow.
-struct DqTileChoice {
-  int rows, columns, warps, blocks;
-};
-
-constexpr DqTileChoice dq_tile(int arch, int head_dim) {
-  const bool small_shared = arch == 86 || arch == 89 || arch >= 120;
+constexpr RowTileChoice dq_tile(int arch, int head_dim) {
+  const bool small_shared = has_small_shared(arch);
   // Q and dO stay in shared memory; K and V of two key blocks share the rest. As in the forward pass, a warp has 32
   // rows if registers allow it; scores and their gradients then leave room for 32 columns.
   if (head_dim <= 64) return {128, 32, 4, 2};
@@ -73,13 +70,12 @@ constexpr DqTileChoice dq_tile(int arch, int head_dim) {
     return {128, 32, 4, 2};
   }
   if (small_shared) return {32, 16, 2, 1};
-  return arch == 80 ? DqTileChoice{64, 32, 4, 1} : DqTileChoice{128, 32, 8, 1};
+  return arch == 80 ? RowTileChoice{64, 32, 4, 1} : RowTileChoice{128, 32, 8, 1};
 }
 
-constexpr DqTileChoice general_dq_tile(int arch, int head_dim) {
-  const bool small_shared = shared_limit(arch) < 100 * 1024;
-  if (head_dim <= 64) return {128, 32, 8, shared_limit(arch) > 200 * 1024 ? 2 : 1};
-  if (small_shared || (arch == 80 && head_dim > 128)) return dq_tile(arch, head_dim);
+constexpr RowTileChoice general_dq_tile(int arch, int head_dim) {
+  if (head_dim <= 64) return {128, 32, 8, has_large_shared(arch) ? 2 : 1};
+  if (has_small_shared(arch) || (arch == 80 && head_dim > 128)) return dq_tile(arch, head_dim);
   // There is shared memory for one block, so it has eight warps.
   return {128, head_dim <= 128 ? 32 : 16, 8, 1};
 }
@@ -92,7 +88,7 @@ struct DkdvTileChoice {
 };
 
 constexpr DkdvTileChoice dkdv_tile(int arch, int head_dim) {
-  const bool small_shared = arch == 86 || arch == 89 || arch >= 120;
+  const bool small_shared = has_small_shared(arch);
   // With 16 keys a warp, the accumulators of dk and dv take head_dim registers per thread, and the scores of 64 rows
   // and their gradients another 64. With less shared memory a step has 32 rows, and on sm_80 two thread blocks share
   // an SM. On sm_90 a block has as many keys as in the wgmma kernels that these kernels replace.
@@ -125,7 +121,7 @@ constexpr FusedTileChoice fused_tile(int arch, int head_dim, int value_dim) {
   // the other waits at a barrier.
   if (head_dim <= 64) return {128, 32, 4, 2};
   // The accumulators of 16 keys and 64 rows fill the registers. More keys mean fewer additions to dq.
-  const bool small_shared = shared_limit(arch) < 100 * 1024;
+  const bool small_shared = has_small_shared(arch);
   if (head_dim <= 128) return small_shared ? FusedTileChoice{64, 32, 4, 2} : FusedTileChoice{128, 64, 8, 1};
   // Two warps share the same 16 keys; each has half of the columns of their dk and dv.
   return {64, 32, 8, 1, 2, small_shared ? SmemContents::one_dout : SmemContents::values_and_two_douts};
@@ -150,7 +146,7 @@ struct RowBiasTileChoice {
 };
 
 constexpr RowBiasTileChoice row_bias_tile(int arch, int head_dim) {
-  const bool small_shared = shared_limit(arch) < 100 * 1024, large_shared = shared_limit(arch) > 200 * 1024;
+  const bool small_shared = has_small_shared(arch), large_shared = has_large_shared(arch);
   // Thread blocks of four warps share an SM where two fit.
   if (head_dim <= 64)
     return small_shared ? RowBiasTileChoice{32, 8, 1, 2} : RowBiasTileChoice{large_shared ? 64 : 32, 4, 2, 2};

@@ -11,12 +11,12 @@
 
 namespace fdm::cuda::ptx {
 
-inline uint64_t matrix_descriptor(uint32_t address, uint32_t leading, uint32_t stride) {
-  constexpr uint64_t kSwizzle128 = uint64_t(1) << 62;
-  return kSwizzle128 | uint64_t(stride >> 4) << 32 | uint64_t(leading >> 4) << 16 | uint64_t((address & 0x3ffff) >> 4);
-}
 inline uint64_t unswizzled_matrix_descriptor(uint32_t address, uint32_t leading, uint32_t stride) {
   return uint64_t(stride >> 4) << 32 | uint64_t(leading >> 4) << 16 | uint64_t((address & 0x3ffff) >> 4);
+}
+inline uint64_t matrix_descriptor(uint32_t address, uint32_t leading, uint32_t stride) {
+  constexpr uint64_t kSwizzle128 = uint64_t(1) << 62;
+  return kSwizzle128 | unswizzled_matrix_descriptor(address, leading, stride);
 }
 
 namespace emulated {
