@@ -3,13 +3,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 import flash_dmattn
 from flash_dmattn import IntervalMask, flash_dmattn_func
-from support import Target, assert_accurate, check, cotangent, rand_bool, randn, simple_problem
+from support import (
+    Target,
+    assert_accurate,
+    check,
+    cotangent,
+    moved,
+    rand_bool,
+    randn,
+    reads_float64,
+    simple_problem,
+)
 
 
 @pytest.mark.parametrize("kind", ["keys", "rows", "intervals", "causal", "bias"])
@@ -154,6 +166,47 @@ def test_bias_of_minus_infinity_is_not_kept(rows: int, target: Target) -> None:
         tolerance = {"atol": max(1e-5, eps), "rtol": max(1.3e-6, 2 * eps)}
         for name, value in by_mask.items():
             torch.testing.assert_close(by_bias[name], value, **tolerance)
+
+
+@pytest.mark.parametrize("form", ["keys", "rows", "float64", "listed"])
+def test_lse_of_a_bias_of_infinity(form: str, target: Target) -> None:
+    """It is that of torch.logsumexp: +inf, and NaN if a score is NaN. All other results are NaN."""
+    if form == "float64" and not reads_float64(target):
+        pytest.skip("the backend has no float64 biases")
+    if form == "listed" and target.backend == "flex":
+        pytest.skip("the backend has no key lists")
+    for dtype in target.dtypes:
+        query, key, value = (randn(2, 40, 2, 16, dtype=dtype, seed=seed) for seed in range(3))
+        bias = randn(2, 2, 1 if form in ("keys", "float64") else 40, 40, seed=3)
+        if form == "float64":
+            bias = bias.double()
+        bias[0, 0, -1, 7] = bias[1, 1, -1, 30] = torch.inf
+        bias[1, 1, -1, 5] = torch.nan
+        bias[1, 0, -1, 9] = 300.0  # a large lse
+        leaves = [moved(t, target.device, None).requires_grad_() for t in (query, key, value, bias)]
+        if form == "listed":
+            listed = torch.arange(40, dtype=torch.int32).expand(2, 1, 40, 40).to(target.device)
+            options: dict[str, Any] = {"key_indices": listed, "index_bias": leaves[3]}
+        else:
+            options = {"attn_bias": leaves[3]}
+        out, lse = flash_dmattn_func(
+            *leaves[:3], return_lse=True, backend=target.backend, **options
+        )
+        dquery, dbias = torch.autograd.grad(out.sum() + lse.sum(), [leaves[0], leaves[3]])
+        with torch.no_grad():
+            scores = query.float().transpose(1, 2) @ key.float().permute(0, 2, 3, 1) / 4 + bias
+        want = scores.logsumexp(-1)
+        if target.is_pack and target.has_kernels_of_gpu:
+            want[want == torch.inf] = torch.nan  # the sum of a row's exponentials is NaN
+        torch.testing.assert_close(
+            lse.cpu(), want.to(lse.dtype), atol=1e-2, rtol=1e-2, equal_nan=True
+        )
+        spoilt = ~want.isfinite()
+        assert out.cpu().transpose(1, 2)[spoilt].isnan().all()
+        assert out.cpu().transpose(1, 2)[~spoilt].isfinite().all()
+        assert dquery.cpu().transpose(1, 2)[spoilt].isnan().all()
+        assert dquery.cpu().transpose(1, 2)[~spoilt].isfinite().all()
+        assert dbias.cpu()[bias == torch.inf].isnan().all()
 
 
 @pytest.mark.parametrize("whole_row", [False, True])

@@ -8,7 +8,7 @@ namespace fdm::cpu::FDM_SIMD_NAMESPACE {
 namespace {
 
 // Replaces a row of scores by exp(score - maximum), and updates the row's running maximum and sum. Returns the factor
-// that rescales earlier sums.
+// that rescales earlier sums. Once a row has a score of +inf its sum is +inf, and its output NaN.
 inline float softmax_row(float *scores, int64_t count, float &row_max, float &row_sum) {
   vfloat largest = splat(row_max);
   for (int64_t c = 0; c < count; c += kLanes) largest = maximum(load(scores + c), largest);
@@ -17,7 +17,9 @@ inline float softmax_row(float *scores, int64_t count, float &row_max, float &ro
   const float shift = new_max == -kInfinity ? 0.0f : new_max;
   vfloat sum{};
   for (int64_t c = 0; c < count; c += kLanes) {
-    const vfloat e = exponential(load(scores + c) - shift);
+    const vfloat score = load(scores + c);
+    // inf - inf would be NaN, which the logarithm of the sum must be only if a score is.
+    const vfloat e = shift < kInfinity ? exponential(score - shift) : score < kInfinity ? splat(0.0f) : score;
     store(scores + c, e);
     sum += e;
   }

@@ -10,7 +10,7 @@
 namespace fdm::cpu::FDM_SIMD_NAMESPACE {
 namespace {
 
-constexpr float kInfinity = __builtin_inff();
+constexpr float kInfinity = __builtin_inff(), kNan = __builtin_nanf("");
 
 // A gathered block of at most kBlockKeys columns of a tile.
 struct Block {

@@ -18,7 +18,8 @@ namespace {
 // overflow, it uses the maximum: biases that stand for "masked" bring whole rows to -1e9 and beyond.
 constexpr float kCoarseLse = 256.0f;
 
-// Sets row_max such that P = exp(score - row_max) / sum; +inf for empty rows, whose P is exp(-inf) = 0.
+// Sets row_max such that P = exp(score - row_max) / sum; +inf for empty rows, whose P is exp(-inf) = 0, and NaN for rows
+// with a score of +inf, whose P is NaN.
 void load_shifts(Tile &tile, const fdm_tensor &row_lse) {
   const TileTask &task = tile.task;
   const TileBuffers &b = tile.buffers;
@@ -27,8 +28,8 @@ void load_shifts(Tile &tile, const fdm_tensor &row_lse) {
     for (int64_t i = 0; i < task.rows; ++i) {
       const int64_t offset = head_major_offset(row_lse, task.sequence, task.first_row + i, task.head + g);
       const float lse = float(load_double(row_lse.data, row_lse.dtype, offset) - tile.reference(g));
-      b.row_max[g * task.rows + i] = lse == -kInfinity ? kInfinity : lse;
-      recompute |= __builtin_fabsf(lse) >= kCoarseLse && lse != -kInfinity;
+      b.row_max[g * task.rows + i] = lse == -kInfinity ? kInfinity : lse == kInfinity ? kNan : lse;
+      recompute |= __builtin_fabsf(lse) >= kCoarseLse && __builtin_fabsf(lse) != kInfinity;
     }
   if (!recompute) return;
   start_rows(tile);
@@ -42,7 +43,10 @@ void load_shifts(Tile &tile, const fdm_tensor &row_lse) {
     }
   }
   for (int64_t r = 0; r < tile.row_count(); ++r)
-    if (b.row_sum[r] == 0.0f) b.row_max[r] = kInfinity;
+    if (b.row_sum[r] == 0.0f)
+      b.row_max[r] = kInfinity;
+    else if (b.row_max[r] == kInfinity)
+      b.row_max[r] = kNan;
 }
 
 // Loads Q and dO, and sets row_delta to dO . O, an estimate of the result of the first pass. `out` holds O; it

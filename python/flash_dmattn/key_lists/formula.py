@@ -290,7 +290,9 @@ def _chunk(call: _Call, rows: slice) -> _Chunk:
     elif call.is_recorded:
         lse = torch.logsumexp(scores, -1)
     else:  # the largest probability is exp(largest score - lse)
-        lse = scores.amax(-1) - torch.log(probabilities.amax(-1))
+        largest = scores.amax(-1)
+        lse = largest - torch.log(probabilities.amax(-1))
+        lse = torch.where(largest == torch.inf, largest, lse)  # probabilities are NaN there
     return _Chunk(
         query,
         empty,

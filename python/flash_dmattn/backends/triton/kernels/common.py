@@ -27,6 +27,7 @@ WORD_ROWS = tl.constexpr(64)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+LARGEST = tl.constexpr(3.4028234663852886e38)  # of float32
 # Lower bound of a finite bias times LOG2E, which could otherwise become -inf, "not kept".
 LOWEST = tl.constexpr(-3.4e38)
 
@@ -182,6 +183,14 @@ def probabilities(scores, lse, BIAS: tl.constexpr):
         # Only rounding makes it positive; the error grows with the magnitude of biases.
         exponent = tl.minimum(exponent, 0.0, propagate_nan=tl.PropagateNan.ALL)
     return tl.exp2(exponent)
+
+
+@triton.jit
+def forward_shift(row_max):
+    """Return what the forward pass subtracts from the scores of rows with this largest score."""
+    # -inf - -inf, of a row that has seen no key, would be NaN. inf - inf, too, but the logarithm of
+    # a row's sum must be NaN only if a score is.
+    return tl.where(row_max == float("-inf"), 0.0, tl.minimum(row_max, LARGEST))
 
 
 @triton.jit

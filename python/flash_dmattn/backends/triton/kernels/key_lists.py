@@ -13,6 +13,7 @@ from .common import (
     LOG2E,
     capped_scores,
     dot,
+    forward_shift,
     load_tile,
     probabilities,
     row_shifts,
@@ -204,8 +205,7 @@ def list_forward_kernel(
             BLOCK_D,
         )
         new_max = tl.maximum(row_max, tl.max(scores, 1))
-        # A row that has seen no key has a top of -inf, and -inf - -inf would be NaN.
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        shift = forward_shift(new_max)
         weights = tl.exp2(scores - shift[:, None])
         rescale = tl.exp2(row_max - shift)
         row_sum = row_sum * rescale + tl.sum(weights, 1)
