@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -418,6 +420,33 @@ def test_compiled_probabilities(kind: str, target: Target) -> None:
     gradients = (torch.autograd.grad(p, given, weights) for p in (got, want))
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_compiled_probabilities_without_rows_or_keys(pack_target: Target) -> None:
+    """A program for any lengths and numbers of sequences also serves lengths of 0."""
+    torch._dynamo.reset()
+    device, dtype = pack_target.device, pack_target.dtypes[0]
+    options: dict[str, object] = {"return_attn_probs": True, "backend": pack_target.backend}
+
+    def call(*arguments: Any) -> Any:
+        return flash_dmattn_varlen_func(*arguments, **options)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=True)
+    for lengths in (([3, 2], [4, 3]), ([0, 0], [4, 3]), ([2, 1, 1], [0, 0, 0])):
+        rows, keys = map(sum, lengths)
+        shapes = (rows, 2, 8), (keys, 1, 8), (keys, 1, 8)
+        leaves = [randn(*shape, dtype=dtype).to(device).requires_grad_() for shape in shapes]
+        bounds = [
+            torch.tensor([0, *itertools.accumulate(part)], dtype=torch.int32, device=device)
+            for part in lengths
+        ]
+        arguments = *leaves, *bounds, max(lengths[0]), max(lengths[1])
+        got, want = compiled(*arguments), call(*arguments)
+        for one, other in zip(got, want, strict=True):
+            torch.testing.assert_close(one, other)
+        gradients = (torch.autograd.grad(found[2].sum(), leaves[:2]) for found in (got, want))
+        for one, other in zip(*gradients, strict=True):
+            torch.testing.assert_close(one, other)
 
 
 def test_no_rows_where_there_might_be_some(target: Target) -> None:

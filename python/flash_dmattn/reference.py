@@ -83,8 +83,10 @@ def _unpack(inputs: AttentionInputs) -> AttentionInputs:
     cu_seqlens_q, cu_seqlens_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
     if cu_seqlens_q is None or cu_seqlens_k is None:
         return inputs
+    # The comparisons make torch.compile (2.13) compile lengths of 0 separately. It raises where it
+    # must solve an equation of their product with the number of sequences.
     row, column = (
-        torch.arange(max_seqlen, device=inputs.query.device)
+        torch.arange(0 if max_seqlen == 0 else max_seqlen, device=inputs.query.device)
         for max_seqlen in (inputs.max_seqlen_q, inputs.max_seqlen_k)
     )
     rows, keys = cu_seqlens_q[:-1, None] + row, cu_seqlens_k[:-1, None] + column
