@@ -294,7 +294,11 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"keep_first": 1, "window_size": None}, ValueError, "keep_first must be 0 without window_"),
     ({"keep_last": -1, "window_size": None}, ValueError, "keep_last must be at least 0, got -1"),
     ({"window_size": 2, "attn_bias": None, "keep_last": 1}, ValueError, "attn_bias is None"),
-    ({"window_size": 0, "attn_bias": None}, ValueError, "attn_bias is None"),
+    (
+        {"window_size": 0, "attn_bias": None},
+        ValueError,
+        "window_size must be None where attn_bias is None, .* or 0 with keep_last.*; got 0;",
+    ),
 ]
 
 

@@ -121,7 +121,7 @@ def flash_dmattn_func(
             never kept, whatever the number of keys. Without a window NaN propagates.
         keep_last, keep_first: with ``window_size`` and causality, also keep this many of the last
             and of the first keys that a query sees, and select among the others. ``window_size=0``
-            then needs no bias.
+            then needs no bias; without them it keeps no key.
         plan: of `make_plan`, for a mask that serves several calls. It replaces ``attn_mask`` and
             ``is_causal``.
         sink: ``(H,)``, query's dtype or float32: one more score in the sum that a row's softmax

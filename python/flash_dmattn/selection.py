@@ -278,9 +278,10 @@ def selectable_bias(
         if counts.window == 0 and counts.keeps_first_or_last:
             return None
         raise ValueError(
-            "window_size selects the keys with the largest attn_bias, but attn_bias is None; pass "
-            "a bias, or an IntervalMask.sliding_window as attn_mask, or window_size=0 and "
-            "keep_last, to keep the nearest keys"
+            "window_size must be None where attn_bias is None, since it selects the keys with the "
+            "largest bias, or 0 with keep_last or keep_first, which keep the nearest and the first "
+            f"keys; got {counts.window}; an IntervalMask.sliding_window as attn_mask keeps the "
+            "nearest keys, too"
         )
     # Without this check the selection would have a wrong batch size, and the error would name it.
     if batch is not None and bias.shape[0] != 1 and bias.shape[0] != batch:

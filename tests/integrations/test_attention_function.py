@@ -525,7 +525,7 @@ def test_biases_on_different_devices() -> None:
 
 
 def test_wrong_arguments() -> None:
-    with pytest.raises(ValueError, match="attention_bias is None"):
+    with pytest.raises(ValueError, match=f"where attention_bias is None, .* got {WINDOW}"):
         flash_dynamic_mask_attention_forward(
             Module(is_causal=True), *problem(), None, window_size=WINDOW
         )

@@ -143,8 +143,9 @@ def _flash_dynamic_mask_attention_forward(
         and not (counts.window == 0 and counts.keeps_first_or_last)
     ):
         raise ValueError(
-            "window_size selects the keys with the largest attention_bias, but attention_bias is "
-            "None"
+            "window_size must be None where attention_bias is None, since it selects the keys with "
+            "the largest bias, or 0 with keep_last or keep_first, which keep the nearest and the "
+            f"first keys; got {counts.window}"
         )
     _check_tensors(
         position_ids=position_ids, cu_seq_lens_q=cu_seq_lens_q, cu_seq_lens_k=cu_seq_lens_k
