@@ -406,6 +406,9 @@ def test_a_saved_cache_is_of_one_rollback() -> None:
             cache.load_state_dict({**state, "sums": sums})
     with pytest.raises(ValueError, match="length of state must be at least 9, as key has, got 8"):
         cache.load_state_dict({**state, "length": 8})
+    for name in ("key", "value"):
+        with pytest.raises(TypeError, match=f"{name} must be of 16 to 64 floating-point bits, got"):
+            cache.load_state_dict({**state, name: state[name].to(torch.float8_e5m2)})
     assert (cache.length, other.length) == (9, 0)
 
 

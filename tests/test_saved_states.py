@@ -119,6 +119,24 @@ def test_a_wrong_state_dict_is_refused(name: str) -> None:
         state.load_state_dict(None)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("name", ["kept.key", "kept.bias", "recent.value"])
+def test_a_state_dict_of_8_bits_is_refused(name: str) -> None:
+    """No call accepts tokens of such a dtype, so the state could never be used."""
+    state, fields = kept_state()
+    eight = torch.float8_e4m3fn
+    text = f"{name} of state must be of 16 to 64 floating-point bits, got {eight}"
+    with pytest.raises(TypeError, match=text):
+        state.load_state_dict({**fields, name: fields[name].to(eight)})
+    assert state.tensors["key"].dtype == torch.float32
+    cache = AttentionCache(rollback=2)
+    with torch.no_grad():
+        make_layer()(states(9), cache=cache)
+    held = cache.state_dict()
+    held["kept"][name] = held["kept"][name].to(eight)
+    with pytest.raises(TypeError, match=text):
+        cache.load_state_dict(held)
+
+
 def test_a_wrong_state_dict_of_a_cache_is_refused() -> None:
     layer, x = make_layer(), states(9)
     caches = {name: make() for name, make in CACHES.items()}

@@ -415,8 +415,8 @@ class ForgettingCache:
 def check_gated_tokens(key: Tensor, value: Tensor, log_forget: Tensor) -> None:
     """Raise unless these are keys, values and gates of the same tokens."""
     for name, tensor in (("key", key), ("value", value), ("log_forget", log_forget)):
-        if not checks.tensor(name, tensor).is_floating_point():
-            raise TypeError(f"{name} must have a floating-point dtype, got {tensor.dtype}")
+        if checks.tensor(name, tensor).dtype not in checks.FLOATS:
+            raise TypeError(f"{name} must be of 16 to 64 floating-point bits, got {tensor.dtype}")
     if key.dim() != 4:
         raise ValueError(f"key must have shape (B, N, Hk, D), got {tuple(key.shape)}")
     if value.shape != key.shape:

@@ -129,9 +129,9 @@ def _check_rows(prefix: str, rows: Rows, like: Rows | None) -> None:
         if loaded_shape != tuple(shape) or (name == "bias" and (heads == 0 or heads % sets)):
             form = "(B, {H|Hk|1}, 1, rows)" if name == "bias" else tuple(shape)
             raise ValueError(f"{prefix}.{name} of state must have shape {form}, got {loaded_shape}")
-        is_right = tensor.dtype == torch.int64 if name == "position" else tensor.is_floating_point()
-        if not is_right:
-            kind = "int64" if name == "position" else "floating-point"
+        is_position = name == "position"
+        if tensor.dtype not in ((torch.int64,) if is_position else checks.FLOATS):
+            kind = "int64" if is_position else "of 16 to 64 floating-point bits"
             raise TypeError(f"{prefix}.{name} of state must be {kind}, got {tensor.dtype}")
     if like is not None:
         check_like(like, rows, "state")
