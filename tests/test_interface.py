@@ -196,6 +196,41 @@ def test_meta_tensors_give_shapes() -> None:
     assert probabilities.shape == (2, 4, 17, 23)
 
 
+OTHER_DEVICES = """
+import types
+import torch
+from flash_dmattn.arguments import autocast_dtype
+from flash_dmattn.reference import without_autocast
+
+def product(x):
+    with without_autocast(x.device.type):
+        return x @ x
+
+compiled = torch.compile(product, backend="eager", fullgraph=True)
+with torch.autocast("cpu", dtype=torch.bfloat16):
+    assert compiled(torch.ones(2, 2)).dtype == torch.float32
+assert compiled(torch.ones(2, 2, device="meta")).dtype == torch.float32
+
+torch.utils.rename_privateuse1_backend("other")
+with without_autocast("other"):  # its package has no autocast
+    pass
+others = {"get_amp_supported_dtype": lambda: [torch.bfloat16], "is_available": lambda: True}
+torch._register_device_module("other", types.SimpleNamespace(**others))
+for name in ("xla", "other"):
+    tensor = types.SimpleNamespace(device=types.SimpleNamespace(type=name))
+    assert autocast_dtype(tensor) is None
+    with torch.autocast(name, dtype=torch.bfloat16):
+        assert autocast_dtype(tensor) == torch.bfloat16
+        with without_autocast(name):
+            assert not torch.is_autocast_enabled(name)
+"""
+
+
+def test_autocast_of_devices_of_other_packages() -> None:
+    """They are named and registered for the whole process."""
+    subprocess.run([sys.executable, "-c", OTHER_DEVICES], check=True)
+
+
 def test_autocast_of_packed_sequences(target: Target) -> None:
     query, key, value = (t.float().flatten(0, 1) for t in inputs(target))
     bounds = [

@@ -24,6 +24,7 @@ __all__ = [
     "check_packed_ranks",
     "check_tensors",
     "check_together",
+    "has_autocast",
     "is_block_mask",
     "mask_parts",
     "refuse_paged_gradients",
@@ -88,17 +89,31 @@ def check_dtypes(query: Tensor, key: Tensor, value: Tensor, backend: str) -> Non
         )
 
 
-# torch.is_autocast_enabled raises for device types without autocast, such as meta. Compiled code
-# cannot call is_autocast_available, so the set is computed at import.
-AUTOCAST_DEVICES = frozenset(
+# The device types of torch itself. Those of other packages may come and be named at any time.
+_AUTOCAST_DEVICES = frozenset(
     name
-    for name in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia")
+    for name in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "xla")
     if torch.amp.is_autocast_available(name)
 )
 
 
+def has_autocast(device_type: str) -> bool:
+    """Say whether torch.autocast serves a device type."""
+    if device_type in _AUTOCAST_DEVICES:
+        return True
+    try:
+        torch.autocast(device_type, enabled=False)
+    except (AssertionError, RuntimeError):  # such as meta, or what its package did not register
+        return False
+    return True
+
+
+# Compiled code cannot ask for it; see _default_deterministic.
+has_autocast._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def _any_device_autocasts() -> bool:
-    return any(map(torch.is_autocast_enabled, AUTOCAST_DEVICES))
+    return any(map(torch.is_autocast_enabled, _AUTOCAST_DEVICES))
 
 
 # Whether autocast is enabled for any device type. The function for all types at once is private.
@@ -113,7 +128,7 @@ def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     if not torch.compiler.is_compiling() and not any_autocast():
         return None
     device = tensor.device.type
-    if device not in AUTOCAST_DEVICES or not torch.is_autocast_enabled(device):
+    if not (has_autocast(device) and torch.is_autocast_enabled(device)):
         return None
     return torch.get_autocast_dtype(device)
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .arguments import AUTOCAST_DEVICES
+from .arguments import has_autocast
 from .checks import is_one_of
 from .masks import intervals_to_bool
 from .record import AttentionInputs, Gradients, Packing
@@ -277,8 +277,9 @@ def attend(part: Sequence, inputs: AttentionInputs) -> Attended:
 
 def without_autocast(device_type: str) -> AbstractContextManager[object]:
     """Return a context without autocast. It also serves device types that have no autocast."""
-    has_autocast = device_type in AUTOCAST_DEVICES
-    return torch.autocast(device_type, enabled=False) if has_autocast else nullcontext()
+    if has_autocast(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
 
 
 def softmax_shares(sink: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
