@@ -5,6 +5,8 @@ arguments.
 
 from __future__ import annotations
 
+import collections
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -173,6 +175,14 @@ def test_biases_may_be_float32_and_masked_everywhere() -> None:
     torch.testing.assert_close(out[:, 0].float(), mean[:, 0], atol=1e-2, rtol=1e-2)
 
 
+@pytest.mark.parametrize("kind", [tuple, collections.deque, torch.nn.ParameterList])
+def test_any_sequence_of_biases(kind: Callable[[list[Tensor]], Any]) -> None:
+    q, k, v = (randn(1, 2, S, H, D, seed=n) for n in range(3))
+    biases = [randn(1, 2, 1, 1, S, seed=4), randn(1, 1, H, S, S, seed=5)]
+    out = evoformer_attention(q, k, v, kind(biases))
+    torch.testing.assert_close(out, evoformer_attention(q, k, v, biases))
+
+
 WRONG = {
     "three biases": ([None] * 3, r"biases must be at most two tensors, got 3"),
     "bias of pairs first": (
@@ -195,8 +205,16 @@ def test_wrong_biases(case: str) -> None:
 
 def test_wrong_types() -> None:
     q = torch.zeros(B, N, S, H, D)
-    with pytest.raises(TypeError, match=r"biases must be a list or a tuple of at most two tensors"):
-        evoformer_attention(q, q, q, None)  # type: ignore[arg-type]
+    of_keys = torch.zeros(B, N, 1, 1, S)
+    for wrong, text in (
+        (None, "None"),
+        (of_keys, r"a torch.float32 tensor of shape \(2, 3, 1, 1, 20\)"),
+        ({0: of_keys}, "dict of length 1"),
+        ("biases", "'biases'"),
+        (iter([of_keys]), "list_iterator object"),
+    ):
+        with pytest.raises(TypeError, match=f"biases must be a sequence of at .*, got {text}"):
+            evoformer_attention(q, q, q, wrong)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"biases\[0\] must hold real numbers, got torch.bool"):
         evoformer_attention(q, q, q, [torch.ones(B, N, 1, 1, S) > 0])
     q = torch.zeros(B, N, H, S, D)

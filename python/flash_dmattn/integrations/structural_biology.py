@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -90,8 +90,8 @@ def evoformer_attention(
 
     Args:
         Q, K, V: ``(B, N, S, H, D)``.
-        biases: at most two, each may be None: of the keys ``(B, N, 1, 1, S)``, and of the pairs
-            ``(B, 1, H, S, S)``. Both are differentiable. The sequence is not modified.
+        biases: a sequence of at most two, each may be None: of the keys ``(B, N, 1, 1, S)``, and of
+            the pairs ``(B, 1, H, S, S)``. Both are differentiable. The sequence is not modified.
 
     Returns:
         ``(B, N, S, H, D)``.
@@ -99,8 +99,9 @@ def evoformer_attention(
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: as `flash_dmattn_func`.
     """
-    if not isinstance(biases, (list, tuple)):
-        checks.refuse_type("biases", "a list or a tuple of at most two tensors", biases)
+    if not _is_sequence(biases):
+        wanted = "a sequence of at most two tensors, such as [of_keys, of_pairs]"
+        checks.refuse_type("biases", wanted, biases)
     tensors = list(biases)
     if len(tensors) > 2:
         raise ValueError(f"biases must be at most two tensors, got {len(tensors)}")
@@ -126,6 +127,13 @@ def evoformer_attention(
     out = pair_bias_attention(Q, K, V, attn_bias=of_pairs, key_bias=of_keys, backend=backend_of(Q))
     assert isinstance(out, Tensor)
     return out
+
+
+def _is_sequence(biases: object) -> bool:
+    """Say whether these are numbered, as those of a deque or an nn.ParameterList are, too."""
+    if isinstance(biases, (Tensor, str, bytes, Mapping)):
+        return False
+    return all(hasattr(type(biases), name) for name in ("__len__", "__getitem__"))
 
 
 def backend_of(query: Tensor) -> str | None:
