@@ -69,8 +69,8 @@ def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 RECORDS = {
     "run": "yes, all tests",
-    "tiles": "no; the tests ran with its tiles on 9.0",
-    "self-test": "no; the tests ran with its tiles on 9.0, and its self-test decides on first use",
+    "tiles": "no; its tiles on 9.0",
+    "self-test": "no; its tiles on 9.0; self-test",
     "none": "no: with `FLASH_DMATTN_UNTRIED=1` only",
 }
 
@@ -86,11 +86,11 @@ def support_table(table: Table) -> str:
             [
                 capability,
                 ", ".join(archs),
-                ", ".join(f"CUDA {cuda.major} (driver {floor(cuda)})" for cuda in served),
+                ", ".join(f"{cuda.major} ({floor(cuda)})" for cuda in served),
                 RECORDS[table.record[capability]],
             ]
         )
-    head = ["compute capability", "packs, best first", "built with (oldest driver)", "run there"]
+    head = ["compute capability", "packs, best first", "CUDA (oldest driver)", "run there"]
     return markdown(head, rows)
 
 
@@ -98,15 +98,13 @@ def platform_table(table: Table) -> str:
     """Return the table of platforms: their wheels and the requirements of these."""
     limits = table.wheel
     return markdown(
-        ["platform", "wheel", "system", "Python", "PyTorch", "CUDA toolkits of the packs", "seen"],
+        ["platform", "wheel", "system", "Python", "CUDA toolkits", "seen"],
         [
             [
                 f"Linux {row.machine}",
                 f"`cp{table.pythons[0].replace('.', '')}-abi3-{limits.policy}_{row.machine}`",
                 f"glibc {limits.glibc} or newer",
-                f"{table.pythons[0]} or newer, tested to {table.torch_python}, "
-                f"without PyTorch to {table.pythons[-1]}",
-                f"{table.min_torch} or newer",
+                f"{table.pythons[0]} or newer, tested to {table.torch_python}",
                 ", ".join(cuda.toolkit for cuda in table.cuda),
                 row.seen,
             ]
@@ -118,8 +116,7 @@ def platform_table(table: Table) -> str:
                 f"`cp{table.pythons[0].replace('.', '')}-abi3-{row.tag}`",
                 _system(row.tag),
                 f"{table.pythons[0]} or newer",
-                f"{table.min_torch} or newer",
-                "none: the cpu pack only",
+                "none",
                 row.seen,
             ]
             for row in table.cpu_platforms

@@ -19,7 +19,7 @@ from .loader.report import make_report, render
 
 
 class ExitCode(IntEnum):
-    """Exit codes of the command; docs/install.md explains each."""
+    """Exit codes of the command; docs/packs.md explains each."""
 
     USABLE = 0
     NOT_USABLE = 1

@@ -137,7 +137,7 @@ def test_archs_and_majors_are_those_of_the_target_table():
 
 
 def test_documentation_has_the_table():
-    page = (ROOT / "docs" / "install.md").read_text()
+    page = (ROOT / "docs" / "environment.md").read_text()
     rows = [row.split(" | ") for row in blocks(page)["variables"].splitlines()[2:]]
     assert [tuple(cells[:3]) for cells in rows] == [
         (

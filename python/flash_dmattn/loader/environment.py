@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The environment variables of flash_dmattn, with their allowed values; docs/install.md explains
-each.
+"""The environment variables of flash_dmattn, with their allowed values. docs/environment.md
+explains each.
 """
 
 from __future__ import annotations

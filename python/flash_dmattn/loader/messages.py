@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""All texts of the loader; docs/install.md has the cause and the fix of each.
+"""All texts of the loader; docs/troubleshooting.md has the cause and the fix of each.
 
 They are in one place so that tests can compare each with the page and with a stored example. Fields
 in braces are filled in; the texts of `rules.ROWS` access fields of a `Case`.
