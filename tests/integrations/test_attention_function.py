@@ -247,6 +247,60 @@ def test_a_sliding_window_with_places() -> None:
     torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("causal, window", itertools.product([False, True], [None, 4]))
+@pytest.mark.parametrize("bias_kind", BIASES)
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_sliding_window_of_packed_sequences(
+    padded: bool, bias_kind: str, causal: bool, window: int | None
+) -> None:
+    bias, mask = BIASES[bias_kind], MASKS["padding"] if padded else None
+    cu_seqlens = torch.cat([CU_SEQLENS, CU_SEQLENS[1:] + K])
+    kept = (OWN & torch.ones(Q, K, dtype=torch.bool).tril(4 * (not causal)).triu(-4)).expand(
+        B, H, Q, K
+    )
+    kept = kept if mask is None else kept & full(mask != 0)
+    if window is not None:
+        if bias is None:
+            return
+        kept = top(full(bias), kept, window)
+
+    def run(query: Tensor, key: Tensor, value: Tensor, *leaves: Tensor) -> Tensor:
+        return flash_dynamic_mask_attention_forward(
+            Module(is_causal=causal), query, key, value, mask, *leaves,
+            window_size=window, sliding_window=5, cu_seq_lens_q=cu_seqlens,
+            cu_seq_lens_k=cu_seqlens,
+        )[0]  # fmt: skip
+
+    judged(run, kept, [] if bias is None else [bias], problem())
+
+
+def test_a_sliding_window_of_sequences_with_more_keys_than_queries() -> None:
+    """It is aligned as causality is, to the last query and key of each sequence."""
+    query, key, value = (t[:1] for t in problem())
+    lengths = [(3, 5), (2, 2), (4, 1), (Q - 9, K - 8)]
+    bounds = [
+        torch.tensor([0, *itertools.accumulate(part)], dtype=torch.int32)
+        for part in zip(*lengths, strict=True)
+    ]
+    out, _ = flash_dynamic_mask_attention_forward(
+        Module(is_causal=True), query, key, value, None,
+        sliding_window=2, cu_seq_lens_q=bounds[0], cu_seq_lens_k=bounds[1],
+    )  # fmt: skip
+    own = [torch.ones(q, k).tril(k - q).triu(k - q - 1) for q, k in lengths]
+    kept = torch.block_diag(*own).bool()[None, None]
+    want = flash_dmattn_func(*(t.transpose(1, 2) for t in (query, key, value)), kept)
+    torch.testing.assert_close(out, want)
+
+
+@pytest.mark.parametrize("name", ["cu_seq_lens_q", "cu_seq_lens_k"])
+def test_bounds_of_queries_or_keys_alone_are_refused(name: str) -> None:
+    missing = {"cu_seq_lens_q": "cu_seq_lens_k", "cu_seq_lens_k": "cu_seq_lens_q"}[name]
+    with pytest.raises(ValueError, match=f"{missing} must be given too, got None"):
+        flash_dynamic_mask_attention_forward(
+            Module(is_causal=True), *problem(), None, **{name: CU_SEQLENS}
+        )
+
+
 def test_lengths_with_rows() -> None:
     query, key, value = (t[:1] for t in problem())
     mask = MASKS["rows"][:1]

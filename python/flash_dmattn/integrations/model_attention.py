@@ -30,6 +30,7 @@ from .packed_documents import (
     documents_of_positions,
     packed_keep,
     select_within_documents,
+    sliding_within_sequences,
 )
 from .peft import fdma_peft_integration_check
 from .selected_keys import key_lists
@@ -150,14 +151,23 @@ def _flash_dynamic_mask_attention_forward(
     _check_tensors(
         position_ids=position_ids, cu_seq_lens_q=cu_seq_lens_q, cu_seq_lens_k=cu_seq_lens_k
     )
+    for name, bounds, other in (
+        ("cu_seq_lens_q", cu_seq_lens_q, cu_seq_lens_k),
+        ("cu_seq_lens_k", cu_seq_lens_k, cu_seq_lens_q),
+    ):
+        if bounds is None and other is not None:
+            raise ValueError(f"{name} must be given too, got None: packed sequences need both")
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         packing = Packing(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
         if isinstance(mask, Documents):  # the same sequences, found by their positions
             mask = None
         by_row = has_rows(mask) or has_rows(bias) or isinstance(mask, IntervalMask)
+        size = None if _depends_on_queries(mask) else sliding_window
+        by_row = by_row or (size is not None and counts is not None)
         if not by_row and indices is None:
-            return _varlen(query, key, value, mask, bias, packing, is_causal, counts, options)
-        mask, is_causal = _within_sequences(mask, query, key, packing, is_causal), False
+            settings = is_causal, counts, size, options
+            return _varlen(query, key, value, mask, bias, packing, *settings)
+        mask, is_causal = _within_sequences(mask, query, key, packing, size, is_causal), False
     elif (
         mask is None and position_ids is not None and _may_hold_documents(position_ids, query, key)
     ):
@@ -283,24 +293,32 @@ def _varlen(
     packing: Packing,
     is_causal: bool,
     counts: KeyCounts | None,
+    sliding_window: int | None,
     options: dict[str, Any],
 ) -> Tensor:
     batch, keys = key.shape[:2]
     cu_seqlens_q, cu_seqlens_k, longest_q, longest_k = packing
     assert mask is None or isinstance(mask, Tensor)
+    packed_mask: Tensor | IntervalMask | None = _along_sequences(mask, batch, keys)
     options = {**options, **_window_options(counts)}
     is_training = (
         torch.is_grad_enabled() and query.requires_grad and query.shape[:2] == key.shape[:2]
     )
+    bounds = bounds_of_sequences(cu_seqlens_q, cu_seqlens_k, compare=is_training)
+    if sliding_window is not None:
+        assert packed_mask is None or isinstance(packed_mask, Tensor)
+        packed_mask = sliding_within_sequences(
+            *bounds, sliding_window, packed_mask, batch * keys, is_causal=is_causal
+        )
     out = flash_dmattn_varlen_func(
         query.flatten(0, 1),
         key.flatten(0, 1),
         value.flatten(0, 1),
-        *bounds_of_sequences(cu_seqlens_q, cu_seqlens_k, compare=is_training),
+        *bounds,
         checks.read_max_seqlen("cu_seq_lens_q", cu_seqlens_q) if longest_q is None else longest_q,
         checks.read_max_seqlen("cu_seq_lens_k", cu_seqlens_k) if longest_k is None else longest_k,
         is_causal=is_causal,
-        attn_mask=_along_sequences(mask, batch, keys),
+        attn_mask=packed_mask,
         attn_bias=_along_sequences(bias, batch, keys),
         **options,
     )
@@ -316,11 +334,19 @@ def _along_sequences(tensor: Tensor | None, batch: int, keys: int) -> Tensor | N
 
 
 def _within_sequences(
-    mask: Mask, query: Tensor, key: Tensor, packing: Packing, is_causal: bool
+    mask: Mask,
+    query: Tensor,
+    key: Tensor,
+    packing: Packing,
+    sliding_window: int | None,
+    is_causal: bool,
 ) -> Tensor:
     """Return bool ``(B, h, Q, K)``: a mask limited to each query's own sequence."""
     (batch, queries), keys = query.shape[:2], key.shape[1]
-    in_sequence = packed_keep(*packing[:2], batch, queries, keys, is_causal=is_causal)
+    sizes = batch, queries, keys
+    in_sequence = packed_keep(
+        *packing[:2], *sizes, is_causal=is_causal, sliding_window=sliding_window
+    )
     if isinstance(mask, IntervalMask):
         return in_sequence & mask.to_bool(queries)
     return in_sequence & mask if isinstance(mask, Tensor) else in_sequence

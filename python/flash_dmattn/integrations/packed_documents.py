@@ -21,6 +21,7 @@ __all__ = [
     "documents_of_positions",
     "packed_keep",
     "select_within_documents",
+    "sliding_within_sequences",
 ]
 
 
@@ -166,11 +167,13 @@ def packed_keep(
     keys: int,
     *,
     is_causal: bool,
+    sliding_window: int | None = None,
 ) -> Tensor:
     """Return bool ``(batch, 1, queries, keys)``: whether a packed query sees a key.
 
     For problems whose mask or bias already has a row for each query. The rows of the batch are
-    concatenated. Tokens beyond the last sequence see no key.
+    concatenated. Tokens beyond the last sequence see no key. A sliding window keeps the nearest
+    keys, this many on each visible side.
 
     Raises:
         ValueError: a sequence spans several rows, which no mask of this shape can express.
@@ -198,6 +201,41 @@ def packed_keep(
     column = column - cu_seqlens_k[(of_key + 1).clamp(max=last)]
     seen = of_query.view(batch, queries, 1) == of_key.view(batch, 1, keys)
     seen = seen & (of_query < last).view(batch, queries, 1)  # False beyond all sequences
+    distance = row.view(batch, queries, 1) - column.view(batch, 1, keys)
     if is_causal:
-        seen = seen & (column.view(batch, 1, keys) <= row.view(batch, queries, 1))
+        seen = seen & (distance >= 0)
+    if sliding_window is not None:
+        seen = seen & (distance < sliding_window) & (distance > -sliding_window)
     return seen[:, None]
+
+
+def sliding_within_sequences(
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    size: int,
+    kept: Tensor | None,
+    keys: int,
+    *,
+    is_causal: bool,
+) -> IntervalMask:
+    """Return the sliding window of each packed sequence.
+
+    Args:
+        cu_seqlens_q, cu_seqlens_k: int32 ``(B + 1,)``.
+        size: number of nearest keys on each visible side.
+        kept: bool ``(h, 1, keys)``, or None for all.
+        keys: number of all keys.
+        is_causal: whether a query sees no later keys.
+    """
+    column = torch.arange(keys, device=cu_seqlens_k.device)
+    sequence = torch.bucketize(column, cu_seqlens_k[1:], right=True)
+    sequence = sequence.clamp(max=max(0, cu_seqlens_k.shape[0] - 2))
+    # The query at the place of the key: causality is aligned bottom right.
+    queries = cu_seqlens_q.diff().long()[sequence]
+    row = column - cu_seqlens_k[1:][sequence] + queries
+    start = (row if is_causal else row - size + 1).clamp(min=0)
+    end = (row + size).clamp(min=0).minimum(queries)
+    start, end = (bound.to(torch.int32).unsqueeze(0) for bound in (start, end))
+    if kept is not None:
+        end = torch.where(kept[:, 0], end, 0)
+    return IntervalMask(start.expand_as(end), end)
