@@ -107,6 +107,20 @@ def test_two_biases(
         check(pack_target, tensors, None, is_causal=True)
 
 
+@pytest.mark.parametrize("biases", [("bias",), ("key_bias",), ("bias", "key_bias")], ids=str)
+@pytest.mark.parametrize("width", [D // 3, D + 1, 2 * D, 256])
+def test_values_of_another_head_dimension(
+    width: int, biases: tuple[str, ...], pack_target: Target
+) -> None:
+    """Results are as wide as value, though one of two biases makes query and key wider."""
+    batch = 2, 3
+    more = {"value": randn(*batch, K, HK, width, seed=9), "bias": randn(1, 3, H, Q, K, seed=5)}
+    more["key_bias"] = randn(2, 1, 1, 1, K, seed=6)
+    dtype = pack_target.dtypes[0]
+    made = tensors_of(batch, dtype, **{name: t.to(dtype) for name, t in more.items()})
+    check(pack_target, {n: t for n, t in made.items() if "bias" not in n or n in biases}, None)
+
+
 @pytest.mark.parametrize("heads", [1, HK, H])
 def test_a_bias_of_the_keys_alone_and_added_to_another(heads: int, target: Target) -> None:
     dtype = target.dtypes[-1]

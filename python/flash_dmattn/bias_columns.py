@@ -19,7 +19,7 @@ _UNIT = 8
 
 
 class Extended(NamedTuple):
-    """Query, key and value ``(..., D + more)``; the extra columns of value are 0."""
+    """Query and key ``(..., D + more)``, and value, at least as wide; its extra columns are 0."""
 
     query: Tensor
     key: Tensor
@@ -48,7 +48,7 @@ def with_bias_columns(
     return Extended(
         torch.cat([query, ones, zeros], -1),
         torch.cat([key, pieces, padding], -1),
-        torch.nn.functional.pad(value, (0, extra_columns)),
+        torch.nn.functional.pad(value, (0, max(0, head_dim + extra_columns - value.shape[-1]))),
     )
 
 

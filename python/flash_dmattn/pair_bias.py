@@ -58,7 +58,7 @@ def pair_bias_attention(
 
     Args:
         query: ``(B, N, Q, H, D)``.
-        key, value: ``(B, N, K, Hk, D)``.
+        key, value: ``(B, N, K, Hk, D)``; the head dimension of value may be another one, Dv.
         attn_mask: bool ``({B|1}, {N|1}, {H|Hk|1}, {Q|1}, {K|1})``, True keeps.
         attn_bias: shape as ``attn_mask``, query's dtype or float32; added to the scaled scores.
         key_bias: ``({B|1}, {N|1}, {Hk|1}, 1, {K|1})``, any floating dtype: a per-key bias in
@@ -71,7 +71,7 @@ def pair_bias_attention(
             ``attn_bias``.
 
     Returns:
-        ``(B, N, Q, H, D)``, and with return_lse the log-sum-exp ``(B, N, H, Q)``.
+        ``(B, N, Q, H, Dv)``, and with return_lse the log-sum-exp ``(B, N, H, Q)``.
 
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: as `flash_dmattn_func`.
@@ -85,7 +85,7 @@ def pair_bias_attention(
     for name, tensor in (("attn_mask", attn_mask), ("attn_bias", attn_bias)):
         if tensor is not None:
             _check_shape(name, tensor, sizes, sizes.queries)
-    head_dim, scale = query.shape[-1], scale_of(softmax_scale, query)
+    head_dim, value_dim, scale = query.shape[-1], value.shape[-1], scale_of(softmax_scale, query)
     if key_bias is not None:
         _check_dtypes(key_bias, attn_mask)
         _check_shape("key_bias", key_bias, sizes, 1)
@@ -125,7 +125,7 @@ def pair_bias_attention(
         return out, lse
 
     out, lse = _loop_over_batch(attend, (query, key, value), (attn_mask, attn_bias), sizes)
-    out = out if out.shape[-1] == head_dim else out[..., :head_dim]
+    out = out if out.shape[-1] == value_dim else out[..., :value_dim]
     return (out, lse) if return_lse else out
 
 

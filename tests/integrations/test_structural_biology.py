@@ -225,6 +225,22 @@ def test_wrong_types() -> None:
         triangle_attention(q, q, q, bias, return_aux="yes")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("name", ["K", "V"])
+def test_keys_and_values_of_another_length(name: str) -> None:
+    """The error names the argument of this function, not that of the function below it."""
+    Q, bias = torch.zeros(B, N, S, H, D), torch.zeros(B, 1, H, S, S)
+    tensors = {"K": Q, "V": Q} | {name: Q[:, :, :-1]}
+    with pytest.raises(
+        ValueError, match=rf"{name} must have .* = \(2, 3, 20\) as Q, got \(2, 3, 1"
+    ):
+        evoformer_attention(Q, **tensors, biases=[None, bias])
+    q = Q.transpose(2, 3)
+    tensors = {"k": q, "v": q} | {name.lower(): q[..., :-1, :]}
+    text = rf"{name.lower()} must have .* = \(2, 3\) as q and K=20 as bias, got \(2, 3, 4, 19"
+    with pytest.raises(ValueError, match=text):
+        triangle_attention(q, **tensors, bias=bias)
+
+
 def test_wrong_dimensions() -> None:
     q = torch.zeros(N, S, D)
     with pytest.raises(ValueError, match=r"q must have five dimensions, .* got \(3, 20, 16\)"):

@@ -55,6 +55,13 @@ def triangle_attention(
     q, k, v, bias = (
         _to_5d(name, tensor) for name, tensor in (("q", q), ("k", k), ("v", v), ("bias", bias))
     )
+    keys = k.shape[3] if bias.shape[4] == 1 else bias.shape[4]
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.shape[:2] != q.shape[:2] or tensor.shape[3] != keys:
+            raise ValueError(
+                f"{name} must have shape (B, N, H, K, D), with B, N = {tuple(q.shape[:2])} as q "
+                f"and K={keys} as bias, got {tuple(tensor.shape)}"
+            )
     bias = _of_scores("bias", bias, q)
     kept = None if mask is None else _to_5d("mask", mask) != 0
     found = pair_bias_attention(
@@ -109,6 +116,12 @@ def evoformer_attention(
     checks.tensor("Q", Q)
     if Q.dim() != 5:
         raise ValueError(f"Q must have shape (B, N, S, H, D), got {tuple(Q.shape)}")
+    for name, tensor in (("K", K), ("V", V)):
+        if checks.tensor(name, tensor).dim() != 5 or tensor.shape[:3] != Q.shape[:3]:
+            raise ValueError(
+                f"{name} must have shape (B, N, S, H, D), with B, N, S = {tuple(Q.shape[:3])} as "
+                f"Q, got {tuple(tensor.shape)}"
+            )
     outer, inner, length, heads, _ = Q.shape
     shapes = ((outer, inner, 1, 1, length), (outer, 1, heads, length, length))
     for number, (bias, shape) in enumerate(zip((of_keys, of_pairs), shapes, strict=True)):
