@@ -174,8 +174,22 @@ def test_wrong_arguments() -> None:
         apply_flash_dmattn(tiny_model("llama"), Decay())
     with pytest.raises(ValueError, match=r"^key_bias must be given too"):
         apply_flash_dmattn(tiny_model("llama"), attention=torch.nn.Linear)
+    with pytest.raises(ValueError, match="window_size must be at least 1, got 0"):
+        apply_flash_dmattn(tiny_model("doge"), window_size=0)
     with pytest.raises(ValueError, match="no module of attention="):
         apply_flash_dmattn(tiny_model("llama"), Decay(), attention=torch.nn.Conv1d)
+
+
+def test_a_refusal_keeps_the_note_of_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next file must still say what the model lacks."""
+    model = tiny_model("llama")
+    model.config.needs_apply_flash_dmattn = "key_bias"
+    monkeypatch.setattr(model, "set_attn_implementation", lambda name: None)
+    with pytest.raises(
+        RuntimeError, match="transformers gave LlamaForCausalLM attn_implementation="
+    ):
+        apply_flash_dmattn(model, Decay(), attention=type(model.model.layers[0].self_attn))
+    assert model.config.needs_apply_flash_dmattn == "key_bias"
 
 
 @pytest.mark.parametrize(

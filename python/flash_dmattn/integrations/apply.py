@@ -51,8 +51,8 @@ def apply_flash_dmattn(
             ``window_size`` the bias of a token must depend only on its own value: outside of
             training a `DynamicCache` keeps only the keys that later tokens can see, as for Doge.
         attention: with ``key_bias``: the class, or classes, of the modules that get it.
-        window_size: the number of keys with the largest bias to keep; by default all keys, or
-            Doge's own number.
+        window_size: the number of keys with the largest bias to keep, at least 1, or 0 with
+            keep_last or keep_first; by default all keys, or Doge's own number.
         keep_last, keep_first: with ``key_bias`` and ``window_size``: also keep this many of the
             last and of the first keys that a query sees. Doge's weights need 0.
         every_key: with ``key_bias``: caches keep every key. Needed if the bias of a token depends
@@ -73,8 +73,6 @@ def apply_flash_dmattn(
     require_transformers()
     register()
     _check_types(model, key_bias, attention)
-    if window_size is not None:
-        window_size = checks.index("window_size", window_size, 0)
     every_key = flag("every_key", every_key)
     if every_key and key_bias is None:
         raise ValueError("every_key must be False without key_bias")
@@ -85,6 +83,10 @@ def apply_flash_dmattn(
         "keep_last": checks.index("keep_last", keep_last, 0),
         "keep_first": checks.index("keep_first", keep_first, 0),
     }
+    if window_size is not None:
+        window_size = checks.index(
+            "window_size", window_size, 0 if any(keep_counts.values()) else 1
+        )
     if (key_bias is None) != (attention is None):
         missing = "attention" if attention is None else "key_bias"
         raise ValueError(f"{missing} must be given too: key_bias and attention belong together")
@@ -99,8 +101,8 @@ def apply_flash_dmattn(
             f"{type(model).__name__} has no module of {wanted}; for a model other than Doge give "
             "key_bias and attention"
         )
-    forget_note(getattr(model, "config", None))
     _set_attention(model, KEY_BIAS_ATTENTION_NAME if key_bias is None else ATTENTION_NAME)
+    forget_note(getattr(model, "config", None))
     if key_bias is not None:
         for module in modules:
             attach_key_bias(
