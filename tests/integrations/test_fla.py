@@ -109,6 +109,16 @@ def test_equals_their_kernels() -> None:
         ({"head_first": True}, ValueError, r"head_first must be False: q, k and v are \(B, N, he"),
         ({"g": torch.zeros(2, 4, 50)}, ValueError, r"g must have shape \(B, N, \{H\|Hk\}\) = \(2"),
         ({"q": torch.zeros(50, 4, 16)}, ValueError, r"q must have shape \(B, N, heads, D\)"),
+        (
+            {"k": torch.zeros(2, 49, 4, 16)},
+            ValueError,
+            r"k must have .* \(2, 50\), as q, got \(2, 4",
+        ),
+        (
+            {"v": torch.zeros(1, 50, 4, 16)},
+            ValueError,
+            r"v must have .* \(2, 50\), as q, got \(1, 5",
+        ),
         ({"cu_seqlens": torch.tensor([0, 50])}, ValueError, "q must have a batch of 1 with cu_se"),
         # Earlier versions have cu_seqlens in the place of window_size.
         ({"window_size": torch.tensor([0, 50])}, TypeError, "window_size must be an integer"),

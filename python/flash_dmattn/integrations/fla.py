@@ -68,6 +68,12 @@ def parallel_forgetting_attn(
             raise ValueError(f"{name} must have shape {form}, got {tuple(tensor.shape)}")
     check_together("q", q, {"k": k, "v": v, "g": g, "cu_seqlens": cu_seqlens})
     batch, length, heads, _ = q.shape
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.shape[:2] != q.shape[:2]:
+            raise ValueError(
+                f"{name} must have shape (B, N, Hk, D) with (B, N) = {(batch, length)}, as q, got "
+                f"{tuple(tensor.shape)}"
+            )
     if tuple(g.shape[:2]) != (batch, length) or not checks.is_one_of(g.shape[2], heads, k.shape[2]):
         raise ValueError(
             f"g must have shape (B, N, {{H|Hk}}) = ({batch}, {length}, {{{heads}|{k.shape[2]}}}), "
