@@ -297,7 +297,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"window_size": 0, "attn_bias": None},
         ValueError,
-        "window_size must be None where attn_bias is None, .* or 0 with keep_last.*; got 0;",
+        "window_size is 0, .*attn_bias is None; .* must be None, or 0 with keep_last or keep_first",
     ),
 ]
 

@@ -278,10 +278,10 @@ def selectable_bias(
         if counts.window == 0 and counts.keeps_first_or_last:
             return None
         raise ValueError(
-            "window_size must be None where attn_bias is None, since it selects the keys with the "
-            "largest bias, or 0 with keep_last or keep_first, which keep the nearest and the first "
-            f"keys; got {counts.window}; an IntervalMask.sliding_window as attn_mask keeps the "
-            "nearest keys, too"
+            f"window_size is {counts.window}, which selects the keys with the largest bias, but "
+            "attn_bias is None; pass a bias, or an IntervalMask.sliding_window as attn_mask to keep "
+            "the nearest keys. Without a bias window_size must be None, or 0 with keep_last or "
+            "keep_first"
         )
     # Without this check the selection would have a wrong batch size, and the error would name it.
     if batch is not None and bias.shape[0] != 1 and bias.shape[0] != batch:
