@@ -279,9 +279,9 @@ def selectable_bias(
             return None
         raise ValueError(
             f"window_size is {counts.window}, which selects the keys with the largest bias, but "
-            "attn_bias is None; pass a bias, or an IntervalMask.sliding_window as attn_mask to keep "
-            "the nearest keys. Without a bias window_size must be None, or 0 with keep_last or "
-            "keep_first"
+            "attn_bias is None; pass a bias, or an IntervalMask.sliding_window as attn_mask to "
+            "keep the nearest keys. Without a bias window_size must be None, or 0 with keep_last "
+            "or keep_first"
         )
     # Without this check the selection would have a wrong batch size, and the error would name it.
     if batch is not None and bias.shape[0] != 1 and bias.shape[0] != batch:

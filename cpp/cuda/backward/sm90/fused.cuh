@@ -44,9 +44,9 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
   using Base = KeyConsumer<Config>;
   using Shared = FusedShared<Config>;
   using Base::kRows, Base::kHeadDim, Base::sums;
+  using Base::kScoreRows;
   using typename Base::Element, typename Base::KeyTile, typename Base::ValueTile, typename Base::DoutTile,
       typename Base::Scores;
-  using Base::kScoreRows;
   // A warpgroup computes dQ of a panel of 64 columns. Above 128 columns it also computes half of the middle panel. Up
   // to 64 columns (kSmall) it computes all columns of half of the step's 128 rows.
   static constexpr bool kSmall = kHeadDim <= 64, kLarge = kHeadDim > 128;
