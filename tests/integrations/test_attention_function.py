@@ -274,6 +274,24 @@ def test_a_sliding_window_of_packed_sequences(
     judged(run, kept, [] if bias is None else [bias], problem())
 
 
+@pytest.mark.parametrize("lengths", [{}, {"max_length_q": 14, "max_length_k": 14}])
+def test_a_sliding_window_longer_than_all_packed_sequences(lengths: dict[str, int]) -> None:
+    """It drops nothing: it neither costs a mask nor refuses a sequence in two rows."""
+    query, key, value = (t[:2, :, :10] for t in problem())
+    bias = torch.randn(2, 1, 1, 10)
+    bounds = torch.tensor([0, 6, 20], dtype=torch.int32)  # the second sequence is in both rows
+
+    def run(sliding_window: int | None) -> Tensor:
+        return flash_dynamic_mask_attention_forward(
+            Module(is_causal=True), query, key, value, None, bias, window_size=3,
+            sliding_window=sliding_window, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, **lengths,
+        )[0]  # fmt: skip
+
+    assert torch.equal(run(20), run(None))
+    with pytest.raises(ValueError, match="window_size and sliding_window"):
+        run(4)
+
+
 def test_a_sliding_window_of_sequences_with_more_keys_than_queries() -> None:
     """It is aligned as causality is, to the last query and key of each sequence."""
     query, key, value = (t[:1] for t in problem())

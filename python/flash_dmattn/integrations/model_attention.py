@@ -163,6 +163,8 @@ def _flash_dynamic_mask_attention_forward(
             mask = None
         by_row = has_rows(mask) or has_rows(bias) or isinstance(mask, IntervalMask)
         size = None if _depends_on_queries(mask) else sliding_window
+        if size is not None and _longest(packing, key.shape[0] * keys, is_causal) <= size:
+            size = None  # no sequence is longer than the window
         by_row = by_row or (size is not None and counts is not None)
         if not by_row and indices is None:
             settings = is_causal, counts, size, options
@@ -282,6 +284,12 @@ def _window_options(counts: KeyCounts | None) -> dict[str, Any]:
         return {}
     names = ("window_size", "keep_last", "keep_first")
     return dict(zip(names, counts, strict=True))
+
+
+def _longest(packing: Packing, tokens: int, is_causal: bool) -> int:
+    """Return a bound of the distances in packed sequences, whose rows are aligned at their ends."""
+    lengths = packing[3:] if is_causal else packing[2:]
+    return max(length if isinstance(length, int) else tokens for length in lengths)
 
 
 def _varlen(

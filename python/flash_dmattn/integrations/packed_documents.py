@@ -185,9 +185,10 @@ def packed_keep(
         row_ends = torch.stack([ends * queries, ends * keys], 1)
         if not (pairs[:, None] == row_ends[None]).all(2).any(0).all():
             raise ValueError(
-                "attention_mask and attention_bias must not have a row for each query where a "
-                f"sequence of cu_seq_lens is in several of the {batch} rows of the batch; lay the "
-                "sequences into one row"
+                "attention_mask and attention_bias must not have a row for each query, and "
+                "window_size and sliding_window cannot be combined, where a sequence of "
+                f"cu_seq_lens is in several of the {batch} rows of the batch; lay the sequences "
+                "into one row"
             )
     row, column = (
         torch.arange(batch * queries, device=device),
@@ -238,4 +239,5 @@ def sliding_within_sequences(
     start, end = (bound.to(torch.int32).unsqueeze(0) for bound in (start, end))
     if kept is not None:
         end = torch.where(kept[:, 0], end, 0)
-    return IntervalMask(start.expand_as(end), end)
+    max_kept = size if is_causal else 2 * size - 1
+    return IntervalMask(start.expand_as(end), end, max_kept=max_kept)
