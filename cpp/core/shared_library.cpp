@@ -7,7 +7,6 @@
 #include <windows.h>
 
 #include <filesystem>
-#include <system_error>
 #else
 #include <dlfcn.h>
 #endif
@@ -16,16 +15,27 @@ namespace fdm {
 
 #if defined(_WIN32)
 
+namespace {
+
+std::string system_message(DWORD error) {
+  char text[512];
+  const DWORD length = FormatMessageA(FORMAT_MESSAGE_FROM_SYSTEM | FORMAT_MESSAGE_IGNORE_INSERTS, nullptr, error, 0,
+                                      text, sizeof text, nullptr);
+  std::string message = "error " + std::to_string(error);
+  if (length > 0) message += ": " + std::string(text, length);
+  while (message.back() == '\n' || message.back() == '\r' || message.back() == ' ') message.pop_back();
+  return message;
+}
+
+} // namespace
+
 void *open_library(const std::string &path, std::string &reason) {
   // With an absolute path Windows searches for dependencies next to the library and in the system folders, but not in
   // the current folder or along PATH.
   const std::filesystem::path file = std::filesystem::absolute(std::filesystem::u8path(path));
   HMODULE library =
       LoadLibraryExW(file.c_str(), nullptr, LOAD_LIBRARY_SEARCH_DLL_LOAD_DIR | LOAD_LIBRARY_SEARCH_DEFAULT_DIRS);
-  if (library == nullptr) {
-    const auto error = static_cast<int>(GetLastError());
-    reason = "LoadLibrary failed: error " + std::to_string(error) + ": " + std::system_category().message(error);
-  }
+  if (library == nullptr) reason = "LoadLibrary failed: " + system_message(GetLastError());
   return library;
 }
 

@@ -258,9 +258,12 @@ int32_t DirectWork::warps(const RouteTable &table, int64_t keys, int64_t blocks,
                                                                                  : kDirectWarps);
 }
 
+// The warps of the decode kernel scan keys beyond the last one, whose numbers must fit 32 bits.
+constexpr int64_t kMaxScannedKeys = INT32_MAX - (int64_t{1} << 20);
+
 bool needs_no_plan(const fdm_problem &p, const DeviceFacts &device) {
   return p.flags & FDM_FORWARD_ONLY && mask_kind(p) == FDM_MASK_KEYS && p.queries == 1 && !has_relative_bias(p) &&
-         ForwardChoice(p, device).decode;
+         p.keys <= kMaxScannedKeys && ForwardChoice(p, device).decode;
 }
 
 ForwardRoute forward_route(const fdm_problem &p, const DeviceFacts &device, const Alignment &alignment,

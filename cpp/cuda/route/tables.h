@@ -49,8 +49,8 @@ struct RouteTable {
   int64_t decode_blocks_64 = 2;
   // Decode: the same with larger head dimensions
   int64_t decode_blocks_256 = 1;
-  // Decode: maximum head dimension for small thread blocks, which are for more than 64: an SM has room for two
-  // [decode-blocks]
+  // Decode: maximum head dimension with small thread blocks, of which an SM has room for two. With heads up to 64 it has
+  // room for two usual ones [decode-blocks]
   int64_t decode_small_max_head_dim = 0;
   // Maximum columns for small tiles, with head dimensions of at most 64: 11 % less time with 639 [few-columns]
   int64_t few_columns_64 = 0;
