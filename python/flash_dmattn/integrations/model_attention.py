@@ -167,8 +167,7 @@ def _flash_dynamic_mask_attention_forward(
             size = None  # no sequence is longer than the window
         by_row = by_row or (size is not None and counts is not None)
         if not by_row and indices is None:
-            settings = is_causal, counts, size, options
-            return _varlen(query, key, value, mask, bias, packing, *settings)
+            return _varlen(query, key, value, mask, bias, packing, is_causal, counts, size, options)
         mask, is_causal = _within_sequences(mask, query, key, packing, size, is_causal), False
     elif (
         mask is None and position_ids is not None and _may_hold_documents(position_ids, query, key)
