@@ -188,6 +188,9 @@ FDM_INLINE fdm_mask_kind mask_kind(const fdm_problem &p) {
   return is_per_query(p.mask) ? FDM_MASK_ROWS : FDM_MASK_KEYS;
 }
 
+// Whether the mask is one of blocks (fdm_mask_blocks). The plan has it all, and p.mask only its shape.
+FDM_INLINE bool has_mask_blocks(const fdm_problem &p) { return present(p.mask) && p.mask.dtype == FDM_INT32; }
+
 // Whether each query lists its keys (fdm_problem.indices).
 FDM_INLINE bool has_key_lists(const fdm_problem &p) { return present(p.indices); }
 

@@ -29,7 +29,7 @@
 extern "C" {
 #endif
 
-#define FDM_PACK_ABI_VERSION 8
+#define FDM_PACK_ABI_VERSION 9
 #define FDM_PACK_SYMBOL "flash_dmattn_pack"
 
 /* Marks the definition of that function, the only exported symbol of a pack. */
@@ -145,7 +145,9 @@ typedef struct fdm_problem {
   fdm_tensor k, v;
 
   /* At most one of mask and (start, end). */
-  fdm_tensor mask;       /* bool ({B|1}, {H|Hk|1}, {Q|1}, {K|1}); varlen as bias */
+  /* bool ({B|1}, {H|Hk|1}, {Q|1}, {K|1}); varlen as bias. int32: a mask of blocks (fdm_mask_blocks), whose plan
+   * plan_blocks makes. Then only the shape of this tensor is read. */
+  fdm_tensor mask;
   fdm_tensor start, end; /* int32 ({B|1}, {H|Hk|1}, 1, K); varlen (1, {H|Hk|1}, 1, total_k), rows within the sequence */
   /* q's dtype or float32 ({B|1}, {H|Hk|1}, {Q|1}, {K|1}); float64 only with 1 in place of Q;
    * varlen per key (1, {H|Hk|1}, 1, total_k) or per query (1, {H|Hk|1}, total_q, max_k) */
@@ -169,6 +171,19 @@ typedef struct fdm_problem {
   /* float16, bfloat16 or float32 (B, {H|Hk|1}, Q, k); varlen (1, {H|Hk|1}, total_q, k); or absent */
   fdm_tensor index_bias;
 } fdm_problem;
+
+/* A mask per query as blocks of consecutive queries and keys, for plan_blocks. The last blocks may be cut off by Q and
+ * K. The mask of the problem is of dtype int32, with Q > 1. The problem is not packed, and has no bias per query. */
+typedef struct fdm_mask_blocks {
+  uint32_t struct_size;
+  uint32_t reserved;
+  /* int32 (mask.shape[0], mask.shape[1], blocks of queries, blocks of keys): -1: no pair of the block is kept,
+   * 0: all are, n > 0: those that contents[n - 1] keeps */
+  fdm_tensor numbers;
+  fdm_tensor contents; /* bool (n, queries of a block, keys of a block, 1), contiguous; its shape counts if n is 0 */
+  /* Upper bounds of how many numbers are at least 0, and above 0. They determine the size of the plan. */
+  int64_t kept, partial;
+} fdm_mask_blocks;
 
 typedef struct fdm_forward_args {
   uint32_t struct_size;
@@ -328,6 +343,12 @@ typedef struct fdm_pack {
   int32_t (*forget_workspace_bytes)(const fdm_forgetting *, int64_t *bytes, char *message, size_t message_bytes);
   int32_t (*forget)(const fdm_forgetting *, fdm_buffer workspace, char *message, size_t message_bytes);
   int32_t (*forget_backward)(const fdm_forgetting *, fdm_buffer workspace, char *message, size_t message_bytes);
+  /* The size of the plan of a mask of blocks, of which plan_bytes is a lower bound, and the plan. A pack has both and
+   * plan_bytes, or none of the two. */
+  int32_t (*block_plan_bytes)(const fdm_problem *, const fdm_mask_blocks *, int64_t *bytes, char *message,
+                              size_t message_bytes);
+  int32_t (*plan_blocks)(const fdm_problem *, const fdm_mask_blocks *, fdm_buffer plan, char *message,
+                         size_t message_bytes);
 } fdm_pack;
 
 typedef const fdm_pack *(*fdm_pack_function)(void);

@@ -70,6 +70,13 @@ static inline int32_t check_problem(const fdm_problem *p, const PackLimits &limi
   return FDM_OK;
 }
 
+// Of a problem whose mask has blocks.
+static inline int32_t check_block_mask(const fdm_problem &p, const Message &message) {
+  if (is_per_query(p.mask) && !is_varlen(p) && !has_query_rows(p.bias)) return FDM_OK;
+  return message.fail(FDM_UNSUPPORTED,
+                      "a mask of blocks needs several queries that are not packed, and no bias per query");
+}
+
 static inline int32_t check_buffer(const char *name, fdm_buffer buffer, int64_t needed, const Message &message) {
   if (buffer.bytes >= needed && (buffer.data || needed == 0)) return FDM_OK;
   return message.fail(FDM_BUFFER_TOO_SMALL, "%s has %lld bytes, %lld are needed", name, buffer.bytes, needed);
@@ -96,6 +103,19 @@ static inline int32_t check_forgetting(const fdm_forgetting *f, const Message &m
   if (f->context.threads >= 1 && f->least <= 0 && !(f->prune > 0)) return FDM_OK;
   return message.fail(FDM_INVALID_ARGUMENT, "least %g, prune %g or threads %d is out of range", f->least, f->prune,
                       f->context.threads);
+}
+
+static inline int32_t check_blocks(const fdm_problem &p, const fdm_mask_blocks *blocks, const Message &message) {
+  if (int32_t status = check_args(blocks, "fdm_mask_blocks", message)) return status;
+  if (!has_mask_blocks(p)) return message.fail(FDM_INVALID_ARGUMENT, "the mask of the problem is not one of blocks");
+  if (int32_t status = check_block_mask(p, message)) return status;
+  const int64_t (&numbers)[4] = blocks->numbers.shape, (&contents)[4] = blocks->contents.shape;
+  const bool has_size = contents[1] >= 1 && contents[1] <= INT32_MAX && contents[2] >= 1 && contents[2] <= INT32_MAX;
+  if (!has_size || blocks->kept < 0 || blocks->partial < 0 || numbers[0] != p.mask.shape[0] ||
+      numbers[1] != p.mask.shape[1] || numbers[2] != ceil_div(p.queries, contents[1]) ||
+      numbers[3] != ceil_div(p.keys, contents[2]))
+    return message.fail(FDM_INVALID_ARGUMENT, "the shapes or the counts of the blocks do not fit the problem");
+  return FDM_OK;
 }
 
 // Runs `work` and converts its exceptions to a status. An exception must not cross the C interface.

@@ -2,12 +2,13 @@
 // The entry points that every pack shares: the checks of pack_calls.h, then the pack's own work.
 //
 // A Pack has these static members:
-//   kLimits, kKeyMassBiases, kKeyLists                         limits and capabilities
+//   kLimits, kKeyMassBiases, kKeyLists, kPlansBlocks           limits and capabilities
 //   plan_layout(kind), plan_bytes(p), plan_workspace_bytes(p), forward_workspace_bytes(p), backward_workspace_bytes(p),
 //   key_mass_workspace_bytes(p), selection_workspace_bytes(s), forget_workspace_bytes(f)
 //   is_filled(p, plan)                                         whether forward and backward may read this plan
 //   describe(p, s, forward, backward)                          JSON that describes the passes with non-null arguments
 //   run(context, message, work)                                runs `work` on the pack's device and returns a status
+//   block_plan_bytes(p, blocks), plan_blocks(p, blocks, plan)  with kPlansBlocks
 //   plan(p, plan, workspace), forward(p, args, plan, workspace), backward(p, args, plan, workspace),
 //   key_mass(p, args, plan, workspace),
 //   select(s, workspace), select_and_plan(s, p, plan, workspace), forget(f, workspace), forget_backward(f, workspace)
@@ -37,6 +38,24 @@ template <class Pack> struct PackEntries {
     const Message message{text, text_bytes};
     if (int32_t status = check(p, FDM_PASS_PLAN, plan, workspace, message)) return status;
     return Pack::run(p->context, message, [&] { return Pack::plan(*p, plan.data, workspace.data); });
+  }
+
+  static int32_t block_plan_bytes(const fdm_problem *p, const fdm_mask_blocks *blocks, int64_t *bytes, char *text,
+                                  size_t text_bytes) {
+    const Message message{text, text_bytes};
+    if (int32_t status = check_problem(p, Pack::kLimits, message)) return status;
+    if (int32_t status = check_blocks(*p, blocks, message)) return status;
+    *bytes = Pack::block_plan_bytes(*p, *blocks);
+    return FDM_OK;
+  }
+
+  static int32_t plan_blocks(const fdm_problem *p, const fdm_mask_blocks *blocks, fdm_buffer plan, char *text,
+                             size_t text_bytes) {
+    const Message message{text, text_bytes};
+    int64_t needed = 0;
+    if (int32_t status = block_plan_bytes(p, blocks, &needed, text, text_bytes)) return status;
+    if (int32_t status = check_buffer("plan", plan, needed, message)) return status;
+    return Pack::run(p->context, message, [&] { return Pack::plan_blocks(*p, *blocks, plan.data); });
   }
 
   static int32_t forward(const fdm_problem *p, const fdm_forward_args *args, fdm_buffer plan, fdm_buffer workspace,
@@ -136,6 +155,10 @@ template <class Pack> struct PackEntries {
     table.key_mass = key_mass;
     table.key_mass_biases = Pack::kKeyMassBiases;
     table.lists_keys = Pack::kKeyLists;
+    if constexpr (Pack::kPlansBlocks) {
+      table.block_plan_bytes = block_plan_bytes;
+      table.plan_blocks = plan_blocks;
+    }
     table.narrow_head_dim = Pack::kLimits.narrow_head_dim;
     table.narrow_value_dim = Pack::kLimits.narrow_value_dim;
     table.forget_workspace_bytes = forget_workspace_bytes;
@@ -174,6 +197,11 @@ private:
       return message.fail(FDM_UNSUPPORTED, "paged keys have no key mass");
     if (pass == FDM_PASS_KEY_MASS && Pack::kKeyMassBiases != FDM_KEY_MASS_ALL && has_query_rows(p.bias))
       return message.fail(FDM_UNSUPPORTED, "no kernel computes the key mass with a bias for each query");
+    if (has_mask_blocks(p)) {
+      if (!Pack::kPlansBlocks || pass == FDM_PASS_PLAN)
+        return message.fail(FDM_INVALID_ARGUMENT, "plan_blocks makes the plan of a mask of blocks, if the pack has it");
+      if (int32_t status = check_block_mask(p, message)) return status;
+    }
     if (!has_key_lists(p)) return FDM_OK;
     if (Pack::kKeyLists == FDM_LISTS_NONE)
       return message.fail(FDM_UNSUPPORTED, "no kernel of this pack reads lists of keys");

@@ -21,13 +21,14 @@ LAYOUT_PROGRAM = r"""
 #define FIELD(type, field) printf(#type "." #field " %zu\n", offsetof(type, field))
 int main(void) {
   SIZE(fdm_tensor); SIZE(fdm_buffer); SIZE(fdm_context); SIZE(fdm_problem); SIZE(fdm_forward_args);
-  SIZE(fdm_backward_args); SIZE(fdm_selection); SIZE(fdm_plan_layout); SIZE(fdm_pack);
+  SIZE(fdm_backward_args); SIZE(fdm_selection); SIZE(fdm_mask_blocks);
+  SIZE(fdm_plan_layout); SIZE(fdm_pack);
   FIELD(fdm_tensor, stride); FIELD(fdm_tensor, dtype); FIELD(fdm_context, stream);
   FIELD(fdm_problem, scale);
   FIELD(fdm_problem, q); FIELD(fdm_problem, block_table); FIELD(fdm_problem, max_kept);
   FIELD(fdm_forward_args, lse);
   FIELD(fdm_backward_args, dbias); FIELD(fdm_selection, keep); FIELD(fdm_pack, abi_version);
-  FIELD(fdm_plan_layout, most_tile_keys);
+  FIELD(fdm_plan_layout, most_tile_keys); FIELD(fdm_mask_blocks, kept);
   FIELD(fdm_pack, plan_layouts); FIELD(fdm_pack, workspace_bytes); FIELD(fdm_pack, select);
   return 0;
 }

@@ -70,6 +70,7 @@ void bind_pack(nb::module_ &module) {
       .def_prop_ro("plan_layouts", &plan_layouts_of)
       .def_prop_ro("lists_keys", [](const Pack &pack) { return pack.table().lists_keys != FDM_LISTS_NONE; })
       .def_prop_ro("orders_lists", [](const Pack &pack) { return pack.table().lists_keys == FDM_LISTS_IN_ORDER; })
+      .def_prop_ro("plans_blocks", [](const Pack &pack) { return pack.table().plan_blocks != nullptr; })
       .def_prop_ro("forgets", [](const Pack &pack) { return pack.table().forget != nullptr; })
       .def_prop_ro("launch_counts", &launch_counts_of)
       .def_prop_ro(
@@ -90,6 +91,7 @@ void bind_problem(nb::module_ &module) {
           },
           "pack"_a, "fields"_a, "threads"_a = 1, "stream"_a = 0, "named"_a)
       .def("list_keys", &Problem::set_key_lists, "indices"_a, "index_bias"_a.none())
+      .def("take_blocks", &Problem::set_mask_blocks, "numbers"_a, "contents"_a, "kept"_a, "partial"_a)
       .def_prop_ro("plan_bytes", &Problem::plan_bytes)
       .def_prop_ro("plan_workspace_bytes", [](const Problem &self) { return self.workspace_bytes(FDM_PASS_PLAN); })
       .def_prop_ro("forward_workspace_bytes",

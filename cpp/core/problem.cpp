@@ -147,7 +147,10 @@ void Problem::read_mask(const AttentionRecord &record) {
   if (!is_absent(record.mask) && !is_absent(record.start))
     value_error("attn_mask is given both as a boolean mask and as intervals (start, end), but only one is allowed");
   if (!is_absent(record.mask)) {
-    const TensorView &mask = read_argument(record.mask, "attn_mask", only(FDM_BOOL), device_);
+    // A given plan may be that of a mask of blocks. Then this tensor only has the mask's shape.
+    const bool may_have_blocks = pack_.plan_blocks != nullptr && !is_absent(record.given_plan);
+    const DtypeSet allowed = only(FDM_BOOL) | (may_have_blocks ? only(FDM_INT32) : 0);
+    const TensorView &mask = read_argument(record.mask, "attn_mask", allowed, device_);
     problem_.mask = map_scores(mask, "attn_mask", extents_);
     mask_kind_ = is_per_query(problem_.mask) ? FDM_MASK_ROWS : FDM_MASK_KEYS;
   }
@@ -227,6 +230,10 @@ void Problem::read_window(const AttentionRecord &record) {
 }
 
 void Problem::set_plan_bytes() {
+  if (problem_.mask.dtype == FDM_INT32) { // a mask of blocks, of whose plan the pack knows a lower bound
+    plan_bytes_ = bytes_of_pack(pack_, "plan_bytes", pack_.plan_bytes, &problem_);
+    return;
+  }
   const fdm_tensor &mask = mask_kind_ == FDM_MASK_INTERVALS ? problem_.start : problem_.mask;
   const int64_t lists = mask_kind_ == FDM_MASK_NONE ? 0 : mask.shape[0] * mask.shape[1];
   const int64_t keys = extents_.total_keys == Extents::unknown ? mask.shape[3] : extents_.total_keys;
@@ -312,6 +319,40 @@ void Problem::set_key_lists(const TensorField &indices, const TensorField &index
   problem_.indices = listed;
   problem_.index_bias = bias;
   has_index_bias_ = !is_absent(index_bias);
+}
+
+void Problem::set_mask_blocks(const TensorField &numbers, const TensorField &contents, int64_t kept, int64_t partial) {
+  if (pack_.plan_blocks == nullptr)
+    raise(PyExc_NotImplementedError, std::string("kernel pack ") + pack_.name + " has no plans of blocks");
+  if (mask_kind_ != FDM_MASK_NONE || has_selection_ || extents_.is_varlen)
+    value_error("blocks are given, but the call has another mask or a window, or its sequences are packed");
+  const TensorView &places = read_argument(numbers, "numbers", only(FDM_INT32), device_);
+  require_rank(places, "numbers", 4, "(batch, heads, blocks of queries, blocks of keys)");
+  const TensorView &pairs = read_argument(contents, "contents", only(FDM_BOOL), device_);
+  require_rank(pairs, "contents", 3, "(blocks, queries, keys)");
+  if (pairs.shape[1] < 1 || pairs.shape[2] < 1 || !(pairs.is_empty() || pairs.is_contiguous()))
+    value_error("contents has shape ", shape_of(pairs), ", but must be contiguous, with blocks of at least one pair");
+  const auto blocks_of = [](int64_t count, int64_t size) { return (count + size - 1) / size; };
+  const int64_t rows = blocks_of(extents_.queries, pairs.shape[1]), columns = blocks_of(extents_.keys, pairs.shape[2]);
+  const bool fits =
+      (places.shape[0] == 1 || places.shape[0] == extents_.batch) &&
+      (places.shape[1] == 1 || places.shape[1] == extents_.kv_heads || places.shape[1] == extents_.heads) &&
+      places.shape[2] == rows && places.shape[3] == columns;
+  if (!fits)
+    value_error("numbers has shape ", shape_of(places), ", but must have 1 or ", extents_.batch, " batch entries, 1, ",
+                extents_.kv_heads, " or ", extents_.heads, " heads, ", rows, " blocks of queries and ", columns,
+                " blocks of keys");
+  require_at_least(kept, "kept", 0);
+  require_at_least(partial, "partial", 0);
+  mask_blocks_.struct_size = sizeof mask_blocks_;
+  mask_blocks_.numbers = with_axes(places, {0, 1, 2, 3});
+  mask_blocks_.contents = with_axes(pairs, {0, 1, 2, new_axis});
+  mask_blocks_.kept = kept;
+  mask_blocks_.partial = partial;
+  problem_.mask = {
+      places.data, {places.shape[0], places.shape[1], extents_.queries, extents_.keys}, {0, 0, 0, 0}, FDM_INT32, 0};
+  mask_kind_ = FDM_MASK_ROWS;
+  plan_bytes_ = bytes_of_pack(pack_, "block_plan_bytes", pack_.block_plan_bytes, &problem_, &mask_blocks_);
 }
 
 fdm_tensor Problem::read_like(const TensorField &field, const char *name, const fdm_tensor &prototype,
@@ -452,6 +493,8 @@ void Problem::run_forward(const fdm_tensor &out, const Kept &kept, int32_t split
 
 void Problem::plan(const TensorField &plan, const TensorField &workspace) const {
   const fdm_buffer plan_buffer = read_buffer(plan, "plan", plan_bytes_, device_);
+  if (mask_blocks_.struct_size > 0)
+    return call_pack<Gil::release>(pack_, "plan_blocks", pack_.plan_blocks, &problem_, &mask_blocks_, plan_buffer);
   const fdm_buffer workspace_buffer = read_buffer(workspace, "workspace", workspace_bytes(FDM_PASS_PLAN), device_);
   run_plan(split_plan_buffer(plan_buffer, absent_tensor()), workspace_buffer);
 }

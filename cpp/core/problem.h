@@ -52,6 +52,9 @@ public:
   // Sets per-query key lists; index_bias may be None. The pack must have kernels for them.
   void set_key_lists(const TensorField &indices, const TensorField &index_bias);
 
+  // Makes this a problem of a mask of blocks for plan(). The pack must have plans of blocks. See fdm_mask_blocks.
+  void set_mask_blocks(const TensorField &numbers, const TensorField &contents, int64_t kept, int64_t partial);
+
   int64_t plan_bytes() const { return plan_bytes_; }
   // The same, or 0 if the pack needs no plan for this call. Traced calls lack the facts for this query.
   int64_t needed_plan_bytes() const;
@@ -150,6 +153,7 @@ private:
   // them.
   bool has_selection_;
   fdm_selection selection_;
+  fdm_mask_blocks mask_blocks_{}; // of set_mask_blocks(); before, struct_size is 0
   fdm_mask_kind mask_kind_;
   int64_t plan_bytes_;
 };

@@ -14,6 +14,7 @@ struct CpuPack {
                                       1u << FDM_FLOAT64};
   static constexpr fdm_key_mass_biases kKeyMassBiases = FDM_KEY_MASS_ALL;
   static constexpr fdm_lists kKeyLists = FDM_LISTS_IN_ORDER;
+  static constexpr bool kPlansBlocks = false;
 
   static std::string describe(const fdm_problem &p, const fdm_selection *s, const fdm_forward_args *forward,
                               const fdm_backward_args *backward);

@@ -60,9 +60,13 @@ struct CudaPack {
 
   static constexpr fdm_key_mass_biases kKeyMassBiases = FDM_KEY_MASS_KEYS;
   static constexpr fdm_lists kKeyLists = FDM_LISTS_ANY_ORDER;
+  static constexpr bool kPlansBlocks = true;
 
   static fdm_plan_layout plan_layout(fdm_mask_kind kind) { return cuda::plan_layout(kind); }
   static int64_t plan_bytes(const fdm_problem &p) { return plan_route(p, any_device(built_for())).plan_bytes; }
+  static int64_t block_plan_bytes(const fdm_problem &p, const fdm_mask_blocks &blocks) {
+    return block_plan_route(p, blocks, any_device(built_for())).plan_bytes;
+  }
   // Sizes for any device, which a caller may not know yet.
   static int64_t plan_workspace_bytes(const fdm_problem &p) {
     return plan_route(p, any_device(built_for())).workspace_bytes;
@@ -127,6 +131,11 @@ struct CudaPack {
   static cudaError_t plan(const fdm_problem &p, void *plan, void *workspace) {
     const auto stream = static_cast<cudaStream_t>(p.context.stream);
     return make_plan(p, plan_of(p, plan), any_device(built_for()), workspace, stream);
+  }
+  static cudaError_t plan_blocks(const fdm_problem &p, const fdm_mask_blocks &blocks, void *plan) {
+    const auto stream = static_cast<cudaStream_t>(p.context.stream);
+    const PlanRoute route = block_plan_route(p, blocks, any_device(built_for()));
+    return launch_block_lists(p, blocks, plan_of(p, plan), route, stream);
   }
   static cudaError_t forward(const fdm_problem &p, const fdm_forward_args &args, const void *plan, void *workspace) {
     return with_facts(p, [&](const DeviceFacts &facts) {

@@ -81,6 +81,9 @@ class Pack:
     def lists_keys(self) -> bool:
         """Whether `Problem.list_keys` can be called."""
     @property
+    def plans_blocks(self) -> bool:
+        """Whether `Problem.take_blocks` can be called."""
+    @property
     def forgets(self) -> bool:
         """Whether it has kernels for forget gates."""
     @property
@@ -111,7 +114,7 @@ class Problem:
     start, end: int32 (B|1, H|Hk|1, K); packed (H|Hk|1, total_k). Not together with mask.
     cu_seqlens: int32 (B + 1,), contiguous; each max_seqlen at least the longest sequence.
     block_table: int32 (B, pages of a sequence); packed and forward only.
-    given_plan: not read here.
+    given_plan: not read here. With one, mask may be int32: the plan is that of a mask of blocks.
     sink: query's dtype or float32 (H,).
     max_kept: of start and end; any n queries in a row keep at most max_kept + n - 1 keys together.
         0: not known. A plan is made for so many; more of them are right, but slower.
@@ -132,6 +135,16 @@ class Problem:
 
         indices: int32 (B, Hk|1, Q, k); packed (Hk|1, total_q, k).
         index_bias: float16, bfloat16 or float32 (B, H|Hk|1, Q, k); packed (H|Hk|1, total_q, k).
+        """
+    def take_blocks(
+        self, numbers: TensorLike, contents: TensorLike, kept: int, partial: int
+    ) -> None:
+        """Makes it a problem of a mask of blocks, for `plan` alone; without another mask.
+
+        numbers: int32 (B|1, H|Hk|1, blocks of queries, blocks of keys): -1 keeps no pair of the
+            block, 0 all, n > 0 those of contents[n - 1].
+        contents: bool (n, queries of a block, keys of a block), contiguous.
+        kept, partial: upper bounds of how many numbers are at least 0, and above 0.
         """
     @property
     def plan_bytes(self) -> int: ...

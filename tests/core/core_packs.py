@@ -117,6 +117,16 @@ class SelectionStruct(ctypes.Structure):
     ]
 
 
+class MaskBlocksStruct(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+        *_tensors("numbers", "contents"),
+        ("kept", ctypes.c_int64),
+        ("partial", ctypes.c_int64),
+    ]
+
+
 class Recording:
     """The last call of a recording pack, and its next actions."""
 
@@ -129,6 +139,7 @@ class Recording:
             "forward": ForwardStruct,
             "backward": BackwardStruct,
             "selection": SelectionStruct,
+            "mask_blocks": MaskBlocksStruct,
             "plan": Buffer,
             "workspace": Buffer,
         }

@@ -40,6 +40,7 @@ EXPORT fdm_problem recorded_problem;
 EXPORT fdm_forward_args recorded_forward;
 EXPORT fdm_backward_args recorded_backward;
 EXPORT fdm_selection recorded_selection;
+EXPORT fdm_mask_blocks recorded_mask_blocks;
 EXPORT fdm_buffer recorded_plan, recorded_workspace;
 
 /* What the next call does. */
@@ -115,6 +116,19 @@ static int32_t select_and_plan(const fdm_selection *selection, const fdm_problem
   return plan(problem, plan_buffer, workspace, message, message_bytes);
 }
 
+static int32_t block_plan_bytes(const fdm_problem *problem, const fdm_mask_blocks *blocks, int64_t *bytes,
+                                char *message, size_t message_bytes) {
+  (void)problem, (void)message, (void)message_bytes;
+  *bytes = 100 * blocks->kept + blocks->partial;
+  return FDM_OK;
+}
+
+static int32_t plan_blocks(const fdm_problem *problem, const fdm_mask_blocks *blocks, fdm_buffer plan_buffer,
+                           char *message, size_t message_bytes) {
+  recorded_mask_blocks = *blocks;
+  return plan(problem, plan_buffer, (fdm_buffer){0}, message, message_bytes);
+}
+
 static const fdm_pack table = {
     .abi_version = ABI_VERSION,
     .struct_size = STRUCT_SIZE,
@@ -141,6 +155,10 @@ static const fdm_pack table = {
     .select = do_select,
     .select_and_plan = select_and_plan,
     .plan_bytes = plan_bytes,
+#ifndef NO_BLOCKS
+    .block_plan_bytes = block_plan_bytes,
+    .plan_blocks = plan_blocks,
+#endif
     .wants_out_rest = WANTS_OUT_REST,
 };
 

@@ -72,6 +72,9 @@ EVERYDAY = {
     "training, a mask for each query": problem(
         1, 8, 8, 128, 16384, 16384, mask=3, mask_heads=1, mask_batch=1
     ),
+    "training, a mask of blocks": problem(
+        1, 8, 8, 128, 16384, 16384, mask=3, mask_heads=1, mask_batch=1, blocks=1
+    ),
     "training, narrow values": problem(1, 16, 16, 192, 4096, 4096, causal=1, value_dim=128),
     "training, kept keys, narrow values": problem(
         1, 32, 8, 192, 8192, 8192, max_kept=1024, value_dim=128, **KEPT, **KEY_BIAS

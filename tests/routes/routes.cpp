@@ -30,6 +30,7 @@ struct Spec {
   int64_t unwanted;                              // bits of gradients not needed: dq, dk, dv, dbias, dsink
   int64_t missing;                               // bits: head dimensions without kernels in the pack
   int64_t value_dim;                             // 0: same as head_dim
+  int64_t blocks;                                // whether a mask of rows is one of blocks
 };
 enum Odd { kInputs = 1, kOut = 2, kDout = 4, kGradients = 8, kMaps = 16, kChunks = 32, kFarRows = 64, kGaps = 128 };
 
@@ -105,7 +106,7 @@ struct Call {
     const int64_t mask_batch = s.mask_batch ? batch : 1, bias_batch = s.bias_batch ? batch : 1;
     if (s.mask == FDM_MASK_KEYS) p.mask = tensor(mask_batch, heads_of(s.mask_heads), 1, keys, FDM_BOOL, has(kChunks));
     if (s.mask == FDM_MASK_ROWS)
-      p.mask = tensor(mask_batch, heads_of(s.mask_heads), rows, s.keys, FDM_BOOL, has(kChunks));
+      p.mask = tensor(mask_batch, heads_of(s.mask_heads), rows, s.keys, s.blocks ? FDM_INT32 : FDM_BOOL, has(kChunks));
     if (s.mask == FDM_MASK_INTERVALS)
       p.start = p.end = tensor(mask_batch, heads_of(s.mask_heads), 1, keys, FDM_INT32, false);
     if (s.bias) {

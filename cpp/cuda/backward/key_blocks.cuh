@@ -27,13 +27,13 @@ struct KeyTask {
   int64_t sequence_index, kv_head;
   int64_t first_head; // the first query head of the group
   KeySteps steps;
-  int64_t begin, end;   // steps of this part
-  bool heads_inside;    // the order of HeadsInside::all
-  bool same_rows;       // the rows of a key are the same for all query heads of the group
-  bool test_all;        // every step tests its pairs
-  const RowWord *words; // not null: a row plan
-  float *part_sums;     // sums of this part; null: the block has one part
-  int64_t key_head;     // of segments: counted over sequences unless these are packed
+  int64_t begin, end; // steps of this part
+  bool heads_inside;  // the order of HeadsInside::all
+  bool same_rows;     // the rows of a key are the same for all query heads of the group
+  bool test_all;      // every step tests its pairs
+  bool has_words;     // there is a row plan
+  float *part_sums;   // sums of this part; null: the block has one part
+  int64_t key_head;   // of segments: counted over sequences unless these are packed
 };
 
 struct KeyStep {
@@ -141,7 +141,7 @@ template <int kKeys, class Team, int kBuffers, KeyBlockUse kUse, int kGroupKeyCo
     return first < rows.past && first + tile_rows > rows.first;
   }
 
-  __device__ const RowWord *words(const KeyStep &step, int tile_rows) const {
+  __device__ TileWords words(const KeyStep &step, int tile_rows) const {
     return tile_words(params.p, params.plan, shared.task.s, shared.task.sequence_index, head(step),
                       plan_tile(step, tile_rows));
   }
@@ -253,8 +253,8 @@ private:
       own_task.end = count * (item.part + 1) / item.parts * together;
     }
     own_task.same_rows = has_same_rows();
-    own_task.words = params.plan.words;
-    const bool has_unmapped_rows = kind == FDM_MASK_ROWS && !(kRowPlans && own_task.words);
+    own_task.has_words = params.plan.words != nullptr;
+    const bool has_unmapped_rows = kind == FDM_MASK_ROWS && !(kRowPlans && own_task.has_words);
     own_task.test_all = !kSameKeys && (has_unmapped_rows || !own_task.same_rows || has_query_rows(p.bias));
     own_task.part_sums = item.parts > 1
                              ? params.keys.part_sums + int64_t(item.stored_part + item.part) * params.keys.part_floats
@@ -336,11 +336,11 @@ private:
   __device__ KeyStep find_step(KeyStep step, int32_t loaded_head, int32_t loaded_tile, int tile_rows) {
     const KeyTask &own_task = shared.task;
     if constexpr (kRowPlans)
-      if (own_task.words) skip_inactive(step, tile_rows);
+      if (own_task.has_words) skip_inactive(step, tile_rows);
     step.valid = step.number < own_task.end;
     step.tests = own_task.test_all;
     if constexpr (kRowPlans)
-      if (step.valid && own_task.words) step.tests |= !is_full(step, tile_rows);
+      if (step.valid && own_task.has_words) step.tests |= !is_full(step, tile_rows);
     const bool other_head = step.head != loaded_head && params.group > 1 && (bias_is_of_heads() || !own_task.same_rows);
     const int32_t tile = plan_tile(step, tile_rows);
     const bool other_bias =
@@ -391,26 +391,25 @@ private:
     const int64_t list = list_number(params.p, plan, s, query_head);
     if (list == mapped_list) return;
     mapped_list = list;
-    static_assert(kKeys % kKeysPerByte == 0, "keys of a block are consecutive, and begin with those of a byte");
+    static_assert(kKeys % kGranuleKeys == 0, "keys of a block are consecutive, and begin with those of a granule");
     const int32_t first_key = max(0, shared.key[0]),
                   tiles = int32_t(min64(kMappedTiles, ceil_div(s.q_count, kTileRows)));
-    const int64_t bytes = ceil_div(s.k_count - first_key, kKeysPerByte);
-    const uint8_t *keeps =
-        plan.tile_keeps + first_key / kKeysPerByte +
-        (list * plan.tiles + tile_number(params.p, s, shared.task.sequence_index, 0)) * plan.keeps_per_tile;
+    const int64_t granules = ceil_div(s.k_count - first_key, kGranuleKeys);
+    const int32_t *numbers =
+        plan.granules + first_key / kGranuleKeys +
+        (list * plan.tiles + tile_number(params.p, s, shared.task.sequence_index, 0)) * plan.tile_granules;
     Team::sync(); // all threads have read the maps of the previous list
     for (int first = Team::thread() / 32 * 32; first < tiles; first += Team::kThreads) {
       const int tile = first + int(threadIdx.x) % 32;
-      uint32_t any = 0, all = tile < tiles ? kKeptByAll : 0;
+      bool any = false, all = tile < tiles;
 #pragma unroll
-      for (int n = 0; n < kKeys / kKeysPerByte; ++n) {
-        if (tile >= tiles || n >= bytes) continue;
-        const uint32_t byte = keeps[int64_t(tile) * plan.keeps_per_tile + n];
-        any |= byte;
-        all &= byte;
+      for (int n = 0; n < kKeys / kGranuleKeys; ++n) {
+        if (tile >= tiles || n >= granules) continue;
+        const int32_t number = numbers[int64_t(tile) * plan.tile_granules + n];
+        any |= number != kEmptyGranule;
+        all &= number == kFullGranule;
       }
-      const uint32_t active = __ballot_sync(0xffffffffu, any & kKeptByAny);
-      const uint32_t full = __ballot_sync(0xffffffffu, all & kKeptByAll);
+      const uint32_t active = __ballot_sync(0xffffffffu, any), full = __ballot_sync(0xffffffffu, all);
       if (threadIdx.x % 32 != 0) continue;
       shared.active[first / 32] = active;
       shared.full[first / 32] = full;

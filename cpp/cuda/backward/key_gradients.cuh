@@ -80,7 +80,7 @@ struct KeyGradients {
 #pragma unroll
     for (int w = 0; w < kWordCount; ++w) {
       uint32_t word = row_bits(range.first - first - 32 * w, range.past - first - 32 * w);
-      if (Keys::kRowPlans && keys.task().words)
+      if (Keys::kRowPlans && keys.task().has_words)
         word &= stage.words[key].part[first % kTileRows / 32 + w] >> (first % 32);
       bits[w] = word >> accumulator_column();
     }

@@ -46,7 +46,7 @@ struct RowBiasTask {
 struct RowBiasSource {
   Sequence s;
   int sequence_index, head, kv_head;
-  const RowWord *words; // the words of the row tile in a row plan
+  TileWords words; // of the row tile, if there is a row plan
 };
 
 template <class Config> struct RowBiasShared {
@@ -133,7 +133,7 @@ template <class Config> struct RowBiasBlock {
     stored.head = task.first_head + step.source % task.heads;
     stored.s = sequence(p, stored.sequence_index);
     stored.kv_head = int(kv_head_of(p, stored.head));
-    stored.words = nullptr;
+    stored.words = {};
     if (mask_kind(p) != FDM_MASK_ROWS) return;
     stored.words = tile_words(p, params.plan, stored.s, stored.sequence_index, stored.head, task.first_row / kTileRows);
   }
@@ -154,7 +154,7 @@ template <class Config> struct RowBiasBlock {
     kept.rows = rows_of_key(params.p, src.s, src.head, key);
     const int first_word = int(shared.task.first_row) % kTileRows / 32;
 #pragma unroll
-    for (int w = 0; w < kWords; ++w) kept.word[w] = src.words ? src.words[key].part[first_word + w] : ~0u;
+    for (int w = 0; w < kWords; ++w) kept.word[w] = src.words.words ? src.words.of(key)->part[first_word + w] : ~0u;
     return kept;
   }
 

@@ -52,11 +52,10 @@ __device__ __forceinline__ RowRange rows_of_key(const fdm_problem &p, const Sequ
   return rows;
 }
 
-// The words of a tile of a row plan, one for each key of the sequence.
-__device__ __forceinline__ const RowWord *tile_words(const fdm_problem &p, const Plan &plan, const Sequence &s,
-                                                     int64_t sequence_index, int64_t head, int64_t tile) {
-  const int64_t list_tile = list_number(p, plan, s, head) * plan.tiles + tile_number(p, s, sequence_index, tile);
-  return plan.words + list_tile * plan.tile_keys;
+// The words of a tile of a row plan for a query head.
+__device__ __forceinline__ TileWords tile_words(const fdm_problem &p, const Plan &plan, const Sequence &s,
+                                                int64_t sequence_index, int64_t head, int64_t tile) {
+  return tile_words(plan, list_number(p, plan, s, head) * plan.tiles + tile_number(p, s, sequence_index, tile));
 }
 
 } // namespace fdm::cuda

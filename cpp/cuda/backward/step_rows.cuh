@@ -90,10 +90,11 @@ template <class Config> struct StepRows : Config::Gradients {
   __device__ void load_queries(const KeyStep &step, int stage) const {
     copy_step(step, params.p.q, shared.first_row.q, q(stage), !Config::kGeneral || params.aligned);
     if constexpr (Config::KeysOfBlock::kRowPlans) {
-      if (keys.task().words && int(threadIdx.x) < kKeys) {
-        const RowWord *words = keys.words(step, kRows);
+      if (keys.task().has_words && int(threadIdx.x) < kKeys) {
+        const TileWords words = keys.words(step, kRows);
         const int32_t key = shared.keys.key[threadIdx.x];
-        ptx::cp_async_16(ptx::shared_address(&shared.stages[stage].words[threadIdx.x]), words + max(key, 0), key >= 0);
+        ptx::cp_async_16(ptx::shared_address(&shared.stages[stage].words[threadIdx.x]), words.of(max(key, 0)),
+                         key >= 0);
       }
     }
   }

@@ -24,6 +24,10 @@ cudaError_t launch_chunk_lists(const fdm_problem &p, const Plan &plan, const Pla
 
 cudaError_t launch_runs(const fdm_problem &p, const Plan &plan, const PlanRoute &route, cudaStream_t stream);
 
+// Makes the plan of a mask of blocks.
+cudaError_t launch_block_lists(const fdm_problem &p, const fdm_mask_blocks &blocks, const Plan &plan,
+                               const PlanRoute &route, cudaStream_t stream);
+
 // The launch of SelectionKernel::list. The second also makes the plan of a problem.
 cudaError_t launch_short_selection(const fdm_selection &s, const SelectionRoute &route, cudaStream_t stream);
 cudaError_t launch_short_lists(const fdm_selection &s, const fdm_problem &p, const Plan &plan,

@@ -8,8 +8,13 @@
 // Interval plans serve a mask per key, or intervals, which include the causal limit. They also have, for each list,
 // the keys that any query keeps, in key order, each with its first and past-the-last row. Row plans serve a boolean
 // mask per query. They have a word of kTileRows bits for each tile and key instead. The backward pass goes by keys
-// and can look up any of them. In row plans, a byte for each tile and kKeysPerByte keys tells it which tiles it can
-// skip.
+// and can look up any of them. In row plans, a number for each tile and granule of kGranuleKeys keys tells it which
+// tiles it can skip.
+//
+// A row plan of a boolean mask has room for the columns and words of all keys of each tile, so the place of each is
+// known without a look-up. A row plan of a mask of blocks (fdm_mask_blocks) has room only for what the blocks keep: a
+// pool of granules. A tile takes granules for its columns and for the words of keys that some of its rows keep, and
+// the number of a granule is its place in the pool. Granules that no row keeps, or that all rows keep, share one.
 //
 // Memory is linear in the keys, except in row plans. A tile has room for as many columns as a selection leaves it
 // (fdm_problem.max_kept), or for kTileKeyRoom. A tile that keeps more overflows: its columns are then all kept keys
@@ -37,10 +42,31 @@ struct alignas(16) RowWord {
   uint32_t part[kTileRows / 32];
 };
 
-// Keys of a row plan per byte. The byte tells whether any row of a tile keeps any of them, and whether all rows keep
-// all.
-constexpr int kKeysPerByte = 32;
-enum TileKeeps : uint8_t { kKeptByAny = 1, kKeptByAll = 2 };
+// The words of consecutive keys of a row plan. With a mask of blocks, one holds columns instead.
+constexpr int kGranuleKeys = 32;
+struct Granule {
+  RowWord words[kGranuleKeys];
+};
+constexpr int kGranuleColumns = sizeof(Granule) / sizeof(int32_t);
+
+// The number of a granule: no row of the tile keeps any of its keys, all rows keep all of them, or from
+// kFirstOwnGranule on neither. In a pool it is the granule's place; otherwise kFirstOwnGranule stands for all others.
+enum GranuleNumber : int32_t { kEmptyGranule = 0, kFullGranule = 1, kFirstOwnGranule = 2 };
+
+// The place of a tile's columns in a pool: its first granule, and the columns that there is room for.
+struct ColumnPlace {
+  int32_t first_granule, room;
+};
+
+// The words of the keys of a tile of a row plan.
+struct TileWords {
+  const RowWord *words;    // null: there is no row plan
+  const int32_t *granules; // the number of each granule of the tile, of a pool; null: key j has word j
+
+  FDM_MEMBER const RowWord *of(int32_t key) const {
+    return words + (granules ? int64_t(granules[key / kGranuleKeys]) * kGranuleKeys + key % kGranuleKeys : key);
+  }
+};
 
 // The columns of a tile, and how many of them are full. A tile that overflows has no full ones, and `full` is ~n,
 // with n the position of its first column among the kept keys.
@@ -82,12 +108,14 @@ struct Plan {
   int32_t *kept_index;            // [list][list_keys]: a sequence's from its k_begin on; keys within the sequence
   int32_t *kept_start, *kept_end; // rows within the sequence, causal limit included: start <= row < end
 
-  TileCounts *counts;  // [list][tile]
-  int32_t *columns;    // [list][tile][tile_keys]: full ones from the front; partial ones from the back, reversed.
-                       // Null: the columns of a tile are the first kept keys of its list
-  RowWord *words;      // [list][tile][tile_keys]: every key, in key order; row plans only
-  uint8_t *tile_keeps; // [list][tile][keeps_per_tile]: a TileKeeps per kKeysPerByte keys; row plans only
-  int32_t keeps_per_tile;
+  TileCounts *counts; // [list][tile]
+  int32_t *columns;   // [list][tile][tile_keys]: full ones from the front; partial ones from the back, reversed.
+                      // Null: the columns of a tile are the first kept keys of its list
+  RowWord *words;     // [list][tile][tile_keys]: every key, in key order; row plans only
+  int32_t *granules;  // [list][tile][tile_granules]: a GranuleNumber per kGranuleKeys keys; row plans only
+  int32_t tile_granules;
+  ColumnPlace *places; // [list][tile]: `columns` and `words` are the same pool; null: they are as above
+  int32_t *pool_used;  // granules of the pool that tiles have taken, without the shared ones
 
   int32_t list_spans, list_sections; // of a list, over all sequences
   KeySpan *spans, *sections;         // [list][span], [list][section]; plans of runs, which have only these and runs
@@ -125,7 +153,9 @@ struct BufferParts {
 };
 
 // The pointers of the plan of a problem, and the plan's size. Without a mask there is no plan.
-inline Plan lay_out_plan(const fdm_problem &p, void *base, int64_t *bytes) {
+//
+// `pool_granules`: the granules that tiles take of a pool. The pool is the last part, so its size moves no other part.
+inline Plan lay_out_plan(const fdm_problem &p, void *base, int64_t *bytes, int64_t pool_granules = 0) {
   *bytes = 0;
   const fdm_mask_kind kind = mask_kind(p);
   if (kind == FDM_MASK_NONE) return {};
@@ -159,12 +189,20 @@ inline Plan lay_out_plan(const fdm_problem &p, void *base, int64_t *bytes) {
     plan.kept_end = parts.take<int32_t>(plan.lists * plan.list_keys);
   }
   plan.counts = parts.take<TileCounts>(list_tiles);
-  if (kind != FDM_MASK_KEYS) plan.columns = parts.take<int32_t>(list_tiles * plan.tile_keys);
   if (kind == FDM_MASK_ROWS) {
-    plan.words = parts.take<RowWord>(list_tiles * plan.tile_keys);
-    plan.keeps_per_tile = int32_t(ceil_div(plan.tile_keys, kKeysPerByte));
-    plan.tile_keeps = parts.take<uint8_t>(list_tiles * plan.keeps_per_tile);
+    plan.tile_granules = int32_t(ceil_div(plan.tile_keys, kGranuleKeys));
+    plan.granules = parts.take<int32_t>(list_tiles * plan.tile_granules);
   }
+  if (has_mask_blocks(p)) {
+    plan.places = parts.take<ColumnPlace>(list_tiles);
+    plan.pool_used = parts.take<int32_t>(1);
+    plan.words = parts.take<Granule>(kFirstOwnGranule + pool_granules)->words;
+    plan.columns = reinterpret_cast<int32_t *>(plan.words);
+    *bytes = parts.used;
+    return plan;
+  }
+  if (kind != FDM_MASK_KEYS) plan.columns = parts.take<int32_t>(list_tiles * plan.tile_keys);
+  if (kind == FDM_MASK_ROWS) plan.words = parts.take<RowWord>(list_tiles * plan.tile_keys);
   *bytes = parts.used;
   return plan;
 }
@@ -178,8 +216,9 @@ inline Plan plan_of(const fdm_problem &p, const void *base) {
 // The value of fdm_pack.plan_layouts: an upper bound of the size from lay_out_plan(), by the formula of pack.h.
 inline fdm_plan_layout plan_layout(fdm_mask_kind kind) {
   switch (kind) {
-  case FDM_MASK_ROWS: // a byte for each key is more than one for each kKeysPerByte keys
-    return {4 * 256, 0, 0, sizeof(TileCounts), sizeof(int32_t) + sizeof(RowWord) + 1, kTileRows, INT64_MAX};
+  case FDM_MASK_ROWS: // a tile has at most one granule more than its keys fill; a key takes an eighth of a byte of them
+    return {4 * 256,   0,        0, sizeof(TileCounts) + sizeof(int32_t), sizeof(int32_t) + sizeof(RowWord) + 1,
+            kTileRows, INT64_MAX};
   case FDM_MASK_KEYS: // each sequence has a tile, which includes its kept_count
     return {5 * 256, 0, 3 * sizeof(int32_t), sizeof(TileCounts) + sizeof(int32_t), 0, kTileRows, 0};
   case FDM_MASK_INTERVALS: // for a plan of runs: a tile includes its run, and a span and a section per sequence
@@ -248,6 +287,12 @@ FDM_INLINE int64_t list_sequence(const fdm_problem &p, int64_t list, int64_t seq
 FDM_INLINE int64_t list_number(const fdm_problem &p, const Plan &plan, const Sequence &s, int64_t head) {
   const fdm_tensor &mask = mask_tensor(p);
   return batch_index(mask, s) * plan.lists_per_batch + head_index(p, mask, head);
+}
+
+// The words of a tile of a list in a row plan.
+FDM_INLINE TileWords tile_words(const Plan &plan, int64_t list_tile) {
+  if (plan.places) return {plan.words, plan.granules + list_tile * plan.tile_granules};
+  return {plan.words + list_tile * plan.tile_keys, nullptr};
 }
 
 } // namespace fdm::cuda

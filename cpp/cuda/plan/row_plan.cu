@@ -6,10 +6,10 @@
 // rows into the bits of one register, for four keys at once. A transposition of four such registers gives a word of
 // 32 rows for each key. Then each thread takes one key, classifies it and ranks it among the others.
 #include "../host/launch.cuh"
-#include "../tile/block_scan.cuh"
 #include "../tile/mask_bytes.cuh"
 #include "list_work.cuh"
 #include "make_plan.h"
+#include "row_columns.cuh"
 
 namespace fdm::cuda {
 namespace {
@@ -42,11 +42,6 @@ __device__ __forceinline__ uint4 words_of_keys(const uint32_t (&bits)[4]) {
           __byte_perm(high01, high23, 0x7632)};
 }
 
-// Bits [first, 32) of a word.
-__device__ __forceinline__ uint32_t bits_from(int64_t first) {
-  return first <= 0 ? ~0u : (first >= 32 ? 0u : ~0u << first);
-}
-
 // How a thread loads booleans: four at once if the key stride is 1 and every row begins at a multiple of four bytes.
 enum class MaskLoads { single, four };
 
@@ -65,15 +60,14 @@ __global__ void __launch_bounds__(kRowThreads, 2)
   const auto *mask = static_cast<const uint8_t *>(p.mask.data) + work.list_batch * p.mask.stride[0] +
                      work.list_head * p.mask.stride[1] + (work.s.q_begin + first_row) * row;
   const int64_t list_tile = work.list * plan.tiles + tile_number(p, work.s, work.sequence_index, work.part);
-  int32_t *columns = plan.columns + list_tile * plan.tile_keys;
   RowWord *key_words = plan.words + list_tile * plan.tile_keys;
-  uint8_t *tile_keeps = plan.tile_keeps + list_tile * plan.keeps_per_tile;
-  static_assert(kKeysPerByte == 32, "a warp has the keys of a byte");
+  int32_t *granules = plan.granules + list_tile * plan.tile_granules;
+  static_assert(kGranuleKeys == 32, "a warp has the keys of a granule");
 
   const int part = warp_id() % kParts, group = warp_id() / kParts;
   const int part_rows = max(0, min(32, rows - 32 * part));
   const uint8_t *part_mask = mask + 32 * part * row;
-  uint32_t full_count = 0, partial_count = 0;
+  RowColumns<kRowThreads> columns{ranks, plan.columns + list_tile * plan.tile_keys, plan.tile_keys, rows};
   for (int64_t step = 0; step < visible; step += kStepKeys) {
     const int64_t lane_key = step + group * kKeysPerWarp + lane_id() * kKeysPerThread;
     const int keys = static_cast<int>(max64(0, min64(kKeysPerThread, work.s.k_count - lane_key)));
@@ -88,40 +82,23 @@ __global__ void __launch_bounds__(kRowThreads, 2)
 
     const int64_t key = step + threadIdx.x;
     RowWord word;
-    uint32_t any = 0, missing = 0;
 #pragma unroll
     for (int n = 0; n < kParts; ++n) {
-      uint32_t kept = reinterpret_cast<const uint32_t *>(words[n])[threadIdx.x];
-      if (is_causal(p)) kept &= bits_from(key - first_limit - 32 * n);
-      any |= kept;
-      missing |= ~kept & ~bits_from(rows - 32 * n);
-      word.part[n] = kept;
-    }
-    const bool full[1] = {missing == 0}, partial[1] = {missing != 0 && any != 0};
-    uint32_t rank[1];
-    const uint32_t total = ranks.rank(full, partial, rank);
-    if (full[0]) columns[full_count + ranks.first_of(rank[0])] = static_cast<int32_t>(key);
-    if (partial[0]) {
-      const uint32_t c = partial_count + ranks.second_of(rank[0]);
-      columns[plan.tile_keys - 1 - c] = static_cast<int32_t>(key);
+      word.part[n] = reinterpret_cast<const uint32_t *>(words[n])[threadIdx.x];
+      if (is_causal(p)) word.part[n] &= bits_from(key - first_limit - 32 * n);
     }
     const bool exists = key < work.s.k_count;
     if (exists) key_words[key] = word;
-    const bool any_of_warp = __any_sync(0xffffffffu, any != 0),
-               all_of_warp = __all_sync(0xffffffffu, !exists || full[0]);
-    if (exists && lane_id() == 0)
-      tile_keeps[key / kKeysPerByte] = (any_of_warp ? kKeptByAny : 0) | (all_of_warp ? kKeptByAll : 0);
-    full_count += ranks.first_of(total);
-    partial_count += ranks.second_of(total);
+    const GranuleNumber number = columns.add(static_cast<int32_t>(key), exists, word);
+    if (exists && lane_id() == 0) granules[key / kGranuleKeys] = number;
   }
   // Clears the keys beyond the causal limit that no step has written.
   for (int64_t key = ceil_div(max64(0, visible), kStepKeys) * kStepKeys + threadIdx.x; key < work.s.k_count;
        key += kRowThreads) {
     key_words[key] = RowWord{};
-    if (lane_id() == 0) tile_keeps[key / kKeysPerByte] = 0;
+    if (lane_id() == 0) granules[key / kGranuleKeys] = kEmptyGranule;
   }
-  if (threadIdx.x == 0)
-    plan.counts[list_tile] = {static_cast<int32_t>(full_count + partial_count), static_cast<int32_t>(full_count)};
+  if (threadIdx.x == 0) plan.counts[list_tile] = columns.counts();
 }
 
 } // namespace

@@ -13,7 +13,7 @@ constexpr const char *kForwardNames[] = {
 constexpr const char *kQueryNames[] = {"none", "general", "usual", "wgmma"};
 constexpr const char *kKeyNames[] = {"none",  "general",  "usual",    "wgmma",  "all",
                                      "fused", "row_bias", "row_mask", "shared", "chained"};
-constexpr const char *kPlanNames[] = {"none", "rows", "list", "tiles", "chunks", "runs"};
+constexpr const char *kPlanNames[] = {"none", "rows", "blocks", "list", "tiles", "chunks", "runs"};
 constexpr const char *kSelectionNames[] = {"none", "keep", "parts", "intervals", "list"};
 constexpr const char *kInsideNames[] = {"none", "few", "all"};
 constexpr const char *kPartsNames[] = {"none", "workspace", "in_dk"};
@@ -192,7 +192,8 @@ std::string describe(const PlanRoute &route) {
   fields.flag("aligned", route.aligned);
   fields.number("chunk_blocks", route.chunk_blocks);
   fields.number("blocks", route.blocks);
-  fields.number("plan_bytes", route.plan_bytes);
+  // Of a plan of blocks the problem gives only a lower bound.
+  if (route.kernel != PlanKernel::blocks) fields.number("plan_bytes", route.plan_bytes);
   fields.parts({{"counts", &route.counts}});
   fields.number("workspace_bytes", route.workspace_bytes);
   fields.launches(route.launches);

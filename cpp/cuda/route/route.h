@@ -263,6 +263,7 @@ bool is_pair_bias(const fdm_problem &p, const DeviceFacts &device);
 enum class PlanKernel : uint8_t {
   none,
   rows,   // row_plan.cu
+  blocks, // block_plan.cu
   list,   // short_lists.cu: one or a few thread blocks for each list
   tiles,  // interval_plan.cu: a thread block for each tile and for each part of the keys
   chunks, // interval_plan.cu: three launches
@@ -277,7 +278,7 @@ struct PlanRoute {
   PlanKernel kernel;
   int32_t threads;        // of a thread block
   int32_t keys_of_thread; // list
-  int32_t parts;          // rows, list: thread blocks per list
+  int32_t parts;          // rows, blocks, list: thread blocks per list
   PlanParts list_parts;   // tiles, chunks
   bool aligned;           // rows: the booleans of several keys are loaded at once
   int64_t blocks;         // of the last launch
@@ -287,6 +288,8 @@ struct PlanRoute {
   Launches launches;
 };
 PlanRoute plan_route(const fdm_problem &p, const DeviceFacts &device);
+// The same with the size of the plan of these blocks, of which plan_route() gives a lower bound.
+PlanRoute block_plan_route(const fdm_problem &p, const fdm_mask_blocks &blocks, const DeviceFacts &device);
 
 // The kernels that select keys.
 enum class SelectionKernel : uint8_t {

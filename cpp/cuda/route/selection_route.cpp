@@ -64,7 +64,36 @@ void choose_keep(SelectionRoute *route, const fdm_selection &selection, const De
   route->launches.add("write_kept_keys");
 }
 
+// The most parts of `part` elements that a run of `size` elements meets. Parts begin at multiples of `part`, and runs at
+// multiples of `size`.
+int64_t parts_of_run(int64_t size, int64_t part) {
+  if (size % part == 0) return size / part;
+  return part % size == 0 ? 1 : ceil_div(size - 1, part) + 1;
+}
+
+// The granules of the pool that the tiles of a plan of blocks take at most, for columns and for words.
+int64_t pool_granules(const fdm_problem &p, const fdm_mask_blocks &blocks, const Plan &plan) {
+  const int64_t rows = blocks.contents.shape[1], keys = blocks.contents.shape[2];
+  const int64_t of_block = parts_of_run(rows, kTileRows) * parts_of_run(keys, kGranuleKeys);
+  const int64_t tiles = plan.lists * ceil_div(p.queries, kTileRows), all = tiles * plan.tile_granules;
+  const int64_t listed = min64(all, blocks.kept * of_block);
+  int64_t stored = listed;
+  if (rows % kTileRows == 0 && keys % kGranuleKeys == 0) { // the rows of a tile and a granule are in one block
+    // The rows of a tile see different parts of the kTileRows - 1 keys after the last one that all of them see.
+    const int64_t cut = is_causal(p) ? ceil_div(kTileRows - 2, kGranuleKeys) + 1 : 0;
+    stored = min64(listed, blocks.partial * of_block + tiles * cut);
+  }
+  return ceil_div(listed * kGranuleKeys, kGranuleColumns) + tiles + stored;
+}
+
 } // namespace
+
+PlanRoute block_plan_route(const fdm_problem &p, const fdm_mask_blocks &blocks, const DeviceFacts &device) {
+  PlanRoute route = plan_route(p, device);
+  const Plan plan = plan_of(p, nullptr);
+  lay_out_plan(p, nullptr, &route.plan_bytes, pool_granules(p, blocks, plan));
+  return route;
+}
 
 PlanRoute plan_route(const fdm_problem &p, const DeviceFacts &device) {
   const RouteTable &table = *device.table;
@@ -89,11 +118,12 @@ PlanRoute plan_route(const fdm_problem &p, const DeviceFacts &device) {
     route.launches.add("find_spans");
     route.launches.add("find_runs");
   } else if (kind == FDM_MASK_ROWS) {
-    route.kernel = PlanKernel::rows;
-    route.aligned = mask_rows_are_aligned(p.mask);
+    const bool has_blocks = has_mask_blocks(p);
+    route.kernel = has_blocks ? PlanKernel::blocks : PlanKernel::rows;
+    route.aligned = !has_blocks && mask_rows_are_aligned(p.mask);
     route.parts = int32_t(ceil_div(p.queries, kTileRows));
     route.blocks = lists * route.parts;
-    route.launches.add("list_row_columns");
+    route.launches.add(has_blocks ? "list_block_columns" : "list_row_columns");
   } else if (p.keys <= table.list_plan_keys && p.queries <= table.list_rows) {
     route.kernel = PlanKernel::list;
     route.threads = p.keys <= 256 ? 128 : p.keys <= 512 ? 256 : 512;

@@ -14,7 +14,7 @@ struct TileColumns {
   const int32_t *column_keys;        // null: column_key() computes keys; if both runs start at 0, column c is key c
   // Entry column_keys_size - 1 is the first partial column, then backwards; 0: entry c is column c.
   int32_t column_keys_size;
-  const RowWord *words;       // a word for every key of the sequence; null: there is no row plan
+  TileWords words;            // the words of all keys of the sequence, if there is a row plan
   const int32_t *start, *end; // the rows of each key; null: there are no intervals
   int64_t start_stride, end_stride;
   bool causal;
@@ -53,7 +53,7 @@ __device__ __forceinline__ void find_columns(TileColumns &t, const fdm_problem &
   t.first_key = t.first_full_key = 0;
   t.column_keys = nullptr;
   t.column_keys_size = 0;
-  t.words = nullptr;
+  t.words = {};
   const fdm_mask_kind kind = mask_kind(p);
   if (kind == FDM_MASK_NONE) {
     const TileSpan span = consecutive_columns(p, s, first, kTileRows);
@@ -80,7 +80,12 @@ __device__ __forceinline__ void find_columns(TileColumns &t, const fdm_problem &
   } else {
     t.column_keys = plan.kept_index + list * plan.list_keys + s.k_begin + (counts.overflows() ? ~counts.full : 0);
   }
-  if (kind == FDM_MASK_ROWS) t.words = plan.words + list_tile * plan.tile_keys;
+  if (kind != FDM_MASK_ROWS) return;
+  t.words = tile_words(plan, list_tile);
+  if (!plan.places) return;
+  const ColumnPlace place = plan.places[list_tile];
+  t.column_keys = plan.columns + int64_t(place.first_granule) * kGranuleColumns;
+  t.column_keys_size = place.room;
 }
 
 __device__ __forceinline__ void find_column_intervals(TileColumns &t, const fdm_problem &p, const Sequence &s,
@@ -133,7 +138,7 @@ __device__ __forceinline__ RowWord column_word(const TileColumns &t, int32_t c, 
     for (int part = 0; part < kTileRows / 32; ++part) word.part[part] = c < t.full ? ~0u : 0u;
     return word;
   }
-  if (t.words) return planned;
+  if (t.words.words) return planned;
   int first = 0, past = kTileRows;
   if (t.start) {
     first = max(first, max(start, 0) - t.first_row);

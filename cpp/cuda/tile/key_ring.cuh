@@ -110,7 +110,7 @@ __device__ __forceinline__ int32_t fetch_key(const TileColumns &t, int32_t c) {
 
 // Fetches the rows that keep the key of a partial column.
 __device__ __forceinline__ void fetch_kept_rows(ColumnEntry &entry, const TileColumns &t) {
-  if (t.words) entry.word = t.words[entry.key];
+  if (t.words.words) entry.word = *t.words.of(entry.key);
   if (t.start) {
     entry.start = t.start[entry.key * t.start_stride];
     entry.end = t.end[entry.key * t.end_stride];

@@ -182,7 +182,7 @@ template <class Config> struct RowProducer {
         copy_rows<typename Config::DoutTile>(params.a.dout, step, used, shared.sdO[state.index]);
     }
     if constexpr (Config::Keys::kRowPlans) {
-      if (keys.task().words) {
+      if (keys.task().has_words) {
         // Each part of a step has the words of all keys.
         constexpr int kWords = Config::kParts * Config::kKeys;
         static_assert(kWords % Roles::kProducerThreads == 0);
@@ -190,7 +190,7 @@ template <class Config> struct RowProducer {
         for (int n = Roles::producer_thread(); n < kWords; n += Roles::kProducerThreads) {
           const int part = n / Config::kKeys, r = n % Config::kKeys;
           const int32_t key = shared.keys.key[r];
-          ptx::cp_async_16(ptx::shared_address(&stage.parts[part].words[r]), keys.words(step, kRows) + max(key, 0),
+          ptx::cp_async_16(ptx::shared_address(&stage.parts[part].words[r]), keys.words(step, kRows).of(max(key, 0)),
                            key >= 0);
         }
       }
