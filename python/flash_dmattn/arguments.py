@@ -12,6 +12,7 @@ from torch import Tensor
 from . import checks
 from .checks import flag, number
 from .loader import environment
+from .mask_blocks import MaskBlocks
 from .masks import IntervalMask
 from .operators import define
 
@@ -239,8 +240,10 @@ class MaskParts(NamedTuple):
     keeps_runs: bool = False  # set with start and end only
 
 
-def mask_parts(mask: Tensor | IntervalMask | None) -> MaskParts:
-    """Return the fields of a mask."""
+def mask_parts(mask: Tensor | IntervalMask | MaskBlocks | None) -> MaskParts:
+    """Return the fields of a mask. Blocks are for calls with their plan."""
+    if isinstance(mask, MaskBlocks):
+        return MaskParts(mask.placeholder)
     if isinstance(mask, IntervalMask):
         return MaskParts(None, mask.start, mask.end, mask.max_kept or 0, mask._keeps_runs)
     if mask is not None and mask.dtype != torch.bool:

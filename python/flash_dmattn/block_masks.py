@@ -12,6 +12,7 @@ from torch import Tensor
 from .arguments import check_tensors, refuse_ranks
 from .checks import is_one_of
 from .dispatch_state import PLAIN_TYPES, has_values
+from .mask_blocks import MaskBlocks
 from .masks import IntervalMask
 
 __all__ = ["mask_of_blocks", "plain_mask"]
@@ -21,8 +22,13 @@ _ELEMENTS_AT_ONCE = 1 << 24
 
 
 def mask_of_blocks(
-    block_mask: Any, query: Tensor, key: Tensor, *, as_tensor: bool = False
-) -> Tensor | IntervalMask:
+    block_mask: Any,
+    query: Tensor,
+    key: Tensor,
+    *,
+    as_tensor: bool = False,
+    as_blocks: bool = False,
+) -> Tensor | IntervalMask | MaskBlocks:
     """Return an `IntervalMask` if one run of queries keeps each key, else a boolean mask.
 
     The mask_mod is called only for the elements of partial blocks, once each. Compiled code does
@@ -31,7 +37,8 @@ def mask_of_blocks(
     Args:
         block_mask: a BlockMask of the sizes of query and key, or with 1 in place of B or H.
         query, key: ``(B, rows, heads, D)``.
-        as_tensor: return a boolean mask in any case.
+        as_tensor: return no `IntervalMask`.
+        as_blocks: return `MaskBlocks` in place of a boolean mask, except in compiled code.
 
     Raises:
         ValueError: sizes or devices differ.
@@ -43,19 +50,19 @@ def mask_of_blocks(
         return _mask_of_all_pairs(block_mask, blocks)
     partial_blocks = blocks.partial.nonzero(as_tuple=True)
     contents = _contents_of_partial_blocks(block_mask, blocks, partial_blocks)
-    found = None
     if not as_tensor and blocks.queries and blocks.keys:
         found = _intervals(blocks, partial_blocks, contents)
-    return blocks.to_bool(partial_blocks, contents) if found is None else found
+        if found is not None:
+            return found
+    mask = blocks.mask(partial_blocks, contents)
+    return mask if as_blocks else mask.to_bool()
 
 
-def plain_mask(
-    mask: Any, query: Tensor, key: Tensor, plan: Any = None, *, as_tensor: bool = False
-) -> Any:
+def plain_mask(mask: Any, query: Tensor, key: Tensor, plan: Any = None, **options: bool) -> Any:
     """Return `mask_of_blocks` of a BlockMask; None if the call has a plan made from that mask."""
     if plan is None:
         check_tensors(query, key=key)
-        return mask_of_blocks(mask, query, key, as_tensor=as_tensor)
+        return mask_of_blocks(mask, query, key, **options)
     plan_mask = getattr(plan, "block_mask", None)
     if plan_mask is mask:
         return None
@@ -85,17 +92,20 @@ class _Blocks(NamedTuple):
         full = _dense(mask.full_kv_num_blocks, mask.full_kv_indices, columns)
         return cls(partial & ~full, full, size, queries, keys)
 
-    def to_bool(self, partial_blocks: tuple[Tensor, ...], contents: Tensor) -> Tensor:
-        """Return the mask, bool ``(B|1, H|1, Q, K)``.
+    def mask(self, partial_blocks: tuple[Tensor, ...], contents: Tensor) -> MaskBlocks:
+        """Return the whole mask.
 
         Args:
             partial_blocks: the indices of the partial blocks.
             contents: the mask inside of them.
         """
-        kept = self.full[..., None, None].repeat(1, 1, 1, 1, *self.size)
-        kept[partial_blocks] = contents
-        kept = kept.transpose(3, 4).flatten(4, 5).flatten(2, 3)
-        return kept[:, :, : self.queries, : self.keys]
+        partial = contents.shape[0]
+        numbers = self.full.int() - 1
+        numbers[partial_blocks] = torch.arange(
+            1, partial + 1, dtype=torch.int32, device=numbers.device
+        )
+        kept = int(self.full.sum()) + partial
+        return MaskBlocks(numbers, contents, self.queries, self.keys, kept, partial)
 
 
 def _dense(counts: Tensor, numbers: Tensor, columns: int) -> Tensor:

@@ -11,11 +11,16 @@ from torch import Tensor
 
 from . import checks, dispatch_state
 from .arguments import check_packed_ranks, refuse_ranks
+from .mask_blocks import MaskBlocks
 from .operators import define
 from .record import Packing
 from .selection import total_keys
 
 __all__ = ["lists_or_mask"]
+
+# A block takes 4 bytes of a mask of blocks, and a listed one up to 20 bytes of the plan for each of
+# its keys and 128 queries. With fewer pairs in a block, booleans take no more.
+_LEAST_PAIRS = 32
 
 
 def lists_or_mask(
@@ -26,14 +31,16 @@ def lists_or_mask(
     block_size: tuple[int, int] | None,
     *,
     by_mask: bool,
+    as_blocks: bool,
     **excluded: Any,
-) -> tuple[Tensor | None, Tensor | None]:
+) -> tuple[Tensor | None, Tensor | MaskBlocks | None]:
     """Return blocks as ``key_indices`` or as ``attn_mask``; the other result is None.
 
     Args:
         packing, query, key: of the call.
         block_indices, block_size: as in `flash_dmattn_func`.
         by_mask: the call needs a mask, because key lists do not support it.
+        as_blocks: `MaskBlocks` may take the place of a boolean mask.
         **excluded: arguments that cannot be combined with blocks; each must be None.
     """
     if block_indices is None or block_size is None:
@@ -60,6 +67,8 @@ def lists_or_mask(
         rows, size = min(rows, max(queries, 1)), min(size, max(keys, 1))
     if rows == 1 and not by_mask and checks.is_one_of(heads, 1, key.shape[-2]):
         return _call_operator("block_keys", _keys, block_indices, size, keys), None
+    if as_blocks and rows > 1 and rows * size >= _LEAST_PAIRS:
+        return None, _mask_blocks(block_indices, rows, size, queries, keys)
     if is_dense or queries != 1:
         return None, _call_operator("block_keep", _keep, block_indices, rows, size, queries, keys)
     total = total_keys(key, packing)
@@ -132,14 +141,31 @@ def _keys_fake(blocks: Tensor, size: int, keys: int) -> Tensor:
 
 def _keep(blocks: Tensor, rows: int, size: int, queries: int, keys: int) -> Tensor:
     """Return bool ``(..., queries, keys)``."""
-    columns = -(-keys // size)
-    # The extra column receives indices that are out of range.
-    place = blocks.where(_in_range(blocks, size, keys), columns).long()
-    kept = blocks.new_zeros((*blocks.shape[:-1], columns + 1), dtype=torch.bool)
-    kept = kept.scatter(-1, place, True)[..., :columns]
+    kept = _numbers(blocks, size, keys) == 0
     if rows > 1:
         kept = kept.repeat_interleave(rows, -2)[..., :queries, :]
     return kept.repeat_interleave(size, -1)[..., :keys].contiguous()
+
+
+def _mask_blocks(blocks: Tensor, rows: int, size: int, queries: int, keys: int) -> MaskBlocks:
+    """Return `_keep` as blocks."""
+    numbers = _call_operator("block_numbers", _numbers, blocks, size, keys)
+    contents = blocks.new_empty((0, rows, size), dtype=torch.bool)
+    # A block may be listed twice. Only the device could tell.
+    return MaskBlocks(numbers, contents, queries, keys, blocks.numel(), 0)
+
+
+def _numbers(blocks: Tensor, size: int, keys: int) -> Tensor:
+    """Return int32 ``(..., blocks of queries, blocks of keys)``: 0 for listed blocks, else -1."""
+    columns = -(-keys // size)
+    # The extra column receives indices that are out of range.
+    place = blocks.where(_in_range(blocks, size, keys), columns).long()
+    numbers = blocks.new_full((*blocks.shape[:-1], columns + 1), -1).scatter(-1, place, 0)
+    return numbers[..., :columns].contiguous()
+
+
+def _numbers_fake(blocks: Tensor, size: int, keys: int) -> Tensor:
+    return blocks.new_empty((*blocks.shape[:-1], -(-keys // size)))
 
 
 def _keep_fake(blocks: Tensor, rows: int, size: int, queries: int, keys: int) -> Tensor:
@@ -167,6 +193,12 @@ def _keep_alone_fake(
 
 
 define("block_keys", ("Tensor blocks, SymInt size, SymInt keys", "Tensor"), _keys, _keys_fake)
+define(
+    "block_numbers",
+    ("Tensor blocks, SymInt size, SymInt keys", "Tensor"),
+    _numbers,
+    _numbers_fake,
+)
 define(
     "block_keep",
     ("Tensor blocks, SymInt rows, SymInt size, SymInt queries, SymInt keys", "Tensor"),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +18,9 @@ from .arguments import is_block_mask
 from .backends import select_backend
 from .backends.shapes import MAX_HEAD_DIM
 from .checks import flag
+from .mask_blocks import MaskBlocks
 from .ops import RecordedError
+from .plan import plan_of_blocks
 from .record import ATTENTION, KEY_LISTS, AttentionInputs, KeyListInputs, SelectionInputs
 from .recorder import recorded_calls
 
@@ -123,17 +126,32 @@ def explain(
     )
 
 
+# The arguments of flash_dmattn_func that follow value, in order.
+_BEHIND_VALUE = tuple(inspect.signature(interface.flash_dmattn_func).parameters)[3:]
+
+
 def _with_plain_mask(
     query: Tensor, key: Tensor, arguments: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments with the BlockMask replaced by its plain mask, which calls the mask_mod."""
+    """Return arguments with the BlockMask replaced by its plain mask, or by a plan of its blocks.
+
+    That calls the mask_mod.
+    """
     mask = arguments[0] if arguments else named.get("attn_mask")
     if not is_block_mask(mask) or named.get("plan") is not None:
         return arguments, named
     from .block_masks import plain_mask
 
-    as_tensor = named.get("window_size") is not None
-    mask = plain_mask(mask, query, key, as_tensor=as_tensor)
+    given = {**dict(zip(_BEHIND_VALUE, arguments, strict=False)), **named}
+    selects, backend = given.get("window_size") is not None, given.get("backend")
+    bias, return_attn_probs = given.get("attn_bias"), given.get("return_attn_probs")
+    as_blocks = interface._may_plan_blocks(
+        query, key, bias, return_attn_probs, backend, selects=selects
+    )
+    mask = plain_mask(mask, query, key, as_tensor=selects, as_blocks=as_blocks)
+    if isinstance(mask, MaskBlocks):
+        plan = plan_of_blocks(mask, query, key, given.get("is_causal"), backend)
+        mask, named = None, {**named, "plan": plan}
     if arguments:
         return (mask, *arguments[1:]), named
     return arguments, {**named, "attn_mask": mask}
@@ -282,7 +300,9 @@ def _obstacles(inputs: AttentionInputs, backend: str, requested: str) -> Iterato
                         "by elements",
                         f"pass {name}.contiguous()",
                     )
-    if _has_rows(inputs.mask, inputs):
+    mask = inputs.mask
+    # Of a mask of blocks it has only the shape, and the plan the rest.
+    if mask is not None and mask.dtype == torch.bool and _has_rows(mask, inputs):
         yield Obstacle(
             "attn_mask has a row for each query, so all of it is read",
             "if a key is kept by consecutive queries, pass an IntervalMask; window_size selects "

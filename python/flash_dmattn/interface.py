@@ -30,8 +30,9 @@ from .arguments import (
 )
 from .backends import available_backends, check_backend_name, require_available
 from .checks import MAX_ROWS, flag, index, number
+from .mask_blocks import MaskBlocks
 from .masks import IntervalMask
-from .plan import AttentionPlan, checked_mask
+from .plan import AttentionPlan, checked_mask, plan_of_blocks
 from .record import DENSE, AttentionInputs, KeyCounts, Packing
 from .reference import attention_probabilities
 from .selection import (
@@ -104,7 +105,8 @@ def flash_dmattn_func(
             kernels then compute with copies that are padded with zeros to the larger of both.
         attn_mask: bool ``({B|1}, {H|Hk|1}, {Q|1}, {K|1})``, True keeps; the same for every query:
             ``(B, {H|Hk|1}, K)`` or ``(B, K)``; or an `IntervalMask`; or a BlockMask of
-            FlexAttention, which each call converts to one of these (`make_plan` converts it once).
+            FlexAttention, which each call converts to one of these, or on GPUs to a plan in memory
+            of its blocks (`make_plan` converts it once).
         attn_bias: added to the scaled scores; shapes as ``attn_mask``, query's dtype or float32.
             -inf means "not kept". A bias that is the same for every query may be float64 and of
             any magnitude, for the backends cpu, cuda and reference: it is not rounded to float32.
@@ -141,8 +143,8 @@ def flash_dmattn_func(
             is listed twice counts once. There must be no mask, window, plan or list of keys.
         block_size: ``(queries of a block, keys of a block)`` of ``block_indices``; the last blocks
             may be shorter. Blocks of one query, with a bias that is the same for every query, are
-            converted to ``key_indices``, O(Q x keys listed) integers. Others are converted to a
-            boolean mask of Q x K.
+            converted to ``key_indices``, O(Q x keys listed) integers. Of others GPU packs make a
+            plan in memory of the listed blocks, or else they are converted to a boolean mask.
 
     Returns:
         ``out`` ``(B, Q, H, Dv)`` of query's dtype; ``(out, lse)`` with return_lse; ``(out, lse,
@@ -162,7 +164,7 @@ def flash_dmattn_func(
     if unknown:
         refuse_keywords(flash_dmattn_func, unknown)
     if block_indices is not None or block_size is not None:
-        key_indices, attn_mask = _convert_blocks(
+        key_indices, attn_mask, plan = _convert_blocks(
             DENSE,
             query,
             key,
@@ -170,6 +172,8 @@ def flash_dmattn_func(
             block_size,
             attn_bias,
             return_attn_probs,
+            is_causal,
+            backend,
             attn_mask=attn_mask,
             window_size=window_size,
             keep_last=index("keep_last", keep_last, 0) or None,
@@ -223,7 +227,13 @@ def flash_dmattn_func(
     if is_block_mask(mask):
         from .block_masks import plain_mask  # imported here: other calls do not need it
 
-        mask = plain_mask(mask, query, key, plan, as_tensor=window_size is not None)
+        selects = window_size is not None
+        as_blocks = plan is None and _may_plan_blocks(
+            query, key, attn_bias, return_attn_probs, backend, selects=selects
+        )
+        mask = plain_mask(mask, query, key, plan, as_tensor=selects, as_blocks=as_blocks)
+        if isinstance(mask, MaskBlocks):
+            plan, mask = plan_of_blocks(mask, query, key, is_causal, backend), None
     check_tensors(query, key=key, value=value, attn_mask=mask, attn_bias=attn_bias, sink=sink)
     # Positional arguments cost half as much as keyword arguments.
     return _attention(
@@ -341,7 +351,7 @@ def flash_dmattn_varlen_func(
         index("max_seqlen_k", max_seqlen_k, 0, MAX_ROWS),
     )
     if block_indices is not None or block_size is not None:
-        key_indices, attn_mask = _convert_blocks(
+        key_indices, attn_mask, _ = _convert_blocks(
             packing,
             query,
             key,
@@ -349,6 +359,8 @@ def flash_dmattn_varlen_func(
             block_size,
             attn_bias,
             return_attn_probs,
+            is_causal,
+            backend,
             attn_mask=attn_mask,
             window_size=window_size,
             keep_last=index("keep_last", keep_last, 0) or None,
@@ -404,6 +416,33 @@ def flash_dmattn_varlen_func(
     )
 
 
+def _may_plan_blocks(
+    query: Any,
+    key: Any,
+    bias: Any,
+    return_attn_probs: bool | None,
+    backend: str | None,
+    *,
+    selects: bool,
+) -> bool:
+    """Say whether a dense call reads a mask of blocks only by its plan, which the backend makes."""
+    check_tensors(query, key=key, attn_bias=bias)
+    if selects or _reads_pairs(bias, return_attn_probs):
+        return False
+    return ops.plans_blocks(query, key, backend_name(backend))
+
+
+def _reads_pairs(bias: Tensor | None, return_attn_probs: bool | None, rank: int = 4) -> bool:
+    """Say whether a call reads the elements of its mask, even with a plan or key lists.
+
+    Args:
+        bias, return_attn_probs: of the call.
+        rank: of a bias with a row for each query, 3 in packed calls.
+    """
+    has_rows = bias is not None and bias.dim() == rank and bias.shape[-2] != 1
+    return has_rows or flag("return_attn_probs", return_attn_probs)
+
+
 def _convert_blocks(
     packing: Packing,
     query: Tensor,
@@ -412,23 +451,28 @@ def _convert_blocks(
     block_size: tuple[int, int] | None,
     attn_bias: Tensor | None,
     return_attn_probs: bool | None,
+    is_causal: bool | None,
+    backend: str | None,
     **excluded: Any,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the listed blocks as ``key_indices`` and ``attn_mask``."""
+) -> tuple[Tensor | None, Tensor | None, AttentionPlan | None]:
+    """Return the listed blocks as ``key_indices``, as ``attn_mask`` or as a plan."""
     from .blocks import lists_or_mask  # imported here: other calls do not need it
 
     check_tensors(query, key=key, attn_bias=attn_bias)
-    rank = 4 if packing.is_dense else 3
-    has_rows = attn_bias is not None and attn_bias.dim() == rank and attn_bias.shape[-2] != 1
-    return lists_or_mask(
+    key_indices, mask = lists_or_mask(
         packing,
         query,
         key,
         block_indices,
         block_size,
-        by_mask=has_rows or flag("return_attn_probs", return_attn_probs),
+        by_mask=_reads_pairs(attn_bias, return_attn_probs, 4 if packing.is_dense else 3),
+        as_blocks=packing.is_dense
+        and _may_plan_blocks(query, key, attn_bias, return_attn_probs, backend, selects=False),
         **excluded,
     )
+    if isinstance(mask, MaskBlocks):
+        return None, None, plan_of_blocks(mask, query, key, is_causal, backend)
+    return key_indices, mask, None
 
 
 def _attend_listed(*arguments: Any, **settings: Any) -> Output:
@@ -517,16 +561,20 @@ def _attention(
             refuse_ranks(query=query, key=key, value=value)
     else:
         check_packed_ranks(query, key, paged=block_table is not None)
+    mask: Tensor | IntervalMask | MaskBlocks | None = attn_mask
     if plan is not None:
         plan_arguments = (attn_mask, is_causal, window_size, backend)
-        attn_mask = checked_mask(plan, query, key, *plan_arguments, packing)
+        mask = checked_mask(plan, query, key, *plan_arguments, packing)
         is_causal, name = plan.is_causal, plan.backend
     if is_dense:
         bias = _to_4d("attn_bias", bias, query, key)
-        if isinstance(attn_mask, IntervalMask):
-            attn_mask.check_query_length(query.shape[1], "attn_mask")
+        if isinstance(mask, MaskBlocks):
+            if _reads_pairs(bias, return_attn_probs):
+                plan, mask = None, mask.to_bool()
+        elif isinstance(mask, IntervalMask):
+            mask.check_query_length(query.shape[1], "attn_mask")
         else:
-            attn_mask = _to_4d("attn_mask", attn_mask, query, key)
+            mask = _to_4d("attn_mask", mask, query, key)
     causal, inner_counts = flag("is_causal", is_causal), KeyCounts()
     return_probabilities = flag("return_attn_probs", return_attn_probs)
     return_key_mass = flag("return_key_mass", return_key_mass)
@@ -535,12 +583,13 @@ def _attention(
     if window_size is None:
         hint = "; window_size=0 keeps the nearest keys alone" if plan is None else ""
         refuse_without_window(keep_last, keep_first, hint=hint)
-        parts = mask_parts(attn_mask)
+        parts = mask_parts(mask)
     else:
         counts = key_counts(window_size, keep_last, keep_first)
         check_causal(counts, causal, query.shape[1] if is_dense else max_seqlen_q)
         bias = selectable_bias(bias, counts, query.shape[0] if is_dense else None)
-        parts = MaskParts(composable_mask(attn_mask))
+        assert not isinstance(mask, MaskBlocks)  # only plans have them, and no window
+        parts = MaskParts(composable_mask(mask))
         if keeps_all(counts, key.shape[1] if is_dense else max_seqlen_k):
             bias = None if bias is None else without_nan(bias)
         else:
@@ -562,7 +611,8 @@ def _attention(
         query,
         key,
         value,
-        without_expansion(parts.mask, expandable),
+        # Of a mask of blocks the backend reads only the shape.
+        parts.mask if isinstance(mask, MaskBlocks) else without_expansion(parts.mask, expandable),
         parts.start,
         parts.end,
         without_expansion(bias, expandable),

@@ -20,6 +20,7 @@ from .backends.base import Backend, lse_dtype, lse_shape, mass_shape, out_shape
 from .backends.reference import ReferenceBackend
 from .backends.shapes import has_other_value_dim
 from .checks import flag
+from .mask_blocks import MaskBlocks
 from .masks import IntervalMask
 from .operators import define, direct_apply, library, without_negation
 from .record import (
@@ -39,7 +40,9 @@ __all__ = [
     "is_recorded",
     "kept_gradients",
     "key_mass",
+    "make_block_plan",
     "make_plan",
+    "plans_blocks",
     "stop_if_recorded",
     "usual_attention",
     "with_shared_plan",
@@ -226,6 +229,28 @@ def make_plan(inputs: AttentionInputs, backend: str) -> Tensor:
         return select_backend(inputs.query.device, backend).make_plan(inputs, zeroed=False)
     plan: Tensor = torch.ops.flash_dmattn.attention_plan.default(*inputs, backend)
     return plan
+
+
+def make_block_plan(inputs: AttentionInputs, backend: str, blocks: MaskBlocks) -> Tensor:
+    """Return the plan of a mask of blocks. `plans_blocks` says whether that is possible."""
+    if RECORDS_CALLS.get():
+        return inputs.query.new_empty(0, dtype=torch.uint8)
+    return select_backend(inputs.query.device, backend).make_block_plan(inputs, blocks)
+
+
+def plans_blocks(query: Tensor, key: Tensor, backend: str) -> bool:
+    """Say whether dense calls with a mask of blocks have a plan without a Q x K tensor.
+
+    Code that is compiled, traced or observed by a mode does not: its operators take booleans.
+    """
+    is_recorded = not torch.compiler.is_compiling() and RECORDS_CALLS.get()
+    return (
+        (is_recorded or dispatch_state.is_idle((query, key), or_profiled=True))
+        and query.dim() == key.dim() == 4
+        and query.shape[1] > 1
+        and min(query.numel(), key.numel()) > 0
+        and select_backend(query.device, backend).plans_blocks()
+    )
 
 
 def with_shared_plan(inputs: AttentionInputs, backend: str) -> AttentionInputs:

@@ -12,6 +12,7 @@ from . import ops
 from .arguments import (
     autocast,
     backend_name,
+    check_dtypes,
     check_tensors,
     is_block_mask,
     mask_parts,
@@ -20,6 +21,7 @@ from .arguments import (
     writable,
 )
 from .checks import MAX_ROWS, described, flag, index
+from .mask_blocks import MaskBlocks
 from .masks import IntervalMask
 from .record import DENSE, AttentionInputs, Packing
 from .wrong_keywords import hide_unknown_keywords, refuse_keywords
@@ -27,7 +29,14 @@ from .wrong_keywords import hide_unknown_keywords, refuse_keywords
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-__all__ = ["AttentionPlan", "checked_mask", "is_changed", "make_plan", "mark_of"]
+__all__ = [
+    "AttentionPlan",
+    "checked_mask",
+    "is_changed",
+    "make_plan",
+    "mark_of",
+    "plan_of_blocks",
+]
 
 _BOUNDS = Packing._fields[:2]
 _OF_INTERVALS = ("start", "end", "query_length", "max_kept", "_keeps_runs")
@@ -58,19 +67,19 @@ class AttentionPlan:
     Attributes:
         attn_mask: the mask that the plan is made from, or None. Calls refuse the plan after an
             in-place change of the mask. Torch does not count changes of inference tensors: calls
-            compare such a mask with a copy, which synchronizes with a GPU.
+            compare such a mask with a copy, which synchronizes with a GPU. If the plan is of a
+            BlockMask that is no IntervalMask, it may have no booleans: reading makes them.
         is_causal: whether queries see no later keys.
         backend: the backend of the plan.
     """
 
-    attn_mask: Tensor | IntervalMask | None
     is_causal: bool
     backend: str
     block_mask: Any = None  # the BlockMask that attn_mask is converted from, if any
 
     def __init__(
         self,
-        attn_mask: Tensor | IntervalMask | None,
+        attn_mask: Tensor | IntervalMask | MaskBlocks | None,
         is_causal: bool,
         backend: str,
         columns: Tensor,
@@ -78,7 +87,7 @@ class AttentionPlan:
         packing: Packing | None,
     ) -> None:
         """Store the results of `make_plan`, the only public way to make plans."""
-        self.attn_mask = attn_mask
+        self._mask = attn_mask
         self.is_causal = is_causal
         self.backend = backend
         self._columns = columns
@@ -103,6 +112,16 @@ class AttentionPlan:
         self._sources = self._sources_now()
 
     @property
+    def attn_mask(self) -> Tensor | IntervalMask | None:
+        """The mask that the plan is made from; see the class."""
+        return self._mask.to_bool() if isinstance(self._mask, MaskBlocks) else self._mask
+
+    @attn_mask.setter
+    def attn_mask(self, mask: Tensor | IntervalMask | None) -> None:
+        """Replace the mask, after which calls refuse the plan."""
+        self._mask = mask
+
+    @property
     def columns(self) -> Tensor:
         """A copy of the backend's form of the mask, uint8 ``(bytes,)``."""
         return self._columns.clone()
@@ -117,13 +136,13 @@ class AttentionPlan:
         )
 
     def _owners(self) -> tuple[object, object, object]:
-        return self, self.attn_mask, self._packing
+        return self, self._mask, self._packing
 
     def _sources_now(self) -> tuple[_Source, ...]:
-        is_interval = isinstance(self.attn_mask, IntervalMask)
+        is_interval = isinstance(self._mask, IntervalMask)
         sources = [(0, name) for name in ("is_causal", "backend")]
         sources += [(2, name) for name in _BOUNDS]
-        sources += [(1, name) for name in _OF_INTERVALS] if is_interval else [(0, "attn_mask")]
+        sources += [(1, name) for name in _OF_INTERVALS] if is_interval else [(0, "_mask")]
         values = [getattr(self._owners()[owner], name) for owner, name in sources]
         return tuple(
             _Source(owner, name, value, mark_of(value))
@@ -141,7 +160,10 @@ class AttentionPlan:
                 how = "changed in place"
             else:
                 continue
-            return f"{'attn_mask.' if owner == 1 else ''}{name} was {how}"
+            named = "attn_mask" if name == "_mask" else name
+            return f"{'attn_mask.' if owner == 1 else ''}{named} was {how}"
+        if isinstance(self._mask, MaskBlocks) and self._mask.is_changed():
+            return "attn_mask was changed in place"
         return self._was_changed
 
 
@@ -193,7 +215,8 @@ def make_plan(
     Args:
         query, key: as in the calls; with the cu_seqlens as in `flash_dmattn_varlen_func`.
         attn_mask: as in the calls; for example the result of `dynamic_mask`. The plan's
-            ``attn_mask`` of a BlockMask is the converted mask.
+            ``attn_mask`` of a BlockMask is the converted mask, whose booleans, if any, are made
+            when they are read.
         is_causal: query i sees keys ``j <= i + K - Q`` only. False by default.
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: of packed sequences, all or none.
         block_table: of paged keys.
@@ -212,12 +235,18 @@ def make_plan(
     if unknown:
         refuse_keywords(make_plan, unknown)
     plain: Any = attn_mask
+    name = backend_name(backend)
     if is_block_mask(plain):
         from .block_masks import plain_mask
 
+        as_blocks = ops.plans_blocks(query, key, name)
         # Autograd cannot save inference tensors, so make the mask outside of inference mode.
         with torch.inference_mode(False):
-            plain = plain_mask(plain, query, key)
+            plain = plain_mask(plain, query, key, as_blocks=as_blocks)
+    if isinstance(plain, MaskBlocks):
+        plan = plan_of_blocks(plain, query, key, is_causal, backend)
+        plan.block_mask = attn_mask
+        return plan
     check_tensors(
         query,
         key=key,
@@ -226,7 +255,7 @@ def make_plan(
         cu_seqlens_k=cu_seqlens_k,
         block_table=block_table,
     )
-    name, causal = backend_name(backend), flag("is_causal", is_causal)
+    causal = flag("is_causal", is_causal)
     query, key, _ = autocast(query.detach(), key.detach(), key.detach())
     packing = _packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table)
     sizes = _sizes(query, key, packing)
@@ -249,6 +278,22 @@ def make_plan(
     return plan
 
 
+def plan_of_blocks(
+    blocks: MaskBlocks, query: Tensor, key: Tensor, is_causal: bool | None, backend: str | None
+) -> AttentionPlan:
+    """Return `make_plan` of a mask of blocks, for arguments of a dense call that it checks.
+
+    `ops.plans_blocks` says whether that is possible.
+    """
+    name, causal = backend_name(backend), flag("is_causal", is_causal)
+    query, key, _ = autocast(query.detach(), key.detach(), key.detach())
+    check_dtypes(query, key, key, name)
+    inputs = AttentionInputs(query, key, key, causal=causal)
+    with torch.inference_mode(False):
+        columns = ops.make_block_plan(inputs, name, blocks)
+    return AttentionPlan(blocks, causal, name, columns, _sizes(query, key, DENSE), None)
+
+
 def checked_mask(
     plan: AttentionPlan,
     query: Tensor,
@@ -258,7 +303,7 @@ def checked_mask(
     window_size: int | None,
     backend: str | None,
     packing: Packing = DENSE,
-) -> Tensor | IntervalMask | None:
+) -> Tensor | IntervalMask | MaskBlocks | None:
     """Return the plan's mask; raise unless the plan fits a call.
 
     Raises:
@@ -279,10 +324,10 @@ def checked_mask(
             f"query is on {query.device}, but plan was made on {device}; make another with "
             "make_plan"
         )
-    if not (attn_mask is None or _is_same_mask(attn_mask, plan.attn_mask)):
+    if not (attn_mask is None or _is_same_mask(attn_mask, plan._mask)):
         raise ValueError(
             "attn_mask must be None or the very mask that plan was made from, "
-            f"{_described(plan.attn_mask)}, got {_described(attn_mask)}"
+            f"{_described(plan._mask)}, got {_described(attn_mask)}"
         )
     if window_size is not None:
         raise ValueError(
@@ -306,7 +351,7 @@ def checked_mask(
         _check_packing(packing, plan._packing)
     if not torch.compiler.is_compiling() and (changed := plan._changed()):
         raise ValueError(f"{changed} after plan was made from it; make another with make_plan")
-    return plan.attn_mask
+    return plan._mask
 
 
 def _check_packing(packing: Packing, made_for: Packing) -> None:
@@ -366,15 +411,21 @@ def _sizes(query: Tensor, key: Tensor, packing: Packing) -> tuple[int, ...]:
     return (queries[0], queries[1], keys[-2], held, packing.max_seqlen_q, packing.max_seqlen_k)
 
 
-def _is_same_mask(mask: Tensor | IntervalMask, other: Tensor | IntervalMask | None) -> bool:
+def _is_same_mask(
+    mask: Tensor | IntervalMask, other: Tensor | IntervalMask | MaskBlocks | None
+) -> bool:
+    if isinstance(other, MaskBlocks):
+        return other.is_bool(mask)
     if isinstance(mask, IntervalMask) and isinstance(other, IntervalMask):
         return mask.start is other.start and mask.end is other.end
     return mask is other
 
 
-def _described(mask: Tensor | IntervalMask | None) -> str:
+def _described(mask: Tensor | IntervalMask | MaskBlocks | None) -> str:
     if mask is None:
         return "None"
+    if isinstance(mask, MaskBlocks):
+        return f"a mask of blocks of shape {tuple(mask.placeholder.shape)}"
     if isinstance(mask, IntervalMask):
         return repr(mask)
     return f"a tensor of shape {tuple(mask.shape)}"

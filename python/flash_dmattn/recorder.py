@@ -57,6 +57,7 @@ def _replacements() -> dict[Any, Callable[..., Any]]:
         ours.select_keep.default: selection_ops._select_keep_fake,
         ours.block_keys.default: blocks._keys_fake,
         ours.block_keep.default: blocks._keep_fake,
+        ours.block_numbers.default: blocks._numbers_fake,
         ours.block_keep_alone.default: blocks._keep_alone_fake,
         aten._to_copy.default: _cast_nothing,
         aten.arange.default: _arange,

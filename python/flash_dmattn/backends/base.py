@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from flash_dmattn.mask_blocks import MaskBlocks
 from flash_dmattn.record import (
     ATTENTION,
     AttentionInputs,
@@ -65,6 +66,20 @@ class Backend(Protocol):
         Kernels write all bytes that they read. With ``zeroed``, equal inputs give equal bytes
         everywhere.
         """
+
+    def plans_blocks(self) -> bool:
+        """Say whether it has `make_block_plan`."""
+        return False
+
+    def make_block_plan(self, inputs: AttentionInputs, blocks: MaskBlocks) -> Tensor:
+        """Return the plan of a mask of blocks.
+
+        Args:
+            inputs: of a dense call with several queries, without a mask and a bias per query.
+            blocks: its mask.
+        """
+        assert not self.plans_blocks()
+        raise NotImplementedError(f"backend {self.name!r} has no plans of blocks")
 
     def kept_bytes(self, inputs: AttentionInputs) -> int:
         """Return the size in bytes of what `forward` keeps; sizes may be symbolic."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flash_dmattn import _core
+from flash_dmattn.mask_blocks import MaskBlocks
 from flash_dmattn.record import (
     ATTENTION,
     AttentionInputs,
@@ -90,6 +91,14 @@ class PackBackend(Backend):
     def make_plan(self, inputs: AttentionInputs, *, zeroed: bool) -> Tensor:
         """Convert the mask to columns."""
         return torch_memory.make_plan(self.pack, self._threads(), inputs, zeroed=zeroed)
+
+    def plans_blocks(self) -> bool:
+        """Say whether the pack has plans of blocks."""
+        return self.pack.plans_blocks
+
+    def make_block_plan(self, inputs: AttentionInputs, blocks: MaskBlocks) -> Tensor:
+        """Convert blocks to columns."""
+        return torch_memory.make_block_plan(self.pack, self._threads(), inputs, blocks)
 
     def call(self, inputs: AttentionInputs) -> _core.Call:
         """Return the call. The core reads it when it is first computed."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flash_dmattn import _core
+from flash_dmattn.mask_blocks import MaskBlocks
 from flash_dmattn.record import (
     ATTENTION,
     AttentionInputs,
@@ -36,6 +37,7 @@ __all__ = [
     "key_mass",
     "list_backward",
     "list_forward",
+    "make_block_plan",
     "make_plan",
     "raw_stream",
     "select",
@@ -57,6 +59,18 @@ def make_plan(pack: _core.Pack, threads: int, inputs: AttentionInputs, *, zeroed
     if size:
         workspace = _scratch(problem.plan_workspace_bytes, device)
         problem.plan(to_core(plan), to_core(workspace))
+    return plan
+
+
+def make_block_plan(
+    pack: _core.Pack, threads: int, inputs: AttentionInputs, blocks: MaskBlocks
+) -> Tensor:
+    """Convert a mask of blocks to columns."""
+    problem = _problem(pack, threads, inputs)
+    numbers, contents = map(to_core, (blocks.numbers, blocks.contents))
+    problem.take_blocks(numbers, contents, blocks.kept, blocks.partial)
+    plan = _bytes(problem.plan_bytes, inputs.query.device)
+    problem.plan(to_core(plan), None)
     return plan
 
 
