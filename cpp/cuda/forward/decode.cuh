@@ -379,11 +379,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   const Sequence s = sequence(p, sequence_index);
   if (s.q_count == 0) return;
   // The loads of the mask overlap the creation of the task.
-  PartOfKeys part{};
+  KeyScan scan;
   if (params.finds_keys)
-    part = {score_matrix(p, p.mask, s, head, 1), int32_t(s.k_count),
-            int32_t(blockIdx.y) * Config::kWarps + int32_t(threadIdx.x) / 32, params.splits * Config::kWarps};
-  KeyScan scan(part);
+    scan.start({score_matrix(p, p.mask, s, head, 1), int32_t(s.k_count),
+                int32_t(blockIdx.y) * Config::kWarps + int32_t(threadIdx.x) / 32, params.splits * Config::kWarps});
   if (threadIdx.x == 0) {
     const ScoreView bias = bias_view(p, s, sequence_index, head, 0);
     shared.task = {s,

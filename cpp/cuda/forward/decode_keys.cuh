@@ -27,11 +27,15 @@ struct KeyScan {
   static constexpr uint32_t kQuarter = 0x03030303u;            // the bits of the first quarter
 
   PartOfKeys part;
-  int32_t turn;          // the first of the scanned turns
-  uint32_t kept;         // bit 8 b + i: key b of load i is kept and has not been listed
-  uint32_t next[kLoads]; // the booleans of four keys for each load of the following turns
+  int32_t turn = -kTurns; // the first of the scanned turns
+  uint32_t kept = 0;      // bit 8 b + i: key b of load i is kept and has not been listed
+  uint32_t next[kLoads];  // the booleans of four keys for each load of the following turns
 
-  __device__ explicit KeyScan(const PartOfKeys &own_part) : part(own_part), turn(-kTurns), kept(0) { load(); }
+  // Starts the loads of the first turns.
+  __device__ void start(const PartOfKeys &own_part) {
+    part = own_part;
+    load();
+  }
 
   // The first key of a load.
   __device__ int32_t first_key(int32_t first_turn, int load) const {
