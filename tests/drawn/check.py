@@ -24,6 +24,7 @@ from .exact import EPS32, smallest
 from .gates import SHARE, check_gates
 from .judge import Expected, expected
 from .many import Repeater
+from .mask_blocks import block_mask_of
 from .problems import Drawn
 
 # One in this many eligible calls has a float64 bias.
@@ -96,6 +97,9 @@ def check_queued(call: Call, want: Expected, target: Target, times: int = 4) -> 
 
 def compare(drawn: Drawn, call: Call, want: Expected, target: Target) -> None:
     """Make a call with its drawn options, and compare its results."""
+    if drawn.block_size is not None:
+        given = block_mask_of(call.mask, drawn.block_size, call.query.shape[2])
+        call = dataclasses.replace(call, mask=given)
     options: dict[str, Any] = {"backend": target.backend}
     if drawn.deterministic:
         options["deterministic"] = True

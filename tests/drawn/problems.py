@@ -12,12 +12,14 @@ from flash_dmattn import IntervalMask
 from support import HALF_TYPES, cotangent
 
 from .calls import GRADIENT_OF, Call
+from .mask_blocks import BlockSize, draw_blocks
 from .masks import draw_bias, draw_bool, draw_mask, draw_shape, with_bytes
 from .poison import poison
 from .sizes import Sizes, draw_sizes
 from .source import Source, strided
 
 PAGE_SIZES = (1, 8, 16, 48, 64)
+BLOCKS_SHARE = 0.03  # of the calls whose family is "any"
 
 
 @dataclasses.dataclass
@@ -33,6 +35,7 @@ class Drawn:
     probabilities: bool  # requested
     poisoned_buffers: bool  # the package's allocations hold NaN
     threads: int  # of a CPU
+    block_size: BlockSize | None = None  # the mask is given as a BlockMask of such blocks
 
     def describe(self) -> str:
         """Return one line about the drawn options."""
@@ -47,6 +50,7 @@ class Drawn:
         words += [f"{name}={getattr(call, name)}" for name in ("keep_last", "keep_first")]
         words += [name for name in ("causal", "key_mass") if getattr(call, name)]
         words += [name for name, value in vars(self).items() if value is True]
+        words += [] if self.block_size is None else [f"a BlockMask of {self.block_size}"]
         words += [f"NaN in {'+'.join(self.poisoned) or 'nothing'}"]
         words += [f"threads={self.threads}", f"of {'+'.join(call.of)}"]
         return ", ".join([*words, f"wanted {'+'.join(call.wanted) or 'nothing'}"])
@@ -82,6 +86,8 @@ def draw(
     source = Source(seed)
     if family == "any" and other_widths and not small and Source(seed + 2**41).chance(0.01):
         family = "narrow"
+    if family == "any" and not small and Source(seed + 2**42).chance(BLOCKS_SHARE):
+        family = "blocks"
     sizes = draw_sizes(source, small=small, family=family)
     dtype = source.choice(dtypes)
     paged = sizes.packed and source.chance(0.2)
@@ -101,7 +107,7 @@ def draw(
             call.cu_seqlens_k = call.cu_seqlens_q
             longest = longest[:1] * 2
         call.longest = longest
-    selects = False
+    selects, block_size = False, None
     call.mask = draw_mask(source, sizes, longest[1])
     if family in ("pairs", "windows", "rows"):
         shape = (source.choice([1, sizes.batch]), sizes.heads, sizes.queries, sizes.keys)
@@ -118,6 +124,12 @@ def draw(
         selects, call.causal = True, source.chance(0.7)
         shape = (source.choice([1, sizes.batch]), source.choice([1, sizes.kv_heads]), 1, sizes.keys)
         call.bias = draw_bias(source, shape, dtype, selects=True)
+    elif family == "blocks":
+        call.mask, block_size = draw_blocks(source, sizes)
+        if source.chance(0.5):
+            heads = source.choice([1, sizes.kv_heads, sizes.heads])
+            shape = (source.choice([1, sizes.batch]), heads, 1, sizes.keys)
+            call.bias = draw_bias(source, shape, dtype, selects=False)
     elif source.chance(0.7):
         may_select = not isinstance(call.mask, IntervalMask)
         selects = may_select and source.chance(0.8 if family == "long" else 0.4)
@@ -153,6 +165,7 @@ def draw(
         probabilities=source.chance(0.05),
         poisoned_buffers=source.chance(0.15),
         threads=draw_threads(source),
+        block_size=block_size,
     )
     call.key_mass = not paged and source.chance(0.25)
     return drawn

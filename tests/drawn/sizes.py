@@ -112,8 +112,14 @@ def _sizes_of(source: Source, family: str) -> Sizes:
     many keys with mask and bias rows; "long" sequences with few queries; "selections" of a window
     among some hundred keys; "decode" with one query; "boxes" of consecutive keys, too many for the
     short-sequence kernels; "shared_bias", one bias value for all keys; "narrow" values, sized by
-    `draw`.
+    `draw`; "blocks" of pairs in the mask.
     """
+    if family == "blocks":
+        queries, keys = source.integer(100, 400), source.integer(100, 500)
+        keys = source.choice([queries, keys])
+        kv_heads, group, batch = (source.choice([1, 2]) for _ in range(3))
+        head_dim = source.choice([16, 32, 64, 128])
+        return Sizes([queries], [keys], kv_heads, group, head_dim, False, batch)
     short = source.choice([source.integer(1, 64), source.integer(33, 256), 64, 128, 192, 256])
     queries, keys = {
         "short": (short, source.choice([short, short, source.integer(1, 256)])),
