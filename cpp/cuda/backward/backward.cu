@@ -183,7 +183,9 @@ cudaError_t run_key_mass(const fdm_problem &p, const fdm_key_mass_args &args, co
   constexpr fdm_tensor kAbsent{nullptr, {1, 1, 1, 1}, {0, 0, 0, 0}, FDM_FLOAT32, 0};
   fdm_backward_args mass_args{};
   mass_args.struct_size = sizeof mass_args;
-  mass_args.out = mass_args.dout = p.q; // the statistics kernel reads them; no kernel uses the resulting delta
+  mass_args.dout = p.q; // its tensor map is never used
+  mass_args.out = p.q;
+  mass_args.out.shape[3] = 0; // no columns of out and dout are read: no kernel uses delta
   mass_args.lse = args.lse;
   mass_args.dlse = mass_args.dq = mass_args.dk = mass_args.dv = mass_args.dsink = kAbsent;
   mass_args.dbias = {mass.data,

@@ -114,7 +114,7 @@ template <class Work, int kLanes, RowAlignment kAlignment> struct StatisticsRows
     const int d = lane() * kStep;
 #pragma unroll
     for (int n = 0; n < kRows; ++n) {
-      const bool has_row = row[n].batch < Work::past_batch(params), read = has_row && d < p.v.shape[3];
+      const bool has_row = row[n].batch < Work::past_batch(params), read = has_row && d < a.out.shape[3];
       dout[n] = read ? load_part(a.dout, row[n], d) : Part{};
       out[n] = read ? load_part(a.out, row[n], d) : Part{};
       lse[n] = has_row ? load_value(a.lse, row[n]) : INFINITY;
@@ -125,7 +125,7 @@ template <class Work, int kLanes, RowAlignment kAlignment> struct StatisticsRows
   // call this.
   __device__ RowResult result(const Params &params) const {
     const fdm_backward_args &a = Work::args(params);
-    const int64_t columns = Work::problem(params).v.shape[3];
+    const int64_t columns = a.out.shape[3];
     RowResult lane_result{row[0], lse[0], 0.0f};
     const bool has_rests =
         present(a.out_rest); // not loaded earlier: that would take registers in calls without out_rest, too
