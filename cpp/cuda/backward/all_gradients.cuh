@@ -269,17 +269,14 @@ template <class Config> struct AllGradientsBlock : StepRows<Config> {
   // The epilogue adds the shares of each key's bias gradient, and writes all gradients of keys.
   __device__ void write() {
     if constexpr (kShares > 1) {
-#pragma unroll
-      for (int m = 0; m < kKeyTiles; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          float &bias_sum = this->dbias[m][half];
-          float &other = shared.dbias[this->key_row(m, half)];
-          bias_sum = ptx::row_sum(bias_sum);
-          if (share() == 1 && threadIdx.x % 4 == 0) other = bias_sum;
-          __syncthreads();
-          bias_sum = threadIdx.x % 4 == 0 ? bias_sum + other : 0.0f;
-        }
+      for_pairs<kKeyTiles>([&](int m, int half) {
+        float &bias_sum = this->dbias[m][half];
+        float &other = shared.dbias[this->key_row(m, half)];
+        bias_sum = ptx::row_sum(bias_sum);
+        if (share() == 1 && threadIdx.x % 4 == 0) other = bias_sum;
+        __syncthreads();
+        bias_sum = threadIdx.x % 4 == 0 ? bias_sum + other : 0.0f;
+      });
     }
     if (share() == 0) this->write_bias(0);
     write_tiles<0, Config::kPanelTiles>(first_column());

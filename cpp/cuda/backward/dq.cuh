@@ -71,10 +71,8 @@ struct DqBlock
     copy(params.p.q, q_base, !Config::kGeneral || params.aligned);
     copy(params.a.dout, dout_base, !Config::kGeneral || params.dout_aligned);
     bool large = false;
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) large |= this->set_statistics(m, half, this->statistics(this->row(m, half)));
+    for_pairs<kRowTiles>(
+        [&](int m, int half) { large |= this->set_statistics(m, half, this->statistics(this->row(m, half))); });
     this->cuts_probabilities = __syncthreads_or(large);
   }
 

@@ -112,14 +112,11 @@ template <class Element, int kRowTileCount, int kColumnTileCount, int kHeadDim, 
   // The epilogue writes the rows of dQ.
   __device__ void write() const {
     const fdm_tensor &t = params.a.dq;
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int r = row(m, half);
-        write_row(static_cast<Element *>(t.data) + row_offset(t, task.s, task.first_row + r, task.head), t.stride[3],
-                  int(params.p.head_dim), dq[m], half, params.p.scale, exists(r));
-      }
+    for_pairs<kRowTiles>([&](int m, int half) {
+      const int r = row(m, half);
+      write_row(static_cast<Element *>(t.data) + row_offset(t, task.s, task.first_row + r, task.head), t.stride[3],
+                int(params.p.head_dim), dq[m], half, params.p.scale, exists(r));
+    });
   }
 };
 

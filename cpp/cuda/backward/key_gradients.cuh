@@ -249,16 +249,13 @@ struct KeyGradients {
   __device__ void write_bias(int64_t head_of_group) {
     if constexpr (kComputesDk) {
       if (!params.wants_bias_sums) return;
-#pragma unroll
-      for (int m = 0; m < kKeyTiles; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const float sum = ptx::row_sum(dbias[m][half]);
-          dbias[m][half] = 0.0f;
-          const int key = key_row(m, half);
-          if (threadIdx.x % 4 == 0 && keys.shared.key[key] >= 0)
-            keys.write_bias_sum(head_of_group, key, keys.shared.readable[key] ? sum : 0.0f);
-        }
+      for_pairs<kKeyTiles>([&](int m, int half) {
+        const float sum = ptx::row_sum(dbias[m][half]);
+        dbias[m][half] = 0.0f;
+        const int key = key_row(m, half);
+        if (threadIdx.x % 4 == 0 && keys.shared.key[key] >= 0)
+          keys.write_bias_sum(head_of_group, key, keys.shared.readable[key] ? sum : 0.0f);
+      });
     }
   }
 

@@ -264,10 +264,7 @@ template <class Config> struct RowBiasBlock {
   }
 
   __device__ void clear_sums() {
-#pragma unroll
-    for (int n = 0; n < kColumnTiles; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) sums[n][i] = 0.0f;
+    for_accumulators(sums, [&](int n, int i) { sums[n][i] = 0.0f; });
   }
 
   // Writes a block of columns, and clears the sums for the next one.
@@ -275,17 +272,14 @@ template <class Config> struct RowBiasBlock {
     const RowBiasTask &task = shared.task;
     const fdm_tensor &t = params.a.dbias;
     const int rows = row_count(sequence(params.p, task.first_batch));
-#pragma unroll
-    for (int n = 0; n < kColumnTiles; ++n)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int64_t column = int64_t(block) * kColumns + 8 * n + accumulator_column();
-        const float2 pair = {sums[n][2 * half], sums[n][2 * half + 1]};
-        if (t.shape[3] == 1)
-          row_sums[half] += pair.x + pair.y;
-        else if (row(half) < rows)
-          store_pair(t, task.bias_offset + row(half) * t.stride[2] + column * t.stride[3], pair, task.columns - column);
-      }
+    for_pairs<kColumnTiles>([&](int n, int half) {
+      const int64_t column = int64_t(block) * kColumns + 8 * n + accumulator_column();
+      const float2 pair = {sums[n][2 * half], sums[n][2 * half + 1]};
+      if (t.shape[3] == 1)
+        row_sums[half] += pair.x + pair.y;
+      else if (row(half) < rows)
+        store_pair(t, task.bias_offset + row(half) * t.stride[2] + column * t.stride[3], pair, task.columns - column);
+    });
     clear_sums();
   }
 

@@ -271,19 +271,16 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
 #pragma unroll
     for (int i = 0; i < 2 * kRowTiles; ++i) blank |= this->sum[i / 2][i % 2] == 0.0f;
     if (__any_sync(0xffffffffu, blank)) clear_blank_rows();
+    for_pairs<kRowTiles>([&](int m, int half) {
+      const float total = this->sum[m][half], maximum = this->maximum[m][half];
+      const float inverse = row_normalizer(this->sink(this->row(m, half)), maximum, total);
 #pragma unroll
-    for (int m = 0; m < kRowTiles; ++m)
+      for (int d = 0; d < kHeadDim / 8; ++d)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float total = this->sum[m][half], maximum = this->maximum[m][half];
-        const float inverse = row_normalizer(this->sink(this->row(m, half)), maximum, total);
-#pragma unroll
-        for (int d = 0; d < kHeadDim / 8; ++d)
-#pragma unroll
-          for (int i = 2 * half; i < 2 * half + 2; ++i) out[m][d][i] *= inverse;
-        const float lse = total == 0.0f ? -INFINITY : (maximum + log2f(total)) / kLog2E;
-        if (lane % 4 == 2 * m + half) own_lse = lse;
-      }
+        for (int i = 2 * half; i < 2 * half + 2; ++i) out[m][d][i] *= inverse;
+      const float lse = total == 0.0f ? -INFINITY : (maximum + log2f(total)) / kLog2E;
+      if (lane % 4 == 2 * m + half) own_lse = lse;
+    });
     const int lse_row = first + lane % 4 * 8 + lane / 4;
     if (lane % 4 < 2 * kRowTiles && this->query_of_block(lse_row) < valid_rows)
       static_cast<float *>(
@@ -300,11 +297,9 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
   }
   // Without a kept key the output is 0, even if a value that other rows keep is non-finite.
   __device__ void clear_blank_rows() {
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        if (this->sum[m][half] == 0.0f) this->clear_row(m, half);
+    for_pairs<kRowTiles>([&](int m, int half) {
+      if (this->sum[m][half] == 0.0f) this->clear_row(m, half);
+    });
   }
   template <RowPart kPart> __device__ void write_rows(const fdm_tensor &t, int first, int valid_rows) const {
     using Stored = StoredPart<kPart>;

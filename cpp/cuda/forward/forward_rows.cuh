@@ -189,15 +189,12 @@ struct ForwardRows : RunningRows<Element, kRowTileCount, kColumnTileCount, kDimT
     for (int n = 0; n < kColumnTiles; ++n) {
       const int column = 8 * n + accumulator_column();
       const auto shifts = row_bias.shifts(column);
-#pragma unroll
-      for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const float2 bias = row_bias.elements(m, half, column, shifts);
-          float &s = scores[m][n][2 * half], &t = scores[m][n][2 * half + 1];
-          s = bias.x == -INFINITY ? bias.x : with_row_bias(s, bias.x);
-          t = bias.y == -INFINITY ? bias.y : with_row_bias(t, bias.y);
-        }
+      for_pairs<kRowTiles>([&](int m, int half) {
+        const float2 bias = row_bias.elements(m, half, column, shifts);
+        float &s = scores[m][n][2 * half], &t = scores[m][n][2 * half + 1];
+        s = bias.x == -INFINITY ? bias.x : with_row_bias(s, bias.x);
+        t = bias.y == -INFINITY ? bias.y : with_row_bias(t, bias.y);
+      });
     }
   }
 
@@ -364,26 +361,20 @@ struct ForwardRows : RunningRows<Element, kRowTileCount, kColumnTileCount, kDimT
   __device__ void write_partial() const {
     const int64_t rows = partial_rows(params.p);
     const int head_dim = int(params.p.head_dim);
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int r = row(m, half);
-        if (!exists(r)) continue;
-        const int64_t partial_row =
-            task->split * rows + (task->sequence_index * params.p.heads + head(r)) * params.p.queries + query(r);
-#pragma unroll
-        for (int d = 0; d < kDimTiles; ++d)
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            const int column = 8 * d + accumulator_column() + i;
-            if (column < head_dim) params.partials.out[partial_row * head_dim + column] = out[m][d][2 * half + i];
-          }
-        if (threadIdx.x % 4 == 0) {
-          params.partials.max[partial_row] = maximum[m][half];
-          params.partials.sum[partial_row] = sum[m][half];
-        }
+    for_pairs<kRowTiles>([&](int m, int half) {
+      const int r = row(m, half);
+      if (!exists(r)) return;
+      const int64_t partial_row =
+          task->split * rows + (task->sequence_index * params.p.heads + head(r)) * params.p.queries + query(r);
+      for_pairs<kDimTiles>([&](int d, int i) {
+        const int column = 8 * d + accumulator_column() + i;
+        if (column < head_dim) params.partials.out[partial_row * head_dim + column] = out[m][d][2 * half + i];
+      });
+      if (threadIdx.x % 4 == 0) {
+        params.partials.max[partial_row] = maximum[m][half];
+        params.partials.sum[partial_row] = sum[m][half];
       }
+    });
   }
 };
 

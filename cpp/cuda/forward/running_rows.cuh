@@ -23,13 +23,10 @@ template <class Element, int kRowTiles, int kColumnTiles, int kDimTiles> struct 
     clear(out);
   }
   __device__ void start_sums() {
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        maximum[m][half] = -INFINITY;
-        sum[m][half] = 0.0f;
-      }
+    for_pairs<kRowTiles>([&](int m, int half) {
+      maximum[m][half] = -INFINITY;
+      sum[m][half] = 0.0f;
+    });
   }
 
   // Turns the scores of a row into probabilities relative to its running maximum. Returns the factor that rescales
@@ -94,13 +91,10 @@ template <class Element, int kRowTiles, int kColumnTiles, int kDimTiles> struct 
   // Sums over the threads of a row. Returns whether a sum of this thread is NaN.
   __device__ bool finish_sums() {
     bool any_nan = false;
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        sum[m][half] = ptx::row_sum(sum[m][half]);
-        any_nan |= isnan(sum[m][half]);
-      }
+    for_pairs<kRowTiles>([&](int m, int half) {
+      sum[m][half] = ptx::row_sum(sum[m][half]);
+      any_nan |= isnan(sum[m][half]);
+    });
     return any_nan;
   }
 };

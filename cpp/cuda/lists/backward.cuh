@@ -254,23 +254,20 @@ template <class Config> struct ListBackward : ListTile<Config> {
   __device__ void pass_sums() {
     const int column = dq_part() * kDqDims + accumulator_column();
     float *tile = params.query_sums + int64_t(blockIdx.x) * params.tiles.heads_per_tile * kHeadDim + column;
+    for_pairs<kRowTiles>([&](int m, int half) {
+      const int r = this->row(m, half);
+      if (r >= task.heads) return;
 #pragma unroll
-    for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int r = this->row(m, half);
-        if (r >= task.heads) continue;
-#pragma unroll
-        for (int n = 0; n < kDqDims / 8; ++n) {
-          auto &two = *reinterpret_cast<float2 *>(tile + r * kHeadDim + 8 * n);
-          float &left = dq[m][n][2 * half], &right = dq[m][n][2 * half + 1];
-          if (!params.pass.is_first) {
-            left += two.x;
-            right += two.y;
-          }
-          if (!params.pass.is_last) two = make_float2(left, right);
+      for (int n = 0; n < kDqDims / 8; ++n) {
+        auto &two = *reinterpret_cast<float2 *>(tile + r * kHeadDim + 8 * n);
+        float &left = dq[m][n][2 * half], &right = dq[m][n][2 * half + 1];
+        if (!params.pass.is_first) {
+          left += two.x;
+          right += two.y;
         }
+        if (!params.pass.is_last) two = make_float2(left, right);
       }
+    });
   }
 
   __device__ void write() {
@@ -279,16 +276,12 @@ template <class Config> struct ListBackward : ListTile<Config> {
     if (params.query_sums) pass_sums();
     if (!params.pass.is_last) return;
     const int first_dim = dq_part() * kDqDims;
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int r = this->row(m, half);
-        const bool exists = r < task.heads;
-        Element *to =
-            exists ? static_cast<Element *>(t.data) + this->row_place(t, r) + first_dim * t.stride[3] : nullptr;
-        write_row(to, t.stride[3], int(params.p.head_dim) - first_dim, dq[m], half, params.p.scale, exists);
-      }
+    for_pairs<kRowTiles>([&](int m, int half) {
+      const int r = this->row(m, half);
+      const bool exists = r < task.heads;
+      Element *to = exists ? static_cast<Element *>(t.data) + this->row_place(t, r) + first_dim * t.stride[3] : nullptr;
+      write_row(to, t.stride[3], int(params.p.head_dim) - first_dim, dq[m], half, params.p.scale, exists);
+    });
   }
 };
 

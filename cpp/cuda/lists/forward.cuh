@@ -82,18 +82,15 @@ template <class Config> struct ListForward : ListTile<Config> {
   }
 
   __device__ void write() const {
-#pragma unroll
-    for (int m = 0; m < Config::kRowTiles; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int r = this->row(m, half);
-        const bool exists = r < task.heads;
-        const float maximum = rows.maximum[m][half], sum = rows.sum[m][half];
-        const float factor = exists ? row_normalizer(sink_score(params.p, task.head + r), maximum, sum) : 0.0f;
-        write_row(exists ? out_row(r) : nullptr, params.forward.out.stride[3], int(params.p.head_dim), rows.out[m],
-                  half, factor, exists, sum == 0.0f);
-        if (exists && threadIdx.x % 4 == 0) write_lse(r, maximum, sum);
-      }
+    for_pairs<Config::kRowTiles>([&](int m, int half) {
+      const int r = this->row(m, half);
+      const bool exists = r < task.heads;
+      const float maximum = rows.maximum[m][half], sum = rows.sum[m][half];
+      const float factor = exists ? row_normalizer(sink_score(params.p, task.head + r), maximum, sum) : 0.0f;
+      write_row(exists ? out_row(r) : nullptr, params.forward.out.stride[3], int(params.p.head_dim), rows.out[m], half,
+                factor, exists, sum == 0.0f);
+      if (exists && threadIdx.x % 4 == 0) write_lse(r, maximum, sum);
+    });
   }
 
   // Adds the sums of warps with the same rows to those of the first one. In each round, the upper half of the remaining

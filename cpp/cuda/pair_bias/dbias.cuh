@@ -156,13 +156,10 @@ template <class Config> struct DbiasBlock {
     const float *statistics = statistics_at(step) + slot * division.tile_rows + warp_row;
     const int count = division.slots * division.tile_rows;
     float shift[kRowTiles][2], delta[kRowTiles][2];
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        shift[m][half] = statistics[16 * m + accumulator_row(half)];
-        delta[m][half] = statistics[count + 16 * m + accumulator_row(half)];
-      }
+    for_pairs<kRowTiles>([&](int m, int half) {
+      shift[m][half] = statistics[16 * m + accumulator_row(half)];
+      delta[m][half] = statistics[count + 16 * m + accumulator_row(half)];
+    });
     LeftOperand<Element, kHeadDim, kRowTiles, Config::kHoldsRows> queries, dout;
     queries.left = Tile::left(rows_at(step, 0), slot * division.tile_rows + warp_row);
     dout.left = Tile::left(rows_at(step, 1), slot * division.tile_rows + warp_row);
@@ -186,14 +183,10 @@ template <class Config> struct DbiasBlock {
       start_gradients(scores, gradients, shift, delta);
       dout.multiply(gradients, Tile::fragment_address(keys_at(step, 1) + right, row_of_keys, 0));
       if (exact) drop_pairs(scores, gradients, [&](int m, int, int i) { return shift[m][i / 2]; });
-#pragma unroll
-      for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-        for (int n = 0; n < kSubTiles; ++n)
-#pragma unroll
-          for (int i = 0; i < 4; ++i)
-            sums[m][part * kSubTiles + n][i] =
-                fmaf(ptx::exp2_approximate(scores[m][n][i]), gradients[m][n][i], sums[m][part * kSubTiles + n][i]);
+      for_accumulators(scores, [&](int m, int n, int i) {
+        sums[m][part * kSubTiles + n][i] =
+            fmaf(ptx::exp2_approximate(scores[m][n][i]), gradients[m][n][i], sums[m][part * kSubTiles + n][i]);
+      });
     }
   }
 

@@ -170,17 +170,14 @@ template <class Config> struct PairBiasDkdvBlock {
   __device__ void find_kept(int head) {
     const fdm_problem &p = problem();
     kept = 0;
-#pragma unroll
-    for (int m = 0; m < kKeyTiles; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        bool keeps = exists(m, half);
-        if (keeps && mask_kind(p) == FDM_MASK_KEYS) {
-          const Matrix mask = score_matrix(p, p.mask, pair_bias_sequence(p, source().batch), head, 1);
-          keeps = static_cast<const uint8_t *>(mask.base)[key(m, half) * mask.col] != 0;
-        }
-        kept |= uint32_t(keeps) << (2 * m + half);
+    for_pairs<kKeyTiles>([&](int m, int half) {
+      bool keeps = exists(m, half);
+      if (keeps && mask_kind(p) == FDM_MASK_KEYS) {
+        const Matrix mask = score_matrix(p, p.mask, pair_bias_sequence(p, source().batch), head, 1);
+        keeps = static_cast<const uint8_t *>(mask.base)[key(m, half) * mask.col] != 0;
       }
+      kept |= uint32_t(keeps) << (2 * m + half);
+    });
   }
 
   // Adds a part of a step: kSubRows rows of its tile from `row` on.
@@ -216,15 +213,10 @@ template <class Config> struct PairBiasDkdvBlock {
       drop_pairs(scores, gradients, [&](int, int n, int i) { return statistics[8 * n + i % 2]; });
       live = live_columns(scores, -INFINITY, [&](int m, int half) { return matters(m, half); });
     }
-#pragma unroll
-    for (int m = 0; m < kKeyTiles; ++m)
-#pragma unroll
-      for (int n = 0; n < kRowTiles; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          scores[m][n][i] = ptx::exp2_approximate(scores[m][n][i]);
-          gradients[m][n][i] *= scores[m][n][i];
-        }
+    for_accumulators(scores, [&](int m, int n, int i) {
+      scores[m][n][i] = ptx::exp2_approximate(scores[m][n][i]);
+      gradients[m][n][i] *= scores[m][n][i];
+    });
     const uint32_t columns = Tile::fragment_address(Tile::right_columns(rows_at(number, 0)), row_of_tile, 0);
     const uint32_t dout = Tile::fragment_address(Tile::right_columns(rows_at(number, 1)), row_of_tile, 0);
     if (exact)
@@ -244,30 +236,20 @@ template <class Config> struct PairBiasDkdvBlock {
 
   // Sets the scores of dropped keys to -inf.
   __device__ void drop_keys_of_head(Scores &scores) const {
-#pragma unroll
-    for (int m = 0; m < kKeyTiles; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        if (!(kept >> (2 * m + half) & 1))
-#pragma unroll
-          for (int n = 0; n < kRowTiles; ++n)
-#pragma unroll
-            for (int i = 0; i < 2; ++i) scores[m][n][2 * half + i] = -INFINITY;
+    for_pairs<kKeyTiles>([&](int m, int half) {
+      if (!(kept >> (2 * m + half) & 1))
+        for_pairs<kRowTiles>([&](int n, int i) { scores[m][n][2 * half + i] = -INFINITY; });
+    });
   }
   // The same for keys beyond the causal limit: row r sees the warp's keys up to `limit` + r.
   __device__ void drop_unseen(Scores &scores, int limit) const {
-#pragma unroll
-    for (int m = 0; m < kKeyTiles; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int first =
-            16 * m + accumulator_row(half) - limit - accumulator_column(); // the first row that sees the key
-#pragma unroll
-        for (int n = 0; n < kRowTiles; ++n)
-#pragma unroll
-          for (int i = 0; i < 2; ++i)
-            if (8 * n + i < first) scores[m][n][2 * half + i] = -INFINITY;
-      }
+    for_pairs<kKeyTiles>([&](int m, int half) {
+      const int first =
+          16 * m + accumulator_row(half) - limit - accumulator_column(); // the first row that sees the key
+      for_pairs<kRowTiles>([&](int n, int i) {
+        if (8 * n + i < first) scores[m][n][2 * half + i] = -INFINITY;
+      });
+    });
   }
 
   __device__ void step_of_rows(int number, bool exact) {
@@ -326,23 +308,19 @@ template <class Config> struct PairBiasDkdvBlock {
   }
 
   __device__ void write() {
+    for_pairs<kKeyTiles>([&](int m, int half) {
+      if (!matters(m, half))
 #pragma unroll
-    for (int m = 0; m < kKeyTiles; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        if (!matters(m, half))
-#pragma unroll
-          for (int d = 0; d < kHeadDim / 8; ++d)
-            dk[m][d][2 * half] = dk[m][d][2 * half + 1] = dv[m][d][2 * half] = dv[m][d][2 * half + 1] = 0.0f;
+        for (int d = 0; d < kHeadDim / 8; ++d)
+          dk[m][d][2 * half] = dk[m][d][2 * half + 1] = dv[m][d][2 * half] = dv[m][d][2 * half + 1] = 0.0f;
+    });
     const auto write_to = [&](const fdm_tensor &t, const float (&sums)[kKeyTiles][kHeadDim / 8][4], float factor) {
       if (!present(t)) return;
       const int64_t base = source().batch * t.stride[0] + kv_head * t.stride[2];
-#pragma unroll
-      for (int m = 0; m < kKeyTiles; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-          write_row(static_cast<Element *>(t.data) + base + key(m, half) * t.stride[1], t.stride[3],
-                    int(problem().head_dim), sums[m], half, factor, exists(m, half));
+      for_pairs<kKeyTiles>([&](int m, int half) {
+        write_row(static_cast<Element *>(t.data) + base + key(m, half) * t.stride[1], t.stride[3],
+                  int(problem().head_dim), sums[m], half, factor, exists(m, half));
+      });
     };
     write_to(work.a.dk, dk, problem().scale);
     write_to(work.a.dv, dv, 1.0f);

@@ -27,16 +27,13 @@ template <class Config> struct PairBiasDqBlock : RowBlock<Config> {
     this->load_rows(0, problem().q, work.call.aligned);
     this->load_rows(1, work.a.dout, work.dout_aligned);
     clear(dq);
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        RowStatistics statistics{INFINITY, 0.0f};
-        if (exists(m, half)) statistics = statistics_of(work, this->source(), this->row(m, half));
-        shift[m][half] = -statistics.lse;
-        delta[m][half] = statistics.delta;
-        large |= is_large(statistics);
-      }
+    for_pairs<kRowTiles>([&](int m, int half) {
+      RowStatistics statistics{INFINITY, 0.0f};
+      if (exists(m, half)) statistics = statistics_of(work, this->source(), this->row(m, half));
+      shift[m][half] = -statistics.lse;
+      delta[m][half] = statistics.delta;
+      large |= is_large(statistics);
+    });
     large = __any_sync(0xffffffffu, large);
   }
 
@@ -55,12 +52,8 @@ template <class Config> struct PairBiasDqBlock : RowBlock<Config> {
       drop_pairs(scores, gradients, [&](int m, int, int i) { return shift[m][i / 2]; });
       live = live_columns(scores, -INFINITY, [&](int m, int part) { return exists(m, part); });
     }
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-      for (int n = 0; n < kSubTiles; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) gradients[m][n][i] *= ptx::exp2_approximate(scores[m][n][i]);
+    for_accumulators(gradients,
+                     [&](int m, int n, int i) { gradients[m][n][i] *= ptx::exp2_approximate(scores[m][n][i]); });
     if (work.writes_dbias) write_dbias(gradients, block * kPairBiasKeys + half.key_of_block);
     if (factors.cap > 0) {
       clear(scores);
@@ -80,19 +73,16 @@ template <class Config> struct PairBiasDqBlock : RowBlock<Config> {
     const Source &source = this->source();
     const Sequence s = pair_bias_sequence(problem(), source.batch);
     const int64_t head = batch_index(t, s) * t.stride[0] + head_index(problem(), t, source.head) * t.stride[1];
+    for_pairs<kRowTiles>([&](int m, int half) {
+      if (!exists(m, half)) return;
+      const int64_t offset = head + this->row(m, half) * t.stride[2];
 #pragma unroll
-    for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        if (!exists(m, half)) continue;
-        const int64_t offset = head + this->row(m, half) * t.stride[2];
-#pragma unroll
-        for (int n = 0; n < kSubTiles; ++n) {
-          const int key = first_key + 8 * n + accumulator_column();
-          store_pair<Element>(t, work.dbias_pairs, offset + key * t.stride[3], gradients[m][n][2 * half],
-                              gradients[m][n][2 * half + 1], problem().keys - key);
-        }
+      for (int n = 0; n < kSubTiles; ++n) {
+        const int key = first_key + 8 * n + accumulator_column();
+        store_pair<Element>(t, work.dbias_pairs, offset + key * t.stride[3], gradients[m][n][2 * half],
+                            gradients[m][n][2 * half + 1], problem().keys - key);
       }
+    });
   }
 
   __device__ void run(const RowBlockTask &task, bool exact) {
@@ -124,12 +114,10 @@ template <class Config> struct PairBiasDqBlock : RowBlock<Config> {
     if (!present(t)) return;
     const Source &source = this->source();
     const Sequence s = pair_bias_sequence(problem(), source.batch);
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        write_row(static_cast<Element *>(t.data) + row_offset(t, s, this->row(m, half), source.head), t.stride[3],
-                  int(problem().head_dim), dq[m], half, problem().scale, exists(m, half));
+    for_pairs<kRowTiles>([&](int m, int half) {
+      write_row(static_cast<Element *>(t.data) + row_offset(t, s, this->row(m, half), source.head), t.stride[3],
+                int(problem().head_dim), dq[m], half, problem().scale, exists(m, half));
+    });
   }
 };
 

@@ -65,18 +65,15 @@ template <class Config> struct PairBiasForwardBlock : RowBlock<Config> {
   // The epilogue writes normalized rows and their lse. A split writes unnormalized rows, with their maximum and sum
   // to base 2.
   __device__ void write(int split) const {
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const bool there = exists(m, half);
-        const int64_t i = this->row(m, half);
-        const float sum = softmax.sum[m][half], shift = softmax.shift[m][half];
-        if (work.splits == 1)
-          write_pair_bias_row<Element>(work, this->source(), i, there, out[m], half, sum, shift);
-        else if (there)
-          write_partial_row(work, this->source(), i, split, out[m], half, sum, shift);
-      }
+    for_pairs<kRowTiles>([&](int m, int half) {
+      const bool there = exists(m, half);
+      const int64_t i = this->row(m, half);
+      const float sum = softmax.sum[m][half], shift = softmax.shift[m][half];
+      if (work.splits == 1)
+        write_pair_bias_row<Element>(work, this->source(), i, there, out[m], half, sum, shift);
+      else if (there)
+        write_partial_row(work, this->source(), i, split, out[m], half, sum, shift);
+    });
   }
 };
 

@@ -54,11 +54,9 @@ template <int kHeadDim> struct SumBand {
   }
   // Calls function(pair, n, half) for the pairs of existing rows.
   template <class Function> __device__ __forceinline__ void for_each_pair(const Function &function) const {
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n)
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        if (accumulator_row(half) < rows) function(pair(n, half), n, half);
+    for_pairs<kTiles>([&](int n, int half) {
+      if (accumulator_row(half) < rows) function(pair(n, half), n, half);
+    });
   }
 
   __device__ __forceinline__ void add(const float (&x)[kTiles][4]) const {
@@ -77,10 +75,7 @@ template <int kHeadDim> struct SumBand {
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) reinterpret_cast<float4 &>(x[n]) = *reinterpret_cast<const float4 *>(quad(n));
     } else {
-#pragma unroll
-      for (int n = 0; n < kTiles; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) x[n][i] = 0.0f;
+      for_accumulators(x, [&](int n, int i) { x[n][i] = 0.0f; });
       for_each_pair([&](const float *sum, int n, int half) {
         x[n][2 * half] = sum[0];
         x[n][2 * half + 1] = sum[1];

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "../tile/key_ring.cuh"
+#include "../tile/products.cuh"
 #include "../tile/smem_tile.cuh"
 #include "sources.cuh"
 
@@ -154,14 +155,11 @@ template <class ElementType, int kThreads, int kPitch> struct ScoreTile {
     if constexpr (kBias == BiasType::float32) {
       const auto *words =
           reinterpret_cast<const float *>(memory + bias) + (row + lane / 4) * kPitch + key + 2 * (lane % 4);
-#pragma unroll
-      for (int n = 0; n < 2; ++n)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const float2 pair = *reinterpret_cast<const float2 *>(words + 8 * half * kPitch + 8 * n);
-          values[n][2 * half] = pair.x;
-          values[n][2 * half + 1] = pair.y;
-        }
+      for_pairs<2>([&](int n, int half) {
+        const float2 pair = *reinterpret_cast<const float2 *>(words + 8 * half * kPitch + 8 * n);
+        values[n][2 * half] = pair.x;
+        values[n][2 * half + 1] = pair.y;
+      });
     } else {
       uint32_t pairs[4];
       const uint32_t fragment = Tile16Bit::left(ptx::shared_address(memory) + bias, row);
@@ -179,10 +177,7 @@ template <class ElementType, int kThreads, int kPitch> struct ScoreTile {
     if constexpr (kBias == BiasType::float32) {
       const auto *words =
           reinterpret_cast<const float *>(memory + bias) + (row + 2 * (lane % 4)) * kPitch + key + lane / 4;
-#pragma unroll
-      for (int n = 0; n < 2; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) values[n][i] = words[(8 * n + i % 2) * kPitch + i / 2 * 8];
+      for_accumulators(values, [&](int n, int i) { values[n][i] = words[(8 * n + i % 2) * kPitch + i / 2 * 8]; });
     } else {
       uint32_t pairs[4];
       const uint32_t fragment = Tile16Bit::right_rows(ptx::shared_address(memory) + bias);

@@ -90,12 +90,7 @@ template <ScoreRows kRows, BiasType kBias, int kLeftTiles, int kRightTiles, clas
 __device__ __forceinline__ void add_bias_of(float (&scores)[kLeftTiles][kRightTiles][4], const PairBiasFactors &factors,
                                             const Tile &tile, int row, int key, bool exact) {
   if (factors.cap > 0)
-#pragma unroll
-    for (int m = 0; m < kLeftTiles; ++m)
-#pragma unroll
-      for (int n = 0; n < kRightTiles; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) scores[m][n][i] = tanh_of(scores[m][n][i] * factors.scale);
+    for_accumulators(scores, [&](int m, int n, int i) { scores[m][n][i] = tanh_of(scores[m][n][i] * factors.scale); });
   const float factor = factors.cap > 0 ? factors.cap : factors.scale;
   for_each_bias<kRows, kBias>(scores, tile, row, key,
                               [&](float &score, float bias) { score = fmaf(score, factor, bias); });
@@ -121,15 +116,10 @@ template <int kLeftTiles, int kRightTiles>
 __device__ __forceinline__ void multiply_slopes(float (&gradients)[kLeftTiles][kRightTiles][4],
                                                 const float (&products)[kLeftTiles][kRightTiles][4],
                                                 const PairBiasFactors &factors) {
-#pragma unroll
-  for (int m = 0; m < kLeftTiles; ++m)
-#pragma unroll
-    for (int n = 0; n < kRightTiles; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float &gradient = gradients[m][n][i];
-        if (gradient != 0.0f) gradient *= factors.slope(products[m][n][i]);
-      }
+  for_accumulators(gradients, [&](int m, int n, int i) {
+    float &gradient = gradients[m][n][i];
+    if (gradient != 0.0f) gradient *= factors.slope(products[m][n][i]);
+  });
 }
 
 // Sets to -inf the scores of keys that are not in `word`, and of keys beyond the causal limit: row r of the warp sees
@@ -138,30 +128,20 @@ template <int kRowTiles>
 __device__ __forceinline__ void drop_keys(float (&scores)[kRowTiles][kSubTiles][4], uint32_t word, int limit) {
   if (word != ~0u) {
     const uint32_t bits = word >> accumulator_column();
-#pragma unroll
-    for (int n = 0; n < kSubTiles; ++n)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const bool keeps = bits >> (8 * n + i) & 1;
-#pragma unroll
-        for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-          for (int half = 0; half < 2; ++half)
-            if (!keeps) scores[m][n][2 * half + i] = -INFINITY;
-      }
+    for_pairs<kSubTiles>([&](int n, int i) {
+      const bool keeps = bits >> (8 * n + i) & 1;
+      for_pairs<kRowTiles>([&](int m, int half) {
+        if (!keeps) scores[m][n][2 * half + i] = -INFINITY;
+      });
+    });
   }
   if (limit >= kSubKeys - 1) return;
-#pragma unroll
-  for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int last = limit + 16 * m + accumulator_row(half) - accumulator_column();
-#pragma unroll
-      for (int n = 0; n < kSubTiles; ++n)
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-          if (8 * n + i > last) scores[m][n][2 * half + i] = -INFINITY;
-    }
+  for_pairs<kRowTiles>([&](int m, int half) {
+    const int last = limit + 16 * m + accumulator_row(half) - accumulator_column();
+    for_pairs<kSubTiles>([&](int n, int i) {
+      if (8 * n + i > last) scores[m][n][2 * half + i] = -INFINITY;
+    });
+  });
 }
 
 // A bit for each of this thread's columns that has a value other than `dead` in an existing row of the warp
@@ -216,12 +196,7 @@ __device__ __forceinline__ void gemm_rs_live(float (&sums)[kLeftTiles][kHeadDim 
 template <int kLeftTiles, int kRightTiles, class Exists>
 __device__ __forceinline__ bool has_nan(const float (&sums)[kLeftTiles][kRightTiles][4], const Exists &exists) {
   bool found = false;
-#pragma unroll
-  for (int m = 0; m < kLeftTiles; ++m)
-#pragma unroll
-    for (int n = 0; n < kRightTiles; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) found |= isnan(sums[m][n][i]) && exists(m, i / 2);
+  for_accumulators(sums, [&](int m, int n, int i) { found |= isnan(sums[m][n][i]) && exists(m, i / 2); });
   return found;
 }
 

@@ -14,13 +14,10 @@ template <int kRowTiles, int kSubTileCount> struct PairBiasSoftmax {
   float maximum[kRowTiles][2], shift[kRowTiles][2], sum[kRowTiles][2]; // shift: shift_of(maximum)
 
   __device__ void start() {
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        maximum[m][half] = -INFINITY;
-        shift[m][half] = sum[m][half] = 0.0f;
-      }
+    for_pairs<kRowTiles>([&](int m, int half) {
+      maximum[m][half] = -INFINITY;
+      shift[m][half] = sum[m][half] = 0.0f;
+    });
   }
 
   // The shift of a row's scores to base 2, -largest * log2 e. Clamped, since the product may exceed the float32
@@ -37,30 +34,24 @@ template <int kRowTiles, int kSubTileCount> struct PairBiasSoftmax {
   // The largest score in this thread's part of a row.
   __device__ static float largest_of(const Scores &scores, int m, int half) {
     float largest = scores[m][0][2 * half];
-#pragma unroll
-    for (int n = 0; n < kSubTileCount; ++n)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) largest = fmaxf(largest, scores[m][n][2 * half + i]);
+    for_pairs<kSubTileCount>([&](int n, int i) { largest = fmaxf(largest, scores[m][n][2 * half + i]); });
     return largest;
   }
 
   // Raises the running maxima to the scores of the rows, and rescales the sums and the output accumulators.
   template <int kOutTiles> __device__ void raise_maxima(const Scores &scores, float (&out)[kRowTiles][kOutTiles][4]) {
+    for_pairs<kRowTiles>([&](int m, int half) {
+      const float before = maximum[m][half], largest = fmaxf(before, ptx::row_max(largest_of(scores, m, half)));
+      const float factor = factor_of(before, largest);
+      maximum[m][half] = largest;
+      shift[m][half] = shift_of(largest);
+      sum[m][half] *= factor;
 #pragma unroll
-    for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float before = maximum[m][half], largest = fmaxf(before, ptx::row_max(largest_of(scores, m, half)));
-        const float factor = factor_of(before, largest);
-        maximum[m][half] = largest;
-        shift[m][half] = shift_of(largest);
-        sum[m][half] *= factor;
-#pragma unroll
-        for (int d = 0; d < kOutTiles; ++d) {
-          out[m][d][2 * half] *= factor;
-          out[m][d][2 * half + 1] *= factor;
-        }
+      for (int d = 0; d < kOutTiles; ++d) {
+        out[m][d][2 * half] *= factor;
+        out[m][d][2 * half + 1] *= factor;
       }
+    });
   }
 
   // Turns scores into probabilities relative to the running maximum of their row. The maximum rises only if a row of
@@ -69,10 +60,7 @@ template <int kRowTiles, int kSubTileCount> struct PairBiasSoftmax {
   // other rows give the same bits as without `exact`: the content of a dropped key must not change results.
   template <int kOutTiles> __device__ void apply(Scores &scores, float (&out)[kRowTiles][kOutTiles][4], bool exact) {
     bool behind = false;
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) behind |= largest_of(scores, m, half) > maximum[m][half] + kSlack;
+    for_pairs<kRowTiles>([&](int m, int half) { behind |= largest_of(scores, m, half) > maximum[m][half] + kSlack; });
     if (__any_sync(0xffffffffu, behind)) raise_maxima(scores, out);
     if (exact)
       exponentiate(scores, [&](float score, int m, int half) {
@@ -87,29 +75,20 @@ template <int kRowTiles, int kSubTileCount> struct PairBiasSoftmax {
 
   // Replaces scores by exponential(score, m, half), and adds the results to the sums of the rows.
   template <class Exponential> __device__ void exponentiate(Scores &scores, const Exponential &exponential) {
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float added = 0.0f;
-#pragma unroll
-        for (int n = 0; n < kSubTileCount; ++n)
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            float &score = scores[m][n][2 * half + i];
-            score = exponential(score, m, half);
-            added += score;
-          }
-        sum[m][half] += added;
-      }
+    for_pairs<kRowTiles>([&](int m, int half) {
+      float added = 0.0f;
+      for_pairs<kSubTileCount>([&](int n, int i) {
+        float &score = scores[m][n][2 * half + i];
+        score = exponential(score, m, half);
+        added += score;
+      });
+      sum[m][half] += added;
+    });
   }
 
   // Reduces the sums of the rows over the threads of a row.
   __device__ void finish() {
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) sum[m][half] = ptx::row_sum(sum[m][half]);
+    for_pairs<kRowTiles>([&](int m, int half) { sum[m][half] = ptx::row_sum(sum[m][half]); });
   }
 
   __device__ bool has_large_maximum(int m, int half) const {
@@ -119,11 +98,8 @@ template <int kRowTiles, int kSubTileCount> struct PairBiasSoftmax {
   // Whether an existing row (exists(m, half)) needs an exact run: its sum is NaN, or its maximum is large.
   template <class Exists> __device__ bool needs_exact(const Exists &exists) const {
     bool exact = false;
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        exact |= exists(m, half) & (isnan(sum[m][half]) | has_large_maximum(m, half));
+    for_pairs<kRowTiles>(
+        [&](int m, int half) { exact |= exists(m, half) & (isnan(sum[m][half]) | has_large_maximum(m, half)); });
     return exact;
   }
 };

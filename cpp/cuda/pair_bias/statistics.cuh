@@ -43,15 +43,10 @@ template <int kRowTiles, int kKeyTiles>
 __device__ __forceinline__ void
 start_gradients(float (&scores)[kRowTiles][kKeyTiles][4], float (&gradients)[kRowTiles][kKeyTiles][4],
                 const float (&shift)[kRowTiles][2], const float (&delta)[kRowTiles][2]) {
-#pragma unroll
-  for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-    for (int n = 0; n < kKeyTiles; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        scores[m][n][i] = fmaf(scores[m][n][i], kLog2E, shift[m][i / 2]);
-        gradients[m][n][i] = -delta[m][i / 2];
-      }
+  for_accumulators(scores, [&](int m, int n, int i) {
+    scores[m][n][i] = fmaf(scores[m][n][i], kLog2E, shift[m][i / 2]);
+    gradients[m][n][i] = -delta[m][i / 2];
+  });
 }
 
 // Drops pairs whose score is -inf, or whose row has a shift(row tile, column tile, element) of -inf: the exponent
@@ -59,17 +54,12 @@ start_gradients(float (&scores)[kRowTiles][kKeyTiles][4], float (&gradients)[kRo
 template <int kLeftTiles, int kRightTiles, class Shift>
 __device__ __forceinline__ void drop_pairs(float (&exponents)[kLeftTiles][kRightTiles][4],
                                            float (&gradients)[kLeftTiles][kRightTiles][4], const Shift &shift) {
-#pragma unroll
-  for (int m = 0; m < kLeftTiles; ++m)
-#pragma unroll
-    for (int n = 0; n < kRightTiles; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float &exponent = exponents[m][n][i];
-        const bool dropped = exponent == -INFINITY || shift(m, n, i) == -INFINITY;
-        exponent = dropped ? -INFINITY : ptx::min_or_nan(exponent, 0.0f);
-        if (dropped) gradients[m][n][i] = 0.0f;
-      }
+  for_accumulators(exponents, [&](int m, int n, int i) {
+    float &exponent = exponents[m][n][i];
+    const bool dropped = exponent == -INFINITY || shift(m, n, i) == -INFINITY;
+    exponent = dropped ? -INFINITY : ptx::min_or_nan(exponent, 0.0f);
+    if (dropped) gradients[m][n][i] = 0.0f;
+  });
 }
 
 // Stores two adjacent elements of a row of dbias, or the first `left` of them.

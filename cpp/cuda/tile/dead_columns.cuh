@@ -31,12 +31,7 @@ template <int kColumns, bool kPossible> struct DeadColumns {
                                                   const Exists &exists) {
     if (is_second_pass) return false;
     bool found = false;
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-      for (int n = 0; n < kColumnTiles; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) found |= isnan(sums[m][n][i]) && exists(m, i / 2);
+    for_accumulators(sums, [&](int m, int n, int i) { found |= isnan(sums[m][n][i]) && exists(m, i / 2); });
     if (!__syncthreads_or(found)) return false;
     is_second_pass = true;
     __syncthreads();
@@ -51,17 +46,12 @@ template <int kColumns, bool kPossible> struct DeadColumns {
     static_assert(kPossible && 8 * kColumnTiles == kColumns);
     for (int c = threadIdx.x; c < kColumns; c += kThreads) live[c] = 0;
     __syncthreads();
-#pragma unroll
-    for (int n = 0; n < kColumnTiles; ++n)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        bool any = false;
-#pragma unroll
-        for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-          for (int half = 0; half < 2; ++half) any |= exists(m, half) && values[m][n][2 * half + i] != dead_value;
-        if (any) live[8 * n + accumulator_column() + i] = 1;
-      }
+    for_pairs<kColumnTiles>([&](int n, int i) {
+      bool any = false;
+      for_pairs<kRowTiles>(
+          [&](int m, int half) { any |= exists(m, half) && values[m][n][2 * half + i] != dead_value; });
+      if (any) live[8 * n + accumulator_column() + i] = 1;
+    });
     __syncthreads();
     clear_dead_rows<Tile, kColumns, kThreads>(live, tile);
     __syncthreads();

@@ -7,6 +7,30 @@
 
 namespace fdm::cuda {
 
+// The accumulators of a 16-row tile give each thread two rows, and two columns of each 8-column tile. Calls
+// function(tile, which) for those of kTiles tiles; `which` is 0 or 1.
+template <int kTiles, class Function> __device__ __forceinline__ void for_pairs(const Function &function) {
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile)
+#pragma unroll
+    for (int which = 0; which < 2; ++which) function(tile, which);
+}
+
+// Calls function with the indices of each of these accumulators.
+template <int kTiles, class Function>
+__device__ __forceinline__ void for_accumulators(const float (&)[kTiles][4], const Function &function) {
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) function(n, i);
+}
+template <int kLeftTiles, int kRightTiles, class Function>
+__device__ __forceinline__ void for_accumulators(const float (&sums)[kLeftTiles][kRightTiles][4],
+                                                 const Function &function) {
+#pragma unroll
+  for (int m = 0; m < kLeftTiles; ++m) for_accumulators(sums[m], [&](int n, int i) { function(m, n, i); });
+}
+
 // Calls multiply(d, n, a, b) for each step d of 16 columns of A and B and each pair n of 8-row tiles of B. `a` has
 // the fragments of all tiles of A, `b` those of the pair.
 template <int kHeadDim, int kLeftTiles, int kRightTiles, class Multiply>

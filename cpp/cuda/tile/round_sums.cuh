@@ -81,10 +81,7 @@ __global__ void __launch_bounds__(kRoundingThreads, Bands::kBlocks)
     band.load(first, sums);
     __syncwarp(); // other threads of the warp may have read the rows that are overwritten
     band.store(first, sums);
-#pragma unroll
-    for (int k = 0; k < kTilesAtOnce; ++k)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) finite &= fabsf(sums[k][i]) < INFINITY;
+    for_accumulators(sums, [&](int k, int i) { finite &= fabsf(sums[k][i]) < INFINITY; });
   }
   if (tiles > 0) band.end(finite);
 }

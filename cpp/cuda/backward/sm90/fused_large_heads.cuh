@@ -52,14 +52,8 @@ template <class Config> struct LargeHeadConsumer : KeyConsumer<Config> {
     if constexpr (kHalfPanelTiles > 0) {
       if (Roles::consumer_group() == 0) return;
       float ordered[kTiles][4];
-#pragma unroll
-      for (int n = 0; n < kTiles; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) ordered[n][i] = sum[(n + kPanelTiles) % kTiles][i];
-#pragma unroll
-      for (int n = 0; n < kTiles; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sum[n][i] = ordered[n][i];
+      for_accumulators(ordered, [&](int n, int i) { ordered[n][i] = sum[(n + kPanelTiles) % kTiles][i]; });
+      for_accumulators(sum, [&](int n, int i) { sum[n][i] = ordered[n][i]; });
     }
   }
 

@@ -54,10 +54,7 @@ template <class Config> struct RowBiasPart {
     if (!present(params.a.dbias)) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-#pragma unroll
-      for (int n = 0; n < kRowTiles; ++n)
-#pragma unroll
-        for (int i = 0; i < 2; ++i) sums[half][n][i] += gradients[n][2 * half + i];
+      for_pairs<kRowTiles>([&](int n, int i) { sums[half][n][i] += gradients[n][2 * half + i]; });
     if (!complete) return;
     write(head, first);
     clear();

@@ -122,10 +122,7 @@ template <class Config> struct ListConsumerSm90 {
   __device__ void run() {
 #pragma unroll
     for (int half = 0; half < 2; ++half) rows[half] = find_row(row(half));
-#pragma unroll
-    for (int d = 0; d < kDimTiles; ++d)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) dq[d][i] = 0.0f;
+    for_accumulators(dq, [&](int d, int i) { dq[d][i] = 0.0f; });
     Roles::consumer_wait(shared.loaded, 0);
     if (params.p.softcap > 0)
       run_steps<true>();
@@ -229,17 +226,9 @@ template <class Config> struct ListConsumerSm90 {
     ptx::warpgroup_fence_operand(ds);
     // A column without a key has zeros, unless Q or dO of the row has non-finite numbers. Then all of the row's dQ is
     // NaN, or the row keeps no key and write() does not read its dQ.
-#pragma unroll
-    for (int n = 0; n < kColumnTiles; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) rows[i / 2].finish(p[n][i], ds[n][i]);
+    for_accumulators(p, [&](int n, int i) { rows[i / 2].finish(p[n][i], ds[n][i]); });
     if (params.sums.bias || params.sums.index) add_columns(step, stage, ds);
-    if constexpr (kHasSoftcap) {
-#pragma unroll
-      for (int n = 0; n < kColumnTiles; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) ds[n][i] *= slopes[n][i];
-    }
+    if constexpr (kHasSoftcap) for_accumulators(ds, [&](int n, int i) { ds[n][i] *= slopes[n][i]; });
     uint32_t own_p[kColumns / 16][4];
     pack_left<Element>(own_p, p);
     pack_left<Element>(own_ds, ds);
@@ -254,10 +243,7 @@ template <class Config> struct ListConsumerSm90 {
   // columns. In each exchange, a lane passes on half of its columns; after three, it has two complete columns.
   __device__ void add_columns(int step, int stage, const float (&ds)[kColumnTiles][4]) const {
     float sums[kColumnTiles][2];
-#pragma unroll
-    for (int n = 0; n < kColumnTiles; ++n)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) sums[n][i] = ds[n][i] + ds[n][i + 2];
+    for_pairs<kColumnTiles>([&](int n, int i) { sums[n][i] = ds[n][i] + ds[n][i + 2]; });
 #pragma unroll
     for (int half = kColumnTiles / 2; half > 0; half /= 2) {
       const bool upper = threadIdx.x & (4 * half);

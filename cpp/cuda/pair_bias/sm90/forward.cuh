@@ -159,11 +159,9 @@ template <class Config> struct PairBiasForwardConsumerSm90 {
     const int limit =
         int(work.call.p.keys - work.call.p.queries) + task.first_row + bias_row() - (block * Config::kTile + own_key);
     if (limit >= Config::kOwnKeys - 1) return;
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        if (8 * n + accumulator_column() + i % 2 > limit + accumulator_row(i / 2)) scores[n][i] = -INFINITY;
+    for_accumulators(scores, [&](int n, int i) {
+      if (8 * n + accumulator_column() + i % 2 > limit + accumulator_row(i / 2)) scores[n][i] = -INFINITY;
+    });
   }
 
   // Zeroes V of keys that no row of the tile keeps: 0 times NaN is NaN.

@@ -11,10 +11,7 @@ namespace fdm::cuda {
 // Whether all sums are finite. 0 times NaN or inf is NaN, so this takes a multiply-add per sum and one test.
 template <int kTiles> __device__ __forceinline__ bool is_finite(const float (&sums)[kTiles][4]) {
   float probe[4] = {};
-#pragma unroll
-  for (int d = 0; d < kTiles; ++d)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) probe[i] = fmaf(sums[d][i], 0.0f, probe[i]);
+  for_accumulators(sums, [&](int d, int i) { probe[i] = fmaf(sums[d][i], 0.0f, probe[i]); });
   return probe[0] + probe[1] + (probe[2] + probe[3]) == 0.0f;
 }
 

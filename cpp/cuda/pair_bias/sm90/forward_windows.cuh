@@ -109,19 +109,16 @@ __device__ void load_small_tile_bias(const PairBiasForward &work, float (&bias)[
   const Sequence s = pair_bias_sequence(p, source.batch);
   const Matrix m = score_matrix(p, p.bias, s, source.head, Config::kBiasSize);
   const int first_row = int(threadIdx.x) / 32 % (Config::kRows / 16) * 16;
-#pragma unroll
-  for (int n = 0; n < kTiles; ++n)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int r = first_row + accumulator_row(i / 2), k = 8 * n + accumulator_column() + i % 2;
-      const int64_t offset = r * m.row + k * m.col;
-      bias[n][i] = -INFINITY;
-      if (!is_kept_pair(p, s, source.head, r, k)) continue;
-      if constexpr (Config::kFloat32Bias)
-        bias[n][i] = static_cast<const float *>(m.base)[offset];
-      else
-        bias[n][i] = float(static_cast<const typename Config::Element *>(m.base)[offset]);
-    }
+  for_accumulators(bias, [&](int n, int i) {
+    const int r = first_row + accumulator_row(i / 2), k = 8 * n + accumulator_column() + i % 2;
+    const int64_t offset = r * m.row + k * m.col;
+    bias[n][i] = -INFINITY;
+    if (!is_kept_pair(p, s, source.head, r, k)) return;
+    if constexpr (Config::kFloat32Bias)
+      bias[n][i] = static_cast<const float *>(m.base)[offset];
+    else
+      bias[n][i] = float(static_cast<const typename Config::Element *>(m.base)[offset]);
+  });
 }
 
 } // namespace fdm::cuda

@@ -16,10 +16,7 @@ template <class Config> struct FusedProducts {
   Sums dq, dk, dv;
 
   __device__ static void take_half(Half &x, const Sums &sums, int half) {
-#pragma unroll
-    for (int n = 0; n < kOutTiles; ++n)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) x[n][i] = half ? sums[n][2 + i] : sums[n][i];
+    for_pairs<kOutTiles>([&](int n, int i) { x[n][i] = half ? sums[n][2 + i] : sums[n][i]; });
   }
 };
 

@@ -33,10 +33,7 @@ template <class Config> struct FusedBiasTile {
 
   __device__ void start(const PairBiasFusedTask &own_task) {
     task = own_task;
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) dbias[n][i] = 0.0f;
+    for_accumulators(dbias, [&](int n, int i) { dbias[n][i] = 0.0f; });
     if (task.first < task.past) load_bias();
   }
 
@@ -59,14 +56,11 @@ template <class Config> struct FusedBiasTile {
 #pragma unroll
       for (int half = 0; half < 2; ++half)
         delta[half] = shared.known.stages[stage].delta[16 * warp() + accumulator_row(half)];
-#pragma unroll
-    for (int n = 0; n < kTileCount; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float gradient = Config::kFolds ? gradients[n][i] : gradients[n][i] - delta[i / 2];
-        gradients[n][i] = p[n][i] * gradient;
-        dbias[kFirstTile + n][i] += gradients[n][i];
-      }
+    for_accumulators(gradients, [&](int n, int i) {
+      const float gradient = Config::kFolds ? gradients[n][i] : gradients[n][i] - delta[i / 2];
+      gradients[n][i] = p[n][i] * gradient;
+      dbias[kFirstTile + n][i] += gradients[n][i];
+    });
   }
 
   __device__ void write_dbias() const {
@@ -198,13 +192,10 @@ private:
 #pragma unroll
     for (int c = 0; c < Config::kBiasChunks; ++c) {
       Pair pairs[kChunkTiles][2];
-#pragma unroll
-      for (int n = 0; n < kChunkTiles; ++n)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          pairs[n][half] = first[half][4 * (c * kChunkTiles + n)];
-          drop(pairs[n][half], dropped(half, c * kChunkTiles + n));
-        }
+      for_pairs<kChunkTiles>([&](int n, int half) {
+        pairs[n][half] = first[half][4 * (c * kChunkTiles + n)];
+        drop(pairs[n][half], dropped(half, c * kChunkTiles + n));
+      });
       if constexpr (Config::kFolds) {
         float words[4];
 #pragma unroll
