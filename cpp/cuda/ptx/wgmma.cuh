@@ -47,10 +47,12 @@ template <int kTiles> __device__ __forceinline__ void warpgroup_fence_operand(ui
     for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(registers[n][i])::"memory");
 }
 
-// Waits until at most kPending of the newest groups are incomplete. The compiler does not merge waits with different
-// marks.
-template <int kPending, int kMark = 0> __device__ __forceinline__ void warpgroup_wait() {
+// Waits until at most kPending of the newest groups are incomplete. `operands` are of the other groups; see
+// warpgroup_fence_operand(). The compiler does not merge waits with different marks.
+template <int kPending, int kMark = 0, class... Operands>
+__device__ __forceinline__ void warpgroup_wait(Operands &...operands) {
   asm volatile("wgmma.wait_group.sync.aligned %0; // %1\n" ::"n"(kPending), "n"(kMark) : "memory");
+  (warpgroup_fence_operand(operands), ...);
 }
 
 // The instruction text varies with the number of accumulators, the type, and the place of the left operand.

@@ -93,7 +93,7 @@ inline void warpgroup_commit_batch() { emulated::commit_products(); }
 template <int kTiles> void warpgroup_fence_operand(float (&)[kTiles][4]) {}
 template <int kTiles> void warpgroup_fence_operand(uint32_t (&)[kTiles][4]) {}
 
-template <int kPending, int kMark = 0> void warpgroup_wait() {
+template <int kPending, int kMark = 0, class... Operands> void warpgroup_wait(Operands &...) {
   emulator::run_collective(emulated::kAllLanes, nullptr,
                            [](void *const *) { emulator::complete(emulator::Queue::products, kPending); });
 }

@@ -32,9 +32,7 @@ template <class Config> struct DkdvConsumer : KeyConsumer<Config> {
     this->compute_p_and_ds(facts, scores, gradients, stage);
     start_sum_of(sums.dv[0], scores, shared.sdO[stage]);
     start_sum_of(sums.dk[0], gradients, shared.sQ[stage]);
-    ptx::warpgroup_wait<0>();
-    ptx::warpgroup_fence_operand(sums.dv[0]);
-    ptx::warpgroup_fence_operand(sums.dk[0]);
+    ptx::warpgroup_wait<0>(sums.dv[0], sums.dk[0]);
   }
 
   __device__ void run() {

@@ -159,16 +159,13 @@ template <class Config> struct DqConsumer {
       start_dq(rows, gradients, previous);
       ptx::warpgroup_wait<1>();
       compute_ds(rows, block);
-      ptx::warpgroup_wait<0>();
-      ptx::warpgroup_fence_operand(rows.dq[0]);
-      ptx::warpgroup_fence_operand(gradients);
+      ptx::warpgroup_wait<0>(rows.dq[0], gradients);
       Roles::consumer_release(pipeline.k_empty[previous]);
       pack_left<Element>(gradients, rows.scores[0]);
     }
     Roles::consumer_release(shared.tasks.empty);
     start_dq(rows, gradients, state.index);
-    ptx::warpgroup_wait<0>();
-    ptx::warpgroup_fence_operand(rows.dq[0]);
+    ptx::warpgroup_wait<0>(rows.dq[0]);
     Roles::consumer_release(pipeline.k_empty[state.index]);
     ++state;
   }

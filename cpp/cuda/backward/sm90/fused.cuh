@@ -151,11 +151,7 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
     ptx::warpgroup_wait<2>();
     release_ds();
     add_dq(dq);
-    ptx::warpgroup_wait<0>();
-    ptx::warpgroup_fence_operand(sums.dv[0]);
-    ptx::warpgroup_fence_operand(sums.dk[0]);
-    ptx::warpgroup_fence_operand(p);
-    ptx::warpgroup_fence_operand(ds);
+    ptx::warpgroup_wait<0>(sums.dv[0], sums.dk[0], p, ds);
   }
 
   // Stores P' of a step in the memory of its dS'. bfloat16 has the range of P'. float16 does not: with a large sink,
@@ -203,8 +199,7 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
     warpgroup_gemm_ss<Element, KeyTile, RowTile, kHeadDim>(scores[0], this->k_desc, Base::row_desc(shared.sQ[stage]),
                                                            false);
     ptx::warpgroup_commit_batch();
-    ptx::warpgroup_wait<0>();
-    ptx::warpgroup_fence_operand(scores[0]);
+    ptx::warpgroup_wait<0>(scores[0]);
     if (test)
       sums.template compute_p<PairTests::kept_and_cut>(rows, facts.first_row, facts.buffer, scores, factors);
     else
@@ -213,15 +208,12 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
     Roles::producer_acquire(shared.ds_empty[own_ds_stage], ds_phase(ds_steps));
     store_p(scores, p, tile);
     Base::template start_sum<DoutTile>(sums.dv[0], p, shared.sdO[stage]);
-    ptx::warpgroup_wait<0>();
-    ptx::warpgroup_fence_operand(sums.dv[0]);
-    ptx::warpgroup_fence_operand(p);
+    ptx::warpgroup_wait<0>(sums.dv[0], p);
     ptx::warpgroup_arrive();
     warpgroup_gemm_ss<Element, ValueTile, DoutTile, Config::kValueDim>(scores[0], this->v_desc,
                                                                        Base::row_desc(shared.sdO[stage]), false);
     ptx::warpgroup_commit_batch();
-    ptx::warpgroup_wait<0>();
-    ptx::warpgroup_fence_operand(scores[0]);
+    ptx::warpgroup_wait<0>(scores[0]);
 #pragma unroll
     for (int k = 0; k < kRows / 16; ++k) {
       float probabilities[1][2][4];
@@ -235,9 +227,7 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
     ptx::fence_async_proxy();
     ptx::arrive(shared.ds_full[own_ds_stage]);
     Base::start_sum(sums.dk[0], ds, shared.sQ[stage]);
-    ptx::warpgroup_wait<0>();
-    ptx::warpgroup_fence_operand(sums.dk[0]);
-    ptx::warpgroup_fence_operand(ds);
+    ptx::warpgroup_wait<0>(sums.dk[0], ds);
   }
 
   // Computes this warpgroup's columns of the previous step's dQ, and adds them to the sums.

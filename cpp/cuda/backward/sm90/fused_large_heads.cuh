@@ -111,14 +111,12 @@ template <class Config> struct LargeHeadConsumer : KeyConsumer<Config> {
     const auto &rows = this->own_rows(stage);
     const int first = facts.first_row + kScoreRows * Base::own_part();
     const ScoreFactors factors = ScoreFactors::uncapped(this->params.p);
-    ptx::warpgroup_wait<1>();
-    ptx::warpgroup_fence_operand(scores[0]);
+    ptx::warpgroup_wait<1>(scores[0]);
     if (exact)
       sums.template compute_p<PairTests::kept_and_cut>(rows, first, facts.buffer, scores, factors, added);
     else
       sums.template compute_p<PairTests::kept>(rows, first, facts.buffer, scores, factors);
-    ptx::warpgroup_wait<0>();
-    ptx::warpgroup_fence_operand(gradients[0]);
+    ptx::warpgroup_wait<0>(gradients[0]);
     sums.template compute_ds<PairTests::kept>(rows, scores, gradients);
   }
 
@@ -143,9 +141,7 @@ template <class Config> struct LargeHeadConsumer : KeyConsumer<Config> {
     start_columns<ptx::Major::k, RowTile>(sums.dk[0], shared.sdS, shared.sQ[stage], true);
     ptx::warpgroup_wait<2>();
     add_dq(dq, thread_dq_sums(this->own_rows(stage).step));
-    ptx::warpgroup_wait<0>();
-    ptx::warpgroup_fence_operand(sums.dv[0]);
-    ptx::warpgroup_fence_operand(sums.dk[0]);
+    ptx::warpgroup_wait<0>(sums.dv[0], sums.dk[0]);
   }
 
   // The first warpgroup writes the bias gradient, summed over the rows of both warpgroups.

@@ -30,10 +30,7 @@ template <class Config> struct MassConsumer : KeyConsumer<Config> {
     return facts;
   }
 
-  __device__ static void finish_scores(Scores &scores) {
-    ptx::warpgroup_wait<0>();
-    ptx::warpgroup_fence_operand(scores[0]);
-  }
+  __device__ static void finish_scores(Scores &scores) { ptx::warpgroup_wait<0>(scores[0]); }
 
   // Adds the probabilities of a step whose scores are complete.
   __device__ void add_step(const StepFacts &facts, int stage, Scores &scores) {

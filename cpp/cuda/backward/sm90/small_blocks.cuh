@@ -266,8 +266,7 @@ template <class Config> struct SmallBlock {
     warpgroup_gemm_ss<Element, KeyTile, RowTile, kHeadDim>(gradients[0], v, dout, false);
     ptx::warpgroup_commit_batch();
     const bool test = sums.needs_test(step, cuts_probabilities);
-    ptx::warpgroup_wait<1>();
-    ptx::warpgroup_fence_operand(scores[0]);
+    ptx::warpgroup_wait<1>(scores[0]);
     const ScoreFactors factors = ScoreFactors::uncapped(params.p);
     if (cuts_probabilities)
       sums.template compute_p<PairTests::kept_and_cut>(rows, step.tile * kRows, step.buffer, scores, factors);
@@ -275,8 +274,7 @@ template <class Config> struct SmallBlock {
       sums.template compute_p<PairTests::kept>(rows, step.tile * kRows, step.buffer, scores, factors);
     else
       sums.template compute_p<PairTests::none>(rows, step.tile * kRows, step.buffer, scores, factors);
-    ptx::warpgroup_wait<0>();
-    ptx::warpgroup_fence_operand(gradients[0]);
+    ptx::warpgroup_wait<0>(gradients[0]);
     if (test)
       sums.template compute_ds<PairTests::kept>(rows, scores, gradients);
     else
@@ -291,20 +289,15 @@ template <class Config> struct SmallBlock {
     ptx::warpgroup_commit_batch();
     warpgroup_gemm_rs<Element, RowTile>(sums.dk[0], ds, q);
     ptx::warpgroup_commit_batch();
-    __syncthreads();          // dS' of all keys is stored
-    ptx::warpgroup_wait<1>(); // the product with P' is complete, so its registers are free
-    ptx::warpgroup_fence_operand(sums.dv[0]);
-    ptx::warpgroup_fence_operand(p);
+    __syncthreads();                       // dS' of all keys is stored
+    ptx::warpgroup_wait<1>(sums.dv[0], p); // the product with P' is complete, so its registers are free
     receive();
     ptx::warpgroup_fence_operand(dq);
     ptx::warpgroup_arrive();
     warpgroup_gemm_ss_columns<Element, GradientTile, ptx::Major::mn, KeyTile, Config::kKeys>(
         dq, GradientTile::descriptor(sdS), k, Config::kChained);
     ptx::warpgroup_commit_batch();
-    ptx::warpgroup_wait<0>();
-    ptx::warpgroup_fence_operand(dq);
-    ptx::warpgroup_fence_operand(sums.dk[0]);
-    ptx::warpgroup_fence_operand(ds);
+    ptx::warpgroup_wait<0>(dq, sums.dk[0], ds);
   }
 
   // Adds dQ of a step to the sums of all blocks.

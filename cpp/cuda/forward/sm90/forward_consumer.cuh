@@ -140,9 +140,7 @@ template <class Config> struct ForwardConsumer {
   }
 
   template <int kMark> __device__ void finish_output() {
-    ptx::warpgroup_wait<0, kMark>();
-    ptx::warpgroup_fence_operand(rows.out[0]);
-    ptx::warpgroup_fence_operand(probabilities);
+    ptx::warpgroup_wait<0, kMark>(rows.out[0], probabilities);
     Roles::consumer_release(shared.pipeline.v_empty[v_state.index]);
     ++v_state;
   }
@@ -182,8 +180,7 @@ template <class Config> struct ForwardConsumer {
     start_scores(tasks);
     if constexpr (kPredecessor != Predecessor::none) start_output();
     Roles::pass_turn(group);
-    ptx::warpgroup_wait<kPredecessor == Predecessor::none ? 0 : 1>();
-    ptx::warpgroup_fence_operand(rows.scores[0]);
+    ptx::warpgroup_wait<kPredecessor == Predecessor::none ? 0 : 1>(rows.scores[0]);
     if (is_last<kPredecessor>(tasks, left)) tasks.release(); // Q of the next tile may be loaded
     if constexpr (kPredecessor == Predecessor::previous_tile) save_sums();
     softmax<kPredecessor>(tasks, is_partial<kPredecessor>(tasks, left));

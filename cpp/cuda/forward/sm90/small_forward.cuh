@@ -35,8 +35,7 @@ __global__ void __launch_bounds__(Columns::Config::kThreads, Columns::Config::kB
     tile.wait_for_keys(block);
     tile.start_scores(block);
     tile.look_ahead(block);
-    ptx::warpgroup_wait<0>();
-    ptx::warpgroup_fence_operand(tile.scores[0]);
+    ptx::warpgroup_wait<0>(tile.scores[0]);
     tile.make_probabilities(block);
     uint32_t probabilities[Config::kColumns / 16][4];
     pack_left<Element>(probabilities, tile.scores[0]);

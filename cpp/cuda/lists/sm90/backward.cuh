@@ -190,10 +190,7 @@ template <class Config> struct ListConsumerSm90 {
     ptx::warpgroup_commit_batch();
     const int c = group_thread();
     const int32_t key = c < kColumns ? shared.keys[stage][Gather::list_index(c)] : -1;
-    ptx::warpgroup_wait<0>();
-    ptx::warpgroup_fence_operand(dq);
-    ptx::warpgroup_fence_operand(own_ds);
-    ptx::warpgroup_fence_operand(sums);
+    ptx::warpgroup_wait<0>(dq, own_ds, sums);
     Roles::consumer_release(shared.empty[stage]);
     if (float *to = group ? params.sums.dk : params.sums.dv) add_rows(to, key, sums);
   }
@@ -211,8 +208,7 @@ template <class Config> struct ListConsumerSm90 {
     warpgroup_gemm_ss<Element, RowTile, KeyTile, kHeadDim>(ds, rows_of(shared.sdO) + own_rows,
                                                            tile_of(shared.sV[stage]), false);
     ptx::warpgroup_commit_batch();
-    ptx::warpgroup_wait<1>();
-    ptx::warpgroup_fence_operand(p);
+    ptx::warpgroup_wait<1>(p);
 #pragma unroll
     for (int n = 0; n < kColumnTiles; ++n) {
       const float2 bias = *reinterpret_cast<const float2 *>(&shared.bias[stage][8 * n + accumulator_column()]);
@@ -222,8 +218,7 @@ template <class Config> struct ListConsumerSm90 {
         p[n][i] = rows[i / 2].unnormalized_p(p[n][i]);
       }
     }
-    ptx::warpgroup_wait<0>();
-    ptx::warpgroup_fence_operand(ds);
+    ptx::warpgroup_wait<0>(ds);
     // A column without a key has zeros, unless Q or dO of the row has non-finite numbers. Then all of the row's dQ is
     // NaN, or the row keeps no key and write() does not read its dQ.
     for_accumulators(p, [&](int n, int i) { rows[i / 2].finish(p[n][i], ds[n][i]); });

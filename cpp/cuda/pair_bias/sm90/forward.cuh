@@ -215,8 +215,7 @@ template <class Config> struct PairBiasForwardConsumerSm90 {
     ptx::warpgroup_commit_batch();
     if constexpr (Config::kReadsBias && Config::kReadsBiasBeside)
       if (n == 0) read_bias();
-    ptx::warpgroup_wait<0>();
-    ptx::warpgroup_fence_operand(scores[0]);
+    ptx::warpgroup_wait<0>(scores[0]);
     finish_scores<kExact>(scores[0], block);
     if constexpr (kExact) clear_dead_values(scores, n);
     softmax[n].apply(scores, out[n], kExact);
@@ -226,9 +225,7 @@ template <class Config> struct PairBiasForwardConsumerSm90 {
     warpgroup_gemm_rs<Element, Tile>(out[n][0], p, values);
     ptx::warpgroup_commit_batch();
     if constexpr (Config::kSmallTiles) softmax[n].finish(); // this is the only block
-    ptx::warpgroup_wait<0>();
-    ptx::warpgroup_fence_operand(out[n][0]);
-    ptx::warpgroup_fence_operand(p);
+    ptx::warpgroup_wait<0>(out[n][0], p);
     Roles::consumer_release(shared.empty[stage]);
     ++states.keys;
   }

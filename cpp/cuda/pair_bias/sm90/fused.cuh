@@ -105,11 +105,7 @@ template <class Config> struct PairBiasFusedConsumer {
                                                                                         rows_of(stage, 0), false);
     warpgroup_gemm_rs<Element, Tile>(sums.dq, own_ds, keys_of(stage, 0), false);
     ptx::warpgroup_commit_batch();
-    ptx::warpgroup_wait<0>();
-    ptx::warpgroup_fence_operand(sums.dq);
-    ptx::warpgroup_fence_operand(sums.dk);
-    ptx::warpgroup_fence_operand(sums.dv);
-    ptx::warpgroup_fence_operand(own_ds);
+    ptx::warpgroup_wait<0>(sums.dq, sums.dk, sums.dv, own_ds);
   }
 
   // Computes the products of a step: this block's part of dq, dk and dv.
@@ -118,14 +114,12 @@ template <class Config> struct PairBiasFusedConsumer {
     Packed packed;
     start_scores(scores, stage, 0);
     start_scores(gradients, stage, 1);
-    ptx::warpgroup_wait<1>();
-    ptx::warpgroup_fence_operand(scores);
+    ptx::warpgroup_wait<1>(scores);
     tile.template make_probabilities<0>(scores, stage);
     pack_left<Element>(packed, scores);
     take_turn();
     store(packed, 0);
-    ptx::warpgroup_wait<0>();
-    ptx::warpgroup_fence_operand(gradients);
+    ptx::warpgroup_wait<0>(gradients);
     tile.template make_gradients<0>(scores, gradients, stage);
     pack_left<Element>(packed, gradients);
     store(packed, 1);
@@ -154,8 +148,7 @@ template <class Config> struct PairBiasFusedConsumer {
     ptx::warpgroup_arrive();
     warpgroup_gemm_ss_columns<Element, Left, ptx::Major::mn, Tile, Config::kTile>(dv, own_keys, rows_of(0, 1), false);
     ptx::warpgroup_commit_batch();
-    ptx::warpgroup_wait<0>();
-    ptx::warpgroup_fence_operand(dv);
+    ptx::warpgroup_wait<0>(dv);
     release(kDout);
     ptx::sync_threads<kReadBarrier, Roles::kConsumerThreads>(); // all have read P
     store(ds, 0);
@@ -168,12 +161,10 @@ template <class Config> struct PairBiasFusedConsumer {
     ptx::warpgroup_arrive();
     warpgroup_gemm_ss_columns<Element, Left, ptx::Major::k, Tile, Config::kTile>(dq, own_rows, keys_of(0, 0), false);
     ptx::warpgroup_commit_batch();
-    ptx::warpgroup_wait<1>();
-    ptx::warpgroup_fence_operand(dk);
+    ptx::warpgroup_wait<1>(dk);
     release(kQuery);
     epilogue.add(work.fused.dk, place.dk, first_key, dk);
-    ptx::warpgroup_wait<0>();
-    ptx::warpgroup_fence_operand(dq);
+    ptx::warpgroup_wait<0>(dq);
     release(kKey);
     pass_turn();
     epilogue.add(work.fused.dq, place.dq, tile.task.row_tile * kPairBiasTileSm90, dq);
@@ -197,14 +188,12 @@ template <class Config> struct PairBiasFusedConsumer {
     warpgroup_gemm_ss<Element, Tile, Tile, Config::kHeadDim>(gradients, rows_of(0, 1) + own_rows, keys_of(0, 1) + keys,
                                                              false);
     ptx::warpgroup_commit_batch();
-    ptx::warpgroup_wait<1>();
-    ptx::warpgroup_fence_operand(scores);
+    ptx::warpgroup_wait<1>(scores);
     tile.template make_probabilities<kFirst>(scores, 0);
     pack_left<Element>(packed, scores);
     if constexpr (kHalf == 0) take_turn(); // the products of the step before have read dS
     store_left<Left>(packed, ptx::shared_address(shared.sScores[0]), 16 * warp(), 8 * kFirst);
-    ptx::warpgroup_wait<0>();
-    ptx::warpgroup_fence_operand(gradients);
+    ptx::warpgroup_wait<0>(gradients);
     tile.template make_gradients<kFirst>(scores, gradients, 0);
     pack_left<Element>(packed, gradients);
 #pragma unroll

@@ -137,9 +137,7 @@ __device__ __forceinline__ void warpgroup_add_rs(float (&sums)[kTiles][4], uint3
   ptx::warpgroup_arrive();
   warpgroup_gemm_rs<Element, RightTile>(sums, left, right);
   ptx::warpgroup_commit_batch();
-  ptx::warpgroup_wait<0>();
-  ptx::warpgroup_fence_operand(sums);
-  ptx::warpgroup_fence_operand(left);
+  ptx::warpgroup_wait<0>(sums, left);
 }
 
 // sums += A B' by mma.sync, for 16 rows of a warp and 16 columns of both. `chunk` is the first of B's two chunks of
