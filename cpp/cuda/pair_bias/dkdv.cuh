@@ -27,19 +27,10 @@ template <class ElementType, int kHeadDimension> struct PairBiasDkdvConfig {
   using Bias = ScoreTile<Element, kThreads, kPitch>;
 
   static_assert(Tile::kRowBytes == pair_bias_row_bytes(kHeadDim));
-  static constexpr KeyTileSizes sizes() { return {FDM_TILE_ARCH, kHeadDim}; }
-  static constexpr int key_bytes() { return sizes().key_bytes(); } // of K or V
-  static constexpr int panels(int slots) { return sizes().panels(slots); }
-  static constexpr int panel_bytes(bool float32_bias, bool mask) { return sizes().panel_bytes(float32_bias, mask); }
-  static constexpr int statistics_bytes(int slots) { return sizes().statistics_bytes(slots); }
-  static constexpr int stage_bytes(int slots, bool float32_bias, bool mask) {
-    return sizes().stage_bytes(slots, float32_bias, mask);
-  }
-  static constexpr int stages(int slots, bool float32_bias, bool mask) {
-    return sizes().stages(slots, float32_bias, mask);
-  }
-  static constexpr int shared_bytes(int slots, bool float32_bias, bool mask) {
-    return sizes().shared_bytes(slots, float32_bias, mask);
+  static constexpr int kKeyBytes = KeyTileSizes{FDM_TILE_ARCH, kHeadDim}.key_bytes(); // of K or V
+  FDM_MEMBER static KeyTileSizes sizes(const PairBiasBackward &work) {
+    const fdm_problem &p = work.call.p;
+    return {FDM_TILE_ARCH, kHeadDim, work.slots, p.bias.dtype == FDM_FLOAT32, has_query_rows(p.mask)};
   }
 };
 
@@ -74,13 +65,8 @@ template <class Config> struct PairBiasDkdvBlock {
         keys(Config::kKeys / own_work.slots), slot(int(threadIdx.x) / 32 * kWarpKeys / keys),
         warp_key(int(threadIdx.x) / 32 * kWarpKeys - slot * keys), first_key(key), kv_head(own_kv_head),
         first_tile(own_first_tile), tiles(int(ceil_div(own_work.call.p.queries, kStepRows)) - own_first_tile),
-        group(int(group_size(own_work.call.p))),
-        stage_bytes(Config::stage_bytes(own_work.slots, own_work.call.p.bias.dtype == FDM_FLOAT32,
-                                        has_query_rows(own_work.call.p.mask))),
-        stages(Config::stages(own_work.slots, own_work.call.p.bias.dtype == FDM_FLOAT32,
-                              has_query_rows(own_work.call.p.mask))),
-        panel_bytes(
-            Config::panel_bytes(own_work.call.p.bias.dtype == FDM_FLOAT32, has_query_rows(own_work.call.p.mask))),
+        group(int(group_size(own_work.call.p))), stage_bytes(Config::sizes(own_work).stage_bytes()),
+        stages(Config::sizes(own_work).stages()), panel_bytes(Config::sizes(own_work).panel_bytes()),
         drops_keys(mask_kind(own_work.call.p) == FDM_MASK_KEYS &&
                    own_work.call.p.mask.shape[1] > own_work.call.p.kv_heads),
         float32_bias(own_work.call.p.bias.dtype == FDM_FLOAT32), causal(is_causal(own_work.call.p)) {}
@@ -100,10 +86,13 @@ template <class Config> struct PairBiasDkdvBlock {
   }
   __device__ int query_head(const Step &step) const { return kv_head * group + step.head; }
 
+  __device__ KeyTileSizes sizes() const {
+    return {FDM_TILE_ARCH, kHeadDim, slots, float32_bias, has_query_rows(problem().mask)};
+  }
   // Shared memory holds K and V, then the stages, each with Q, dO, the bias and the statistics.
-  __device__ uint32_t keys_at(int which) const { return ptx::shared_address(memory) + which * Config::key_bytes(); }
+  __device__ uint32_t keys_at(int which) const { return ptx::shared_address(memory) + which * Config::kKeyBytes; }
   __device__ int stage(int number) const {
-    return 2 * Config::key_bytes() + (stages == 1 ? 0 : (number & 1) * stage_bytes);
+    return 2 * Config::kKeyBytes + (stages == 1 ? 0 : (number & 1) * stage_bytes);
   }
   __device__ uint32_t rows_at(int number, int which) const {
     return ptx::shared_address(memory) + stage(number) + which * Tile::bytes(slots * kStepRows);
@@ -114,7 +103,7 @@ template <class Config> struct PairBiasDkdvBlock {
   }
   // The statistics of each slot are the shifts of its rows, -lse to base 2, then their deltas.
   __device__ float *statistics_at(int number) const {
-    return reinterpret_cast<float *>(memory + stage(number) + stage_bytes - Config::statistics_bytes(slots));
+    return reinterpret_cast<float *>(memory + stage(number) + stage_bytes - sizes().statistics_bytes());
   }
 
   __device__ void load_keys() const {
@@ -160,7 +149,7 @@ template <class Config> struct PairBiasDkdvBlock {
       large |= is_large(row);
     }
 #pragma unroll 1
-    for (int panel = 0; panel < Config::panels(slots); ++panel)
+    for (int panel = 0; panel < sizes().panels(); ++panel)
       bias_at(number, panel)
           .copy({shared.slots.source[0].batch, head, true}, kStepRows, step.first_row,
                 first_key + panel * kPairBiasKeys);
@@ -260,7 +249,7 @@ template <class Config> struct PairBiasDkdvBlock {
     }
     if (number == 0 || (drops_keys && step.first_row == first_tile * kStepRows)) find_kept(query_head(step));
     if (folds_mask(problem())) {
-      for (int panel = 0; panel < Config::panels(slots); ++panel)
+      for (int panel = 0; panel < sizes().panels(); ++panel)
         bias_at(number, panel)
             .fold({shared.slots.source[0].batch, query_head(step), true}, kStepRows, step.first_row,
                   first_key + panel * kPairBiasKeys);
@@ -358,10 +347,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
 template <class Element, int kHeadDim>
 cudaError_t launch_pair_bias_dkdv(const PairBiasBackward &work, cudaStream_t stream) {
   using Config = PairBiasDkdvConfig<Element, kHeadDim>;
-  const fdm_problem &p = work.call.p;
-  const int bytes = Config::shared_bytes(work.slots, p.bias.dtype == FDM_FLOAT32, has_query_rows(p.mask));
-  return launch_pair_bias<pair_bias_dkdv_kernel<Config>>(work, p.kv_heads * work.groups * work.tiles, Config::kThreads,
-                                                         bytes, stream);
+  return launch_pair_bias<pair_bias_dkdv_kernel<Config>>(work, work.call.p.kv_heads * work.groups * work.tiles,
+                                                         Config::kThreads, Config::sizes(work).shared_bytes(), stream);
 }
 
 } // namespace fdm::cuda

@@ -141,11 +141,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
 template <class Element, int kHeadDim>
 cudaError_t launch_pair_bias_dq(const PairBiasBackward &work, cudaStream_t stream) {
   using Config = PairBiasDqConfig<Element, kHeadDim>;
-  const fdm_problem &p = work.call.p;
-  const int64_t planes = p.bias.shape[0] * p.bias.shape[1];
-  const int bytes = Config::shared_bytes(work.slots, p.bias.dtype == FDM_FLOAT32, has_query_rows(p.mask));
-  return launch_pair_bias<pair_bias_dq_kernel<Config>>(work, planes * work.groups * work.tiles, Config::kThreads, bytes,
-                                                       stream);
+  return launch_pair_bias<pair_bias_dq_kernel<Config>>(work, planes_of(work.call.p) * work.groups * work.tiles,
+                                                       Config::kThreads, Config::sizes(work).shared_bytes(), stream);
 }
 
 } // namespace fdm::cuda

@@ -96,10 +96,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
 template <class Element, int kHeadDim>
 cudaError_t launch_pair_bias_forward(const PairBiasForwardLaunch &launch, cudaStream_t stream) {
   using Config = PairBiasForwardConfig<Element, kHeadDim>;
-  const fdm_problem &p = launch.work.call.p;
-  const int bytes = Config::shared_bytes(launch.work.slots, p.bias.dtype == FDM_FLOAT32, has_query_rows(p.mask));
-  return launch_pair_bias<pair_bias_forward_kernel<Config>>(launch.work, launch.route.blocks, Config::kThreads, bytes,
-                                                            stream);
+  return launch_pair_bias<pair_bias_forward_kernel<Config>>(launch.work, launch.route.blocks, Config::kThreads,
+                                                            Config::sizes(launch.work).shared_bytes(), stream);
 }
 
 } // namespace fdm::cuda

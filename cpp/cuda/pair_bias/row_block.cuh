@@ -23,16 +23,10 @@ template <class ElementType, int kHeadDimension, int kRowTensorCount, class Work
   using Bias = ScoreTile<Element, kThreads, kPitch>;
   static_assert(Tile::kRowBytes == pair_bias_row_bytes(kHeadDim));
 
-  static constexpr RowBlockSizes sizes() { return {FDM_TILE_ARCH, kHeadDim, kRowTensors}; }
-  static constexpr int row_bytes() { return sizes().row_bytes(); } // of a tensor
-  static constexpr int stage_bytes(int slots, bool float32_bias, bool mask) {
-    return sizes().stage_bytes(slots, float32_bias, mask);
-  }
-  static constexpr int stages(int slots, bool float32_bias, bool mask) {
-    return sizes().stages(slots, float32_bias, mask);
-  }
-  static constexpr int shared_bytes(int slots, bool float32_bias, bool mask) {
-    return sizes().shared_bytes(slots, float32_bias, mask);
+  static constexpr int kRowBytes = RowBlockSizes{FDM_TILE_ARCH, kHeadDim, kRowTensors}.row_bytes(); // of a tensor
+  FDM_MEMBER static RowBlockSizes sizes(const Work &work) {
+    const fdm_problem &p = work.call.p;
+    return {FDM_TILE_ARCH, kHeadDim, kRowTensors, work.slots, p.bias.dtype == FDM_FLOAT32, has_query_rows(p.mask)};
   }
 };
 
@@ -90,10 +84,7 @@ template <class Config> struct RowBlock {
       : work(own_work), shared(small), factors(own_work.call.p), memory(tiles), slots(own_work.slots),
         rows(Config::kRows / own_work.slots), slot(int(threadIdx.x) / 32 * kWarpRows / rows),
         warp_row(int(threadIdx.x) / 32 * kWarpRows - slot * rows), first_row(row),
-        stage_bytes(Config::stage_bytes(own_work.slots, own_work.call.p.bias.dtype == FDM_FLOAT32,
-                                        has_query_rows(own_work.call.p.mask))),
-        stages(Config::stages(own_work.slots, own_work.call.p.bias.dtype == FDM_FLOAT32,
-                              has_query_rows(own_work.call.p.mask))),
+        stage_bytes(Config::sizes(own_work).stage_bytes()), stages(Config::sizes(own_work).stages()),
         float32_bias(own_work.call.p.bias.dtype == FDM_FLOAT32), causal(is_causal(own_work.call.p)) {}
 
   __device__ const fdm_problem &problem() const { return work.call.p; }
@@ -102,12 +93,12 @@ template <class Config> struct RowBlock {
   __device__ bool exists(int m, int half) const { return source().exists && row(m, half) < int(problem().queries); }
 
   // Shared memory holds the row tensors, then the stages, each with K, V and the bias.
-  __device__ uint32_t rows_at(int which) const { return ptx::shared_address(memory) + which * Config::row_bytes(); }
+  __device__ uint32_t rows_at(int which) const { return ptx::shared_address(memory) + which * Config::kRowBytes; }
   __device__ uint32_t warp_rows_at(int which) const {
     return Tile::left(rows_at(which), int(threadIdx.x) / 32 * kWarpRows);
   }
   __device__ int stage(int block) const {
-    return Config::kRowTensors * Config::row_bytes() + (stages == 1 ? 0 : (block & 1) * stage_bytes);
+    return Config::kRowTensors * Config::kRowBytes + (stages == 1 ? 0 : (block & 1) * stage_bytes);
   }
   __device__ uint32_t keys_at(int block) const { return ptx::shared_address(memory) + stage(block); }
   __device__ uint32_t values_at(int block) const { return keys_at(block) + Tile::bytes(slots * kPairBiasKeys); }

@@ -66,28 +66,29 @@ constexpr int pair_bias_panel_bytes(int rows, int pitch, bool float32_bias, bool
   return pair_bias_bias_bytes(rows, pitch, float32_bias) + (mask ? rows * kPairBiasKeys : 0);
 }
 
+// The stages of copies for which shared memory has room beside `others` bytes.
+constexpr int pair_bias_stages(int arch, int others, int stage_bytes) {
+  return others + 2 * stage_bytes <= pair_bias_shared_limit(arch) ? 2 : 1;
+}
+
 // Shared memory of the row-tile kernels. `row_tensors` tensors have rows of the tile: q, and dout in the backward
 // pass. `mask`: the mask has a row for each query.
 struct RowBlockSizes {
   static constexpr int kPitch = kPairBiasKeys + 8; // of a float32 bias: the pairs of four rows cover all banks
-  int arch, head_dim, row_tensors;
+  int arch, head_dim, row_tensors, slots;
+  bool float32_bias, mask;
 
   constexpr PairBiasTileChoice tile() const {
     return row_tensors == 1 ? pair_bias_forward_tile(head_dim) : pair_bias_dq_tile(head_dim);
   }
   constexpr int rows() const { return 16 * tile().tiles * tile().warps; }
   constexpr int row_bytes() const { return rows() * pair_bias_row_bytes(head_dim); } // per tensor
-  constexpr int stage_bytes(int slots, bool float32_bias, bool mask) const {
+  constexpr int stage_bytes() const {
     return 2 * slots * kPairBiasKeys * pair_bias_row_bytes(head_dim) +
            pair_bias_panel_bytes(rows() / slots, kPitch, float32_bias, mask);
   }
-  constexpr int stages(int slots, bool float32_bias, bool mask) const {
-    return row_tensors * row_bytes() + 2 * stage_bytes(slots, float32_bias, mask) <= pair_bias_shared_limit(arch) ? 2
-                                                                                                                  : 1;
-  }
-  constexpr int shared_bytes(int slots, bool float32_bias, bool mask) const {
-    return row_tensors * row_bytes() + stages(slots, float32_bias, mask) * stage_bytes(slots, float32_bias, mask);
-  }
+  constexpr int stages() const { return pair_bias_stages(arch, row_tensors * row_bytes(), stage_bytes()); }
+  constexpr int shared_bytes() const { return row_tensors * row_bytes() + stages() * stage_bytes(); }
 };
 
 // Shared memory of the key-tile kernel, whose steps have kStepRows rows.
@@ -95,25 +96,19 @@ constexpr int kStepRows = 64;
 
 struct KeyTileSizes {
   static constexpr int kPitch = kPairBiasKeys + 4; // of a float32 bias: eight keys of every second row cover all banks
-  int arch, head_dim;
+  int arch, head_dim, slots;
+  bool float32_bias, mask;
 
   constexpr int keys() const { return 16 * pair_bias_dkdv_tile(head_dim).tiles * pair_bias_dkdv_tile(head_dim).warps; }
   constexpr int key_bytes() const { return keys() * pair_bias_row_bytes(head_dim); } // of K or V
-  constexpr int panels(int slots) const { return (keys() / slots + kPairBiasKeys - 1) / kPairBiasKeys; }
-  constexpr int panel_bytes(bool float32_bias, bool mask) const {
-    return pair_bias_panel_bytes(kStepRows, kPitch, float32_bias, mask);
+  constexpr int panels() const { return (keys() / slots + kPairBiasKeys - 1) / kPairBiasKeys; }
+  constexpr int panel_bytes() const { return pair_bias_panel_bytes(kStepRows, kPitch, float32_bias, mask); }
+  constexpr int statistics_bytes() const { return slots * kStepRows * 2 * int(sizeof(float)); }
+  constexpr int stage_bytes() const {
+    return 2 * slots * kStepRows * pair_bias_row_bytes(head_dim) + panels() * panel_bytes() + statistics_bytes();
   }
-  constexpr int statistics_bytes(int slots) const { return slots * kStepRows * 2 * int(sizeof(float)); }
-  constexpr int stage_bytes(int slots, bool float32_bias, bool mask) const {
-    return 2 * slots * kStepRows * pair_bias_row_bytes(head_dim) + panels(slots) * panel_bytes(float32_bias, mask) +
-           statistics_bytes(slots);
-  }
-  constexpr int stages(int slots, bool float32_bias, bool mask) const {
-    return 2 * key_bytes() + 2 * stage_bytes(slots, float32_bias, mask) <= pair_bias_shared_limit(arch) ? 2 : 1;
-  }
-  constexpr int shared_bytes(int slots, bool float32_bias, bool mask) const {
-    return 2 * key_bytes() + stages(slots, float32_bias, mask) * stage_bytes(slots, float32_bias, mask);
-  }
+  constexpr int stages() const { return pair_bias_stages(arch, 2 * key_bytes(), stage_bytes()); }
+  constexpr int shared_bytes() const { return 2 * key_bytes() + stages() * stage_bytes(); }
 };
 
 // Shared memory of the dbias kernel.

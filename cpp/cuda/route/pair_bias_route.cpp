@@ -102,25 +102,28 @@ struct PairBiasChoice {
   // Tiles that divide `length` rows or keys. The number of slots fills the rows of a tile, fits smem, and is at most
   // `side_by_side`.
   template <class Sizes>
-  PairBiasTiles divide(const Sizes &sizes, const PairBiasTileChoice &tile, int64_t length, int64_t side_by_side,
+  PairBiasTiles divide(Sizes sizes, const PairBiasTileChoice &tile, int64_t length, int64_t side_by_side,
                        int64_t all) const {
     const int rows = 16 * tile.tiles * tile.warps, min_rows = 16 * tile.tiles;
     const auto fits = [&](int slots) {
-      return sizes.shared_bytes(slots, has_float32_bias(p), has_query_rows(p.mask)) <= pair_bias_shared_limit(arch);
+      sizes.slots = slots;
+      return sizes.shared_bytes() <= pair_bias_shared_limit(arch);
     };
     int slots = 1;
     while (2 * slots <= side_by_side && rows / slots > min_rows && rows / slots / 2 >= length && fits(2 * slots))
       slots *= 2;
     return {slots, int32_t(ceil_div(length, rows / slots)), int32_t(ceil_div(all, slots))};
   }
-  RowBlockSizes row_sizes(int row_tensors) const { return {arch, head_dim, row_tensors}; }
+  RowBlockSizes row_sizes(int row_tensors, int slots) const {
+    return {arch, head_dim, row_tensors, slots, has_float32_bias(p), has_query_rows(p.mask)};
+  }
   PairBiasTiles divide_rows(int row_tensors) const {
-    const RowBlockSizes sizes = row_sizes(row_tensors);
+    const RowBlockSizes sizes = row_sizes(row_tensors, 1);
     return divide(sizes, sizes.tile(), p.queries, mask_sources(), sources());
   }
   PairBiasTiles divide_keys() const {
-    return divide(KeyTileSizes{arch, head_dim}, pair_bias_dkdv_tile(head_dim), p.keys,
-                  shares_sequences(p) ? p.batch : 1, p.batch);
+    const KeyTileSizes sizes{arch, head_dim, 1, has_float32_bias(p), has_query_rows(p.mask)};
+    return divide(sizes, pair_bias_dkdv_tile(head_dim), p.keys, shares_sequences(p) ? p.batch : 1, p.batch);
   }
 
   // With few rows most SMs are idle unless the keys are split. Several resident thread blocks on an SM take little
@@ -128,7 +131,7 @@ struct PairBiasChoice {
   // of 1024 rows of partial results took about as long; without a mask a block takes less.
   int64_t splits_for(const PairBiasForwardWork &work, int64_t sms) const {
     const bool mask = has_query_rows(p.mask);
-    const int bytes = row_sizes(1).shared_bytes(work.slots, has_float32_bias(p), mask);
+    const int bytes = row_sizes(1, work.slots).shared_bytes();
     const int64_t resident =
         std::min(pair_bias_forward_tile(int(p.head_dim)).blocks, pair_bias_shared_limit(arch) / bytes);
     const int64_t key_blocks = ceil_div(p.keys, kPairBiasKeys);
