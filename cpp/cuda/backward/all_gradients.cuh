@@ -292,8 +292,7 @@ template <class Config> struct AllGradientsBlock : StepRows<Config> {
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     all_gradients_kernel(const __grid_constant__ BackwardParams params) {
-  extern __shared__ __align__(1024) char dynamic_shared[];
-  auto &shared = *reinterpret_cast<AllGradientsShared<Config> *>(dynamic_shared);
+  auto &shared = dynamic_memory<AllGradientsShared<Config>>();
   KeyItem item;
   KeyBlockPlace place;
   if (!find_key_item(params, int32_t(blockIdx.x), item, place)) return;

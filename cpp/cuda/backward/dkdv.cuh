@@ -142,8 +142,7 @@ template <class Config> struct DkdvBlock : StepRows<Config> {
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     dkdv_kernel(const __grid_constant__ BackwardParams params) {
-  extern __shared__ __align__(1024) char dynamic_shared[];
-  auto &shared = *reinterpret_cast<DkdvShared<Config> *>(dynamic_shared);
+  auto &shared = dynamic_memory<DkdvShared<Config>>();
   if (!has_key_item(params, blockIdx.x)) return;
   DkdvBlock<Config> block(params, shared);
   block.keys.start(key_item(params.keys, blockIdx.x), Config::kComputesDk);

@@ -162,8 +162,7 @@ struct DqBlock
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     dq_kernel(const __grid_constant__ BackwardParams params) {
-  extern __shared__ __align__(1024) char dynamic_shared[];
-  auto &shared = *reinterpret_cast<DqShared<Config> *>(dynamic_shared);
+  auto &shared = dynamic_memory<DqShared<Config>>();
   const fdm_problem &p = params.p;
   // The order is the forward pass's: heads vary fastest, and the longest tiles of a causal mask come first.
   const int64_t tiles = ceil_div(p.queries, Config::kRows);

@@ -368,8 +368,7 @@ template <class Config> struct RowBiasBlock {
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads) row_bias_kernel(const __grid_constant__ BackwardParams params) {
-  extern __shared__ __align__(1024) char dynamic_shared[];
-  auto &shared = *reinterpret_cast<RowBiasShared<Config> *>(dynamic_shared);
+  auto &shared = dynamic_memory<RowBiasShared<Config>>();
   const fdm_problem &p = params.p;
   const fdm_tensor &t = params.a.dbias;
   const int64_t tiles = ceil_div(p.queries, Config::kRows);

@@ -370,8 +370,7 @@ struct DecodePlace {
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     decode_kernel(const __grid_constant__ ForwardParams params) {
-  extern __shared__ __align__(1024) char dynamic_shared[];
-  auto &shared = *reinterpret_cast<DecodeShared<Config> *>(dynamic_shared);
+  auto &shared = dynamic_memory<DecodeShared<Config>>();
   ptx::wait_for_kernel_ahead();
   ptx::start_dependents(); // not earlier, so that at most one kernel waits beside the running one
   const fdm_problem &p = params.p;

@@ -362,8 +362,7 @@ __device__ __forceinline__ void write_decoded(const DirectDecodeParams &params,
 template <class Config>
 __global__ void __launch_bounds__(32 * kDirectWarps, 1)
     direct_decode_kernel(const __grid_constant__ DirectDecodeParams params) {
-  extern __shared__ __align__(1024) char dynamic_shared[];
-  auto &shared = *reinterpret_cast<DirectDecodeShared<Config> *>(dynamic_shared);
+  auto &shared = dynamic_memory<DirectDecodeShared<Config>>();
   constexpr int kThreadsPerRow = Config::kHeadDim / 4;
   const int splits = params.splits, split = int(blockIdx.y), warps = int(blockDim.x) / 32;
   DirectDecodePlace place(params, blockIdx.x);

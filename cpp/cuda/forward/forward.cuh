@@ -362,8 +362,7 @@ struct ForwardPlace {
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     forward_kernel(const __grid_constant__ ForwardParams params) {
-  extern __shared__ __align__(1024) char dynamic_shared[];
-  auto &shared = *reinterpret_cast<ForwardShared<Config> *>(dynamic_shared);
+  auto &shared = dynamic_memory<ForwardShared<Config>>();
   const fdm_problem &p = params.p;
   ptx::start_dependents();
   const ForwardPlace place(params);

@@ -288,8 +288,7 @@ template <class Config> struct ListBackward : ListTile<Config> {
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 2)
     list_backward_kernel(const __grid_constant__ ListBackwardParams params) {
-  extern __shared__ __align__(1024) char dynamic_shared[];
-  auto &shared = *reinterpret_cast<ListBackwardShared<Config> *>(dynamic_shared);
+  auto &shared = dynamic_memory<ListBackwardShared<Config>>();
   if (threadIdx.x == 0) shared.task.set(params.p, params.tiles, params.pass.first_tile + blockIdx.x);
   __syncthreads();
   ListBackward<Config>(params, shared).run();

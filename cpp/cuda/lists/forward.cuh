@@ -147,8 +147,7 @@ template <class Config> struct ListForward : ListTile<Config> {
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 2) list_forward_kernel(const __grid_constant__ ListParams params) {
-  extern __shared__ __align__(1024) char dynamic_shared[];
-  auto &shared = *reinterpret_cast<ListForwardShared<Config> *>(dynamic_shared);
+  auto &shared = dynamic_memory<ListForwardShared<Config>>();
   if (threadIdx.x == 0) shared.task.set(params.p, params.tiles, blockIdx.x);
   __syncthreads();
   ListForward<Config>(params, shared).run();

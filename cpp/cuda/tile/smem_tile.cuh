@@ -13,6 +13,12 @@
 
 namespace fdm::cuda {
 
+// The dynamic shared memory of a kernel.
+template <class Shared> __device__ __forceinline__ Shared &dynamic_memory() {
+  extern __shared__ __align__(1024) char dynamic_shared[];
+  return *reinterpret_cast<Shared *>(dynamic_shared);
+}
+
 constexpr int kAnyRows = 0;
 
 // A tile with kRows > 0 stores one panel after the other; wgmma reads it. A tile with kAnyRows stores the panels of a

@@ -52,8 +52,7 @@ template <class Config> struct DkdvConsumer : KeyConsumer<Config> {
 };
 
 template <class Config> __device__ void run_item(const BackwardParams &params) {
-  extern __shared__ __align__(1024) char dynamic_shared[];
-  auto &shared = *reinterpret_cast<KeyStationaryShared<Config> *>(dynamic_shared);
+  auto &shared = dynamic_memory<KeyStationaryShared<Config>>();
   if (threadIdx.x == 0) shared.init();
   __syncthreads();
   // The producers get the registers that their pointers need, from those that the accumulators leave.

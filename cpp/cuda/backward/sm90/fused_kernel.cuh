@@ -22,8 +22,7 @@ template <class Config>
 __global__ void __launch_bounds__(Config::Roles::kThreads, 1) fused_kernel(const __grid_constant__ FusedParams params) {
   using Roles = typename Config::Roles;
   using Parts = FusedParts<Config>;
-  extern __shared__ __align__(1024) char dynamic_shared[];
-  auto &shared = *reinterpret_cast<typename Parts::Memory *>(dynamic_shared);
+  auto &shared = dynamic_memory<typename Parts::Memory>();
   if (threadIdx.x == 0) shared.init();
   __syncthreads();
   ptx::wait_for_kernel_ahead();

@@ -80,8 +80,7 @@ template <class Config> struct MassConsumer : KeyConsumer<Config> {
 template <class Config>
 __global__ void __launch_bounds__(Config::Roles::kThreads, 1)
     key_mass_kernel_sm90(const __grid_constant__ FusedParams params) {
-  extern __shared__ __align__(1024) char dynamic_shared[];
-  auto &shared = *reinterpret_cast<KeyStationaryShared<Config> *>(dynamic_shared);
+  auto &shared = dynamic_memory<KeyStationaryShared<Config>>();
   ptx::wait_for_kernel_ahead();
   if (!has_key_item(params, blockIdx.x)) return;
   if (threadIdx.x == 0) shared.init();

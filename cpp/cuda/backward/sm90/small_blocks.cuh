@@ -373,8 +373,7 @@ template <class Config> struct SmallBlock {
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     small_blocks_kernel(const __grid_constant__ FusedParams params) {
-  extern __shared__ __align__(1024) char dynamic_shared[];
-  auto &shared = *reinterpret_cast<SmallBlocksShared<Config> *>(dynamic_shared);
+  auto &shared = dynamic_memory<SmallBlocksShared<Config>>();
   if (threadIdx.x == 0) shared.init();
   if (gridDim.y > 1) ptx::arrive_cluster_barrier();
   ptx::start_dependents();

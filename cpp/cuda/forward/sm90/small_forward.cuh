@@ -24,8 +24,7 @@ __global__ void __launch_bounds__(Columns::Config::kThreads, Columns::Config::kB
   using Config = typename Columns::Config;
   using Element = typename Config::Element;
   using KeyTile = typename Config::KeyTile;
-  extern __shared__ __align__(1024) char dynamic_shared[];
-  auto &shared = *reinterpret_cast<typename Columns::Shared *>(dynamic_shared);
+  auto &shared = dynamic_memory<typename Columns::Shared>();
   static_assert(Config::kBlocks * (int(sizeof(shared)) + kSharedOfBlock) <= kSmShared);
   ptx::wait_for_kernel_ahead();
   Columns tile(params, shared);

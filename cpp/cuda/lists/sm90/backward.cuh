@@ -307,8 +307,7 @@ template <class Config> struct ListConsumerSm90 {
 template <class Config>
 __global__ void __launch_bounds__(Roles::kThreads, 1)
     list_backward_kernel_sm90(const __grid_constant__ ListBackwardParams params) {
-  extern __shared__ __align__(1024) char dynamic_shared[];
-  auto &shared = *reinterpret_cast<ListBackwardSharedSm90<Config> *>(dynamic_shared);
+  auto &shared = dynamic_memory<ListBackwardSharedSm90<Config>>();
   ptx::wait_for_kernel_ahead();
   if (threadIdx.x == 0) shared.init(params);
   __syncthreads();

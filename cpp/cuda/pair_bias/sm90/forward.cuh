@@ -338,8 +338,7 @@ template <class Config> struct PairBiasForwardConsumerSm90 {
 template <class Config>
 __global__ void __launch_bounds__(Roles::kThreads, 1)
     pair_bias_forward_kernel_sm90(const __grid_constant__ PairBiasForward work) {
-  extern __shared__ __align__(1024) char dynamic_shared[];
-  auto &shared = *reinterpret_cast<PairBiasForwardSharedSm90<Config> *>(dynamic_shared);
+  auto &shared = dynamic_memory<PairBiasForwardSharedSm90<Config>>();
   shared.init(work.call.p);
   __syncthreads();
   ptx::wait_for_kernel_ahead();

@@ -234,8 +234,7 @@ template <class Config> struct PairBiasFusedConsumer {
 template <class Config>
 __global__ void __launch_bounds__(Roles::kThreads, 1)
     pair_bias_fused_kernel(const __grid_constant__ PairBiasBackward work) {
-  extern __shared__ __align__(1024) char dynamic_shared[];
-  auto &shared = *reinterpret_cast<PairBiasFusedShared<Config> *>(dynamic_shared);
+  auto &shared = dynamic_memory<PairBiasFusedShared<Config>>();
   shared.init();
   ptx::wait_for_kernel_ahead();
   ptx::start_dependents();
