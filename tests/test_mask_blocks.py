@@ -16,9 +16,8 @@ from torch import Tensor
 from flash_dmattn import block_masks, explain, flash_dmattn_func, interface, make_plan, ops
 from flash_dmattn.backends import select_backend, torch_memory
 from flash_dmattn.backends.pack import PackBackend
-from flash_dmattn.mask_blocks import MaskBlocks
 from flash_dmattn.plan import plan_of_blocks
-from flash_dmattn.record import AttentionInputs
+from flash_dmattn.record import AttentionInputs, MaskBlocks
 from support import Target, assert_accurate, cotangent, randn, simple_problem
 
 flex_attention = pytest.importorskip("torch.nn.attention.flex_attention")

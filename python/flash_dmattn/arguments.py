@@ -12,9 +12,9 @@ from torch import Tensor
 from . import checks
 from .checks import flag, number
 from .loader import environment
-from .mask_blocks import MaskBlocks
 from .masks import IntervalMask
 from .operators import define
+from .record import MaskBlocks
 
 __all__ = [
     "MaskParts",

@@ -12,8 +12,8 @@ from torch import Tensor
 from .arguments import check_tensors, refuse_ranks
 from .checks import is_one_of
 from .dispatch_state import PLAIN_TYPES, has_values
-from .mask_blocks import MaskBlocks
 from .masks import IntervalMask
+from .record import MaskBlocks
 
 __all__ = ["mask_of_blocks", "plain_mask"]
 

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from . import checks, dispatch_state
 from .arguments import check_packed_ranks, refuse_ranks
-from .mask_blocks import MaskBlocks
 from .operators import define
-from .record import Packing
+from .record import MaskBlocks, Packing
 from .selection import total_keys
 
 __all__ = ["lists_or_mask"]

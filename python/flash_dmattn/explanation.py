@@ -18,10 +18,16 @@ from .arguments import is_block_mask
 from .backends import select_backend
 from .backends.shapes import MAX_HEAD_DIM
 from .checks import flag
-from .mask_blocks import MaskBlocks
 from .ops import RecordedError
 from .plan import plan_of_blocks
-from .record import ATTENTION, KEY_LISTS, AttentionInputs, KeyListInputs, SelectionInputs
+from .record import (
+    ATTENTION,
+    KEY_LISTS,
+    AttentionInputs,
+    KeyListInputs,
+    MaskBlocks,
+    SelectionInputs,
+)
 from .recorder import recorded_calls
 
 __all__ = ["Explanation", "Obstacle", "explain"]

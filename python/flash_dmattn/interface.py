@@ -30,10 +30,9 @@ from .arguments import (
 )
 from .backends import available_backends, check_backend_name, require_available
 from .checks import MAX_ROWS, flag, index, number
-from .mask_blocks import MaskBlocks
 from .masks import IntervalMask
 from .plan import AttentionPlan, checked_mask, plan_of_blocks
-from .record import DENSE, AttentionInputs, KeyCounts, Packing
+from .record import DENSE, AttentionInputs, KeyCounts, MaskBlocks, Packing
 from .reference import attention_probabilities
 from .selection import (
     call_shape,

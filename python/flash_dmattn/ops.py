@@ -20,13 +20,13 @@ from .backends.base import Backend, lse_dtype, lse_shape, mass_shape, out_shape
 from .backends.reference import ReferenceBackend
 from .backends.shapes import has_other_value_dim
 from .checks import flag
-from .mask_blocks import MaskBlocks
 from .masks import IntervalMask
 from .operators import define, direct_apply, library, without_negation
 from .record import (
     ATTENTION,
     AttentionInputs,
     KeyListInputs,
+    MaskBlocks,
     no_gradient,
     without_gradients,
     without_values,

@@ -21,9 +21,8 @@ from .arguments import (
     writable,
 )
 from .checks import MAX_ROWS, described, flag, index
-from .mask_blocks import MaskBlocks
 from .masks import IntervalMask
-from .record import DENSE, AttentionInputs, Packing
+from .record import DENSE, AttentionInputs, MaskBlocks, Packing
 from .wrong_keywords import hide_unknown_keywords, refuse_keywords
 
 if TYPE_CHECKING:

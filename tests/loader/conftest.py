@@ -15,7 +15,7 @@ from flash_dmattn.loader.facts import Device, Driver, Host, Torch
 from flash_dmattn.loader.trial import Trials
 
 VERSION = "2.0.0a1"
-ABI_VERSION = 8
+ABI_VERSION = 9
 TARGETS = Path(__file__).parents[2] / "cmake" / "targets.json"
 
 

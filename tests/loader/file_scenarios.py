@@ -102,7 +102,7 @@ def core_text(fields):
 
 
 NAMES = '.name = "cpu", .version = "1", .compiler = "c", .features = ""'
-SCENARIOS["table_of_another_abi"] = core_text(".abi_version = 9")
+SCENARIOS["table_of_another_abi"] = core_text(".abi_version = 10")
 SCENARIOS["table_that_is_too_small"] = core_text(".struct_size = 8")
 SCENARIOS["table_without_names"] = core_text(".max_head_dim = 64")
 SCENARIOS["table_without_entry_points"] = core_text(NAMES)

@@ -201,7 +201,7 @@ def unknown_cuda(installation):
 
 @SCENARIOS.add
 def other_pack_abi(installation):
-    installation.write("cpu", abi_version=9)
+    installation.write("cpu", abi_version=10)
     return error_of(installation.loader(), "cpu")
 
 

@@ -10,12 +10,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from flash_dmattn.mask_blocks import MaskBlocks
 from flash_dmattn.record import (
     ATTENTION,
     AttentionInputs,
     Gradients,
     KeyListInputs,
+    MaskBlocks,
     SelectionInputs,
 )
 from flash_dmattn.reference import computing_dtype, key_mass

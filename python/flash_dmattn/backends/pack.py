@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from flash_dmattn import _core
-from flash_dmattn.mask_blocks import MaskBlocks
 from flash_dmattn.record import (
     ATTENTION,
     AttentionInputs,
     Gradients,
     KeyListInputs,
+    MaskBlocks,
     SelectionInputs,
 )
 
