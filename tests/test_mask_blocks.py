@@ -294,3 +294,57 @@ def test_calls_that_read_pairs() -> None:
     assert interface._reads_pairs(None, True)
     assert not interface._reads_pairs(bias[:, :, :1], False)
     assert not interface._reads_pairs(bias[0, 0], None)
+
+
+def _mixed_plan(target: Target) -> tuple[tuple[Tensor, Tensor, Tensor], Any, Tensor, Tensor]:
+    """Return dense tensors, a plan with partial blocks, a bias per query, and the output."""
+    if not plans_blocks(target):
+        pytest.skip("its pack makes no plans of blocks")
+    tensors = tuple(
+        randn(1, rows, 2, 64, seed=n).to(target.device, torch.bfloat16)
+        for n, rows in enumerate((QUERIES, KEYS, KEYS))
+    )
+    given, kept = block_mask_of(mixed, (64, 64), target)
+    plan = make_plan(*tensors[:2], given, backend=target.backend)
+    bias = randn(1, 2, QUERIES, KEYS, seed=4).to(target.device)
+    want = flash_dmattn_func(*tensors, kept.to(target.device), bias, backend=target.backend)
+    return tensors, plan, bias, want
+
+
+def test_explanations_of_calls_that_read_pairs(pack_target: Target) -> None:
+    """A recorded call must not store the booleans that it does not compute."""
+    tensors, plan, bias, want = _mixed_plan(pack_target)
+    explain(*tensors, plan=plan, attn_bias=bias)
+    explain(*tensors, plan=plan, return_attn_probs=True)
+    out = flash_dmattn_func(*tensors, attn_bias=bias, plan=plan)
+    torch.testing.assert_close(out, want, atol=0.02, rtol=0.02)  # by another kernel
+
+
+def test_transformed_calls_leave_the_plan_as_it_is(pack_target: Target) -> None:
+    tensors, plan, bias, want = _mixed_plan(pack_target)
+
+    def total(query: Tensor) -> Tensor:
+        return flash_dmattn_func(query, *tensors[1:], attn_bias=bias, plan=plan).float().sum()
+
+    torch.func.grad(total)(tensors[0])
+    out = flash_dmattn_func(*tensors, attn_bias=bias, plan=plan)
+    torch.testing.assert_close(out, want, atol=0.02, rtol=0.02)  # by another kernel
+    assert plan.attn_mask is plan.attn_mask
+
+
+def test_refused_calls_make_no_booleans(pack_target: Target) -> None:
+    tensors, plan, bias, _ = _mixed_plan(pack_target)
+    with pytest.raises(ValueError, match="attn_bias"):
+        flash_dmattn_func(*tensors, attn_bias=bias[..., :7], plan=plan)
+    assert plan._mask._as_bool is None
+
+
+def test_arguments_are_checked_before_blocks(pack_target: Target) -> None:
+    given, _ = block_mask_of(mixed, (64, 64), pack_target)
+    query = randn(1, QUERIES, 2, 64).to(pack_target.device)
+    with pytest.raises(TypeError, match="key must be"):
+        make_plan(query, None, given, backend=pack_target.backend)
+    ends = torch.tensor([0, QUERIES], dtype=torch.int32, device=pack_target.device)
+    packed = {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
+    with pytest.raises((TypeError, ValueError)):
+        make_plan(query, query, given, backend=pack_target.backend, **packed)

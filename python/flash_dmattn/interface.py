@@ -569,7 +569,7 @@ def _attention(
         bias = _to_4d("attn_bias", bias, query, key)
         if isinstance(mask, MaskBlocks):
             if _reads_pairs(bias, return_attn_probs):
-                plan, mask = None, mask.to_bool()
+                plan, mask = None, ops.booleans(mask)
         elif isinstance(mask, IntervalMask):
             mask.check_query_length(query.shape[1], "attn_mask")
         else:

@@ -253,6 +253,21 @@ def plans_blocks(query: Tensor, key: Tensor, backend: str) -> bool:
     )
 
 
+def booleans(blocks: MaskBlocks, *, stored: bool = False) -> Tensor:
+    """Return a mask of blocks as booleans; with ``stored``, the same tensor each time.
+
+    Traced, recorded or captured code gets a tensor of its own, and the blocks do not keep it.
+    """
+    numbers = blocks.numbers
+    if not torch.compiler.is_compiling() and RECORDS_CALLS.get():
+        one = torch.empty((), dtype=torch.bool, device=numbers.device)
+        return one.expand(blocks.placeholder.shape)
+    if not stored or (numbers.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return blocks.to_bool()
+    is_idle = dispatch_state.is_idle((numbers,), or_profiled=True)
+    return blocks.stored_bool() if is_idle else blocks.to_bool()
+
+
 def with_shared_plan(inputs: AttentionInputs, backend: str) -> AttentionInputs:
     """Return a call with its plan, if the forward pass and `key_mass` can read the same plan."""
     has_mask = inputs.mask is not None or inputs.start is not None

@@ -113,7 +113,9 @@ class AttentionPlan:
     @property
     def attn_mask(self) -> Tensor | IntervalMask | None:
         """The mask that the plan is made from; see the class."""
-        return self._mask.to_bool() if isinstance(self._mask, MaskBlocks) else self._mask
+        if not isinstance(self._mask, MaskBlocks):
+            return self._mask
+        return ops.booleans(self._mask, stored=True)
 
     @attn_mask.setter
     def attn_mask(self, mask: Tensor | IntervalMask | None) -> None:
@@ -238,7 +240,10 @@ def make_plan(
     if is_block_mask(plain):
         from .block_masks import plain_mask
 
-        as_blocks = ops.plans_blocks(query, key, name)
+        check_tensors(query, key=key)
+        packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table)
+        is_dense = all(argument is None for argument in packed)
+        as_blocks = is_dense and ops.plans_blocks(query, key, name)
         # Autograd cannot save inference tensors, so make the mask outside of inference mode.
         with torch.inference_mode(False):
             plain = plain_mask(plain, query, key, as_blocks=as_blocks)

@@ -280,25 +280,35 @@ class MaskBlocks:
         return {**self.__dict__, "_as_bool": None}
 
     def is_bool(self, mask: object) -> bool:
-        """Say whether a mask is the result of `to_bool`."""
+        """Say whether a mask is the result of `stored_bool`."""
         return mask is not None and mask is self._as_bool
 
     def is_changed(self) -> bool:
-        """Say whether the result of `to_bool` has been changed in place."""
+        """Say whether the result of `stored_bool` has been changed in place."""
         return self._as_bool is not None and self._as_bool._version != self._version
 
     def to_bool(self) -> Tensor:
-        """Return the mask, bool ``(B|1, H|Hk|1, Q, K)``, made by the first call."""
+        """Return the mask, bool ``(B|1, H|Hk|1, Q, K)``, without waiting for a GPU."""
+        if self._as_bool is not None:
+            return self._as_bool
+        # Autograd cannot save inference tensors.
+        with torch.inference_mode(False):
+            kept = (self.numbers == 0)[..., None, None]
+            if self.contents.shape[0]:
+                places = (self.numbers - 1).clamp(min=0)
+                partial = (self.numbers > 0)[..., None, None]
+                kept = torch.where(partial, self.contents[places], kept)
+            else:
+                kept = kept.repeat(1, 1, 1, 1, *self.contents.shape[1:])
+            kept = kept.transpose(3, 4).flatten(4, 5).flatten(2, 3)
+            return kept[:, :, : self.queries, : self.keys]
+
+    def stored_bool(self) -> Tensor:
+        """Return the result of `to_bool`, the same tensor each time.
+
+        Not for traced or captured code, whose tensors must not outlive it.
+        """
         if self._as_bool is None:
-            # Autograd cannot save inference tensors.
-            with torch.inference_mode(False):
-                kept = (self.numbers == 0)[..., None, None].repeat(
-                    1, 1, 1, 1, *self.contents.shape[1:]
-                )
-                if self.contents.shape[0]:
-                    is_partial = self.numbers > 0
-                    kept[is_partial] = self.contents[self.numbers[is_partial].long() - 1]
-                kept = kept.transpose(3, 4).flatten(4, 5).flatten(2, 3)
-                self._as_bool = kept[:, :, : self.queries, : self.keys]
-                self._version = self._as_bool._version
+            self._as_bool = self.to_bool()
+            self._version = self._as_bool._version
         return self._as_bool
