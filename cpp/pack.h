@@ -343,8 +343,8 @@ typedef struct fdm_pack {
   int32_t (*forget_workspace_bytes)(const fdm_forgetting *, int64_t *bytes, char *message, size_t message_bytes);
   int32_t (*forget)(const fdm_forgetting *, fdm_buffer workspace, char *message, size_t message_bytes);
   int32_t (*forget_backward)(const fdm_forgetting *, fdm_buffer workspace, char *message, size_t message_bytes);
-  /* The size of the plan of a mask of blocks, of which plan_bytes is a lower bound, and the plan. A pack has both and
-   * plan_bytes, or none of the two. */
+  /* The size of the plan of a mask of blocks, of which plan_bytes is a lower bound, and the plan. A pack has both
+   * functions or neither. With them it has plan_bytes. */
   int32_t (*block_plan_bytes)(const fdm_problem *, const fdm_mask_blocks *, int64_t *bytes, char *message,
                               size_t message_bytes);
   int32_t (*plan_blocks)(const fdm_problem *, const fdm_mask_blocks *, fdm_buffer plan, char *message,

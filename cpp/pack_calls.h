@@ -105,10 +105,16 @@ static inline int32_t check_forgetting(const fdm_forgetting *f, const Message &m
                       f->context.threads);
 }
 
+// Kernels count keys beyond the last one, at most those that 512 threads of 32 keys look at.
+constexpr int64_t kBlockMaskKeyLimit = INT32_MAX - (int64_t{1} << 15);
+
 static inline int32_t check_blocks(const fdm_problem &p, const fdm_mask_blocks *blocks, const Message &message) {
   if (int32_t status = check_args(blocks, "fdm_mask_blocks", message)) return status;
   if (!has_mask_blocks(p)) return message.fail(FDM_INVALID_ARGUMENT, "the mask of the problem is not one of blocks");
   if (int32_t status = check_block_mask(p, message)) return status;
+  if (p.keys > kBlockMaskKeyLimit)
+    return message.fail(FDM_UNSUPPORTED, "a mask of blocks has %lld keys, more than the largest number, %lld",
+                        (long long)p.keys, (long long)kBlockMaskKeyLimit);
   const int64_t (&numbers)[4] = blocks->numbers.shape, (&contents)[4] = blocks->contents.shape;
   const bool has_size = contents[1] >= 1 && contents[1] <= INT32_MAX && contents[2] >= 1 && contents[2] <= INT32_MAX;
   if (!has_size || blocks->kept < 0 || blocks->partial < 0 || numbers[0] != p.mask.shape[0] ||

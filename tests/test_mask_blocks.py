@@ -255,7 +255,10 @@ def test_plans_with_their_booleans(pack_target: Target) -> None:
         for named in ({"plan": plan}, {"attn_mask": given, "backend": target.backend}):
             got = flash_dmattn_func(*states, **named, **options)
             torch.testing.assert_close(got, want, atol=2e-3, rtol=2e-3)
-    assert plan.attn_mask is plan.attn_mask
+    kept = plan.attn_mask
+    assert kept is plan.attn_mask
+    plan.attn_mask = kept  # replaces nothing
+    flash_dmattn_func(*states, kept, plan=plan)
     assert torch.equal(plan.attn_mask, mask)
     want = flash_dmattn_func(*states, plan=plan)
     for copied in (copy.deepcopy(plan), pickle.loads(pickle.dumps(plan))):
@@ -336,7 +339,7 @@ def test_refused_calls_make_no_booleans(pack_target: Target) -> None:
     tensors, plan, bias, _ = _mixed_plan(pack_target)
     with pytest.raises(ValueError, match="attn_bias"):
         flash_dmattn_func(*tensors, attn_bias=bias[..., :7], plan=plan)
-    assert plan._mask._as_bool is None
+    assert plan._booleans is None
 
 
 def test_arguments_are_checked_before_blocks(pack_target: Target) -> None:
@@ -348,3 +351,21 @@ def test_arguments_are_checked_before_blocks(pack_target: Target) -> None:
     packed = {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
     with pytest.raises((TypeError, ValueError)):
         make_plan(query, query, given, backend=pack_target.backend, **packed)
+
+
+def test_more_than_the_most_keys(pack_target: Target) -> None:
+    """They are refused before anything reads them."""
+    if not plans_blocks(pack_target):
+        pytest.skip("its pack makes no plans of blocks")
+    options = {"dtype": torch.bfloat16, "device": pack_target.device}
+    query, row = torch.zeros(1, 2, 1, 8, **options), torch.zeros(1, 1, 1, 8, **options)
+    keys = 2**31 - 1
+    block = torch.zeros(1, 1, 1, 1, dtype=torch.int32, device=pack_target.device)
+    with pytest.raises(NotImplementedError, match=f"has {keys} keys"):
+        flash_dmattn_func(
+            query,
+            *2 * (row.expand(-1, keys, -1, -1),),
+            block_indices=block,
+            block_size=(2, keys),
+            backend=pack_target.backend,
+        )

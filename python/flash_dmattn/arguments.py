@@ -243,7 +243,7 @@ class MaskParts(NamedTuple):
 def mask_parts(mask: Tensor | IntervalMask | MaskBlocks | None) -> MaskParts:
     """Return the fields of a mask. Blocks are for calls with their plan."""
     if isinstance(mask, MaskBlocks):
-        return MaskParts(mask.placeholder)
+        return MaskParts(mask.field)
     if isinstance(mask, IntervalMask):
         return MaskParts(None, mask.start, mask.end, mask.max_kept or 0, mask._keeps_runs)
     if mask is not None and mask.dtype != torch.bool:

@@ -17,8 +17,8 @@ from .selection import total_keys
 
 __all__ = ["lists_or_mask"]
 
-# A block takes 4 bytes of a mask of blocks, and a listed one up to 20 bytes of the plan for each of
-# its keys and 128 queries. With fewer pairs in a block, booleans take no more.
+# Blocks of fewer pairs become booleans. A thread would read more than 128 of their numbers for each
+# 128 queries and 32 keys, twice.
 _LEAST_PAIRS = 32
 
 

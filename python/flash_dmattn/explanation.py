@@ -19,15 +19,7 @@ from .backends import select_backend
 from .backends.shapes import MAX_HEAD_DIM
 from .checks import flag
 from .ops import RecordedError
-from .plan import plan_of_blocks
-from .record import (
-    ATTENTION,
-    KEY_LISTS,
-    AttentionInputs,
-    KeyListInputs,
-    MaskBlocks,
-    SelectionInputs,
-)
+from .record import ATTENTION, KEY_LISTS, AttentionInputs, KeyListInputs, SelectionInputs
 from .recorder import recorded_calls
 
 __all__ = ["Explanation", "Obstacle", "explain"]
@@ -146,18 +138,17 @@ def _with_plain_mask(
     mask = arguments[0] if arguments else named.get("attn_mask")
     if not is_block_mask(mask) or named.get("plan") is not None:
         return arguments, named
-    from .block_masks import plain_mask
-
     given = {**dict(zip(_BEHIND_VALUE, arguments, strict=False)), **named}
-    selects, backend = given.get("window_size") is not None, given.get("backend")
-    bias, return_attn_probs = given.get("attn_bias"), given.get("return_attn_probs")
-    as_blocks = interface._may_plan_blocks(
-        query, key, bias, return_attn_probs, backend, selects=selects
+    names = ("attn_bias", "return_attn_probs", "is_causal", "backend")
+    mask, plan = interface.convert_block_mask(
+        mask,
+        query,
+        key,
+        None,
+        *map(given.get, names),
+        selects=given.get("window_size") is not None,
     )
-    mask = plain_mask(mask, query, key, as_tensor=selects, as_blocks=as_blocks)
-    if isinstance(mask, MaskBlocks):
-        plan = plan_of_blocks(mask, query, key, given.get("is_causal"), backend)
-        mask, named = None, {**named, "plan": plan}
+    named = {**named, "plan": plan}
     if arguments:
         return (mask, *arguments[1:]), named
     return arguments, {**named, "attn_mask": mask}

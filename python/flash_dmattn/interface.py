@@ -224,15 +224,17 @@ def flash_dmattn_func(
             return out if lse is None else (out, lse)
     mask: Any = attn_mask
     if is_block_mask(mask):
-        from .block_masks import plain_mask  # imported here: other calls do not need it
-
-        selects = window_size is not None
-        as_blocks = plan is None and _may_plan_blocks(
-            query, key, attn_bias, return_attn_probs, backend, selects=selects
+        mask, plan = convert_block_mask(
+            mask,
+            query,
+            key,
+            plan,
+            attn_bias,
+            return_attn_probs,
+            is_causal,
+            backend,
+            selects=window_size is not None,
         )
-        mask = plain_mask(mask, query, key, plan, as_tensor=selects, as_blocks=as_blocks)
-        if isinstance(mask, MaskBlocks):
-            plan, mask = plan_of_blocks(mask, query, key, is_causal, backend), None
     check_tensors(query, key=key, value=value, attn_mask=mask, attn_bias=attn_bias, sink=sink)
     # Positional arguments cost half as much as keyword arguments.
     return _attention(
@@ -415,20 +417,40 @@ def flash_dmattn_varlen_func(
     )
 
 
-def _may_plan_blocks(
-    query: Any,
-    key: Any,
-    bias: Any,
+def convert_block_mask(
+    block_mask: Any,
+    query: Tensor,
+    key: Tensor,
+    plan: AttentionPlan | None,
+    bias: Tensor | None,
     return_attn_probs: bool | None,
+    is_causal: bool | None,
     backend: str | None,
     *,
     selects: bool,
+) -> tuple[Any, AttentionPlan | None]:
+    """Return the mask and the plan that replace a BlockMask and the plan of a dense call."""
+    from .block_masks import plain_mask  # imported here: other calls do not need it
+
+    check_tensors(query, key=key, attn_bias=bias)
+    as_blocks = (
+        plan is None
+        and not selects
+        and _may_plan_blocks(query, key, bias, return_attn_probs, backend)
+    )
+    mask = plain_mask(block_mask, query, key, plan, as_tensor=selects, as_blocks=as_blocks)
+    if isinstance(mask, MaskBlocks):
+        return None, plan_of_blocks(mask, query, key, is_causal, backend)
+    return mask, plan
+
+
+def _may_plan_blocks(
+    query: Any, key: Any, bias: Any, return_attn_probs: bool | None, backend: str | None
 ) -> bool:
     """Say whether a dense call reads a mask of blocks only by its plan, which the backend makes."""
-    check_tensors(query, key=key, attn_bias=bias)
-    if selects or _reads_pairs(bias, return_attn_probs):
-        return False
-    return ops.plans_blocks(query, key, backend_name(backend))
+    return not _reads_pairs(bias, return_attn_probs) and ops.plans_blocks(
+        query, key, backend_name(backend)
+    )
 
 
 def _reads_pairs(bias: Tensor | None, return_attn_probs: bool | None, rank: int = 4) -> bool:
@@ -466,7 +488,7 @@ def _convert_blocks(
         block_size,
         by_mask=_reads_pairs(attn_bias, return_attn_probs, 4 if packing.is_dense else 3),
         as_blocks=packing.is_dense
-        and _may_plan_blocks(query, key, attn_bias, return_attn_probs, backend, selects=False),
+        and _may_plan_blocks(query, key, attn_bias, return_attn_probs, backend),
         **excluded,
     )
     if isinstance(mask, MaskBlocks):

@@ -235,7 +235,9 @@ def make_block_plan(inputs: AttentionInputs, backend: str, blocks: MaskBlocks) -
     """Return the plan of a mask of blocks. `plans_blocks` says whether that is possible."""
     if RECORDS_CALLS.get():
         return inputs.query.new_empty(0, dtype=torch.uint8)
-    return select_backend(inputs.query.device, backend).make_block_plan(inputs, blocks)
+    chosen: Any = select_backend(inputs.query.device, backend)  # a PackBackend
+    plan: Tensor = chosen.make_block_plan(inputs, blocks)
+    return plan
 
 
 def plans_blocks(query: Tensor, key: Tensor, backend: str) -> bool:
@@ -253,19 +255,18 @@ def plans_blocks(query: Tensor, key: Tensor, backend: str) -> bool:
     )
 
 
-def booleans(blocks: MaskBlocks, *, stored: bool = False) -> Tensor:
-    """Return a mask of blocks as booleans; with ``stored``, the same tensor each time.
-
-    Traced, recorded or captured code gets a tensor of its own, and the blocks do not keep it.
-    """
-    numbers = blocks.numbers
+def booleans(blocks: MaskBlocks) -> Tensor:
+    """Return a mask of blocks as booleans, uninitialized in a recorded call."""
     if not torch.compiler.is_compiling() and RECORDS_CALLS.get():
-        one = torch.empty((), dtype=torch.bool, device=numbers.device)
-        return one.expand(blocks.placeholder.shape)
-    if not stored or (numbers.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return blocks.to_bool()
-    is_idle = dispatch_state.is_idle((numbers,), or_profiled=True)
-    return blocks.stored_bool() if is_idle else blocks.to_bool()
+        return blocks.numbers.new_empty((), dtype=torch.bool).expand(blocks.shape)
+    return blocks.to_bool()
+
+
+def may_outlive_call(tensor: Tensor) -> bool:
+    """Say whether a tensor is of no traced, recorded, transformed or captured code."""
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        return False
+    return dispatch_state.is_idle((tensor,), or_profiled=True)
 
 
 def with_shared_plan(inputs: AttentionInputs, backend: str) -> AttentionInputs:

@@ -87,6 +87,7 @@ class AttentionPlan:
     ) -> None:
         """Store the results of `make_plan`, the only public way to make plans."""
         self._mask = attn_mask
+        self._booleans: Tensor | None = None  # of a mask of blocks, once they have been read
         self.is_causal = is_causal
         self.backend = backend
         self._columns = columns
@@ -99,6 +100,7 @@ class AttentionPlan:
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copy or pickle, and whether the plan has become invalid."""
         state = {**self.__dict__, "_was_changed": self._changed(), "_sources": ()}
+        state["_booleans"] = None  # made again
         # The mask_mod of a BlockMask may be a function that cannot be pickled.
         state.pop("block_mask", None)
         return state
@@ -115,12 +117,19 @@ class AttentionPlan:
         """The mask that the plan is made from; see the class."""
         if not isinstance(self._mask, MaskBlocks):
             return self._mask
-        return ops.booleans(self._mask, stored=True)
+        if self._booleans is not None:
+            return self._booleans
+        booleans = ops.booleans(self._mask)
+        if ops.may_outlive_call(booleans):
+            self._booleans = booleans
+            self._sources += (_Source(0, "_booleans", booleans, mark_of(booleans)),)
+        return booleans
 
     @attn_mask.setter
     def attn_mask(self, mask: Tensor | IntervalMask | None) -> None:
         """Replace the mask, after which calls refuse the plan."""
-        self._mask = mask
+        if mask is None or mask is not self._booleans:
+            self._mask = mask
 
     @property
     def columns(self) -> Tensor:
@@ -161,10 +170,8 @@ class AttentionPlan:
                 how = "changed in place"
             else:
                 continue
-            named = "attn_mask" if name == "_mask" else name
+            named = "attn_mask" if name in ("_mask", "_booleans") else name
             return f"{'attn_mask.' if owner == 1 else ''}{named} was {how}"
-        if isinstance(self._mask, MaskBlocks) and self._mask.is_changed():
-            return "attn_mask was changed in place"
         return self._was_changed
 
 
@@ -328,7 +335,10 @@ def checked_mask(
             f"query is on {query.device}, but plan was made on {device}; make another with "
             "make_plan"
         )
-    if not (attn_mask is None or _is_same_mask(attn_mask, plan._mask)):
+    is_same = (
+        attn_mask is None or attn_mask is plan._booleans or _is_same_mask(attn_mask, plan._mask)
+    )
+    if not is_same:
         raise ValueError(
             "attn_mask must be None or the very mask that plan was made from, "
             f"{_described(plan._mask)}, got {_described(attn_mask)}"
@@ -418,8 +428,6 @@ def _sizes(query: Tensor, key: Tensor, packing: Packing) -> tuple[int, ...]:
 def _is_same_mask(
     mask: Tensor | IntervalMask, other: Tensor | IntervalMask | MaskBlocks | None
 ) -> bool:
-    if isinstance(other, MaskBlocks):
-        return other.is_bool(mask)
     if isinstance(mask, IntervalMask) and isinstance(other, IntervalMask):
         return mask.start is other.start and mask.end is other.end
     return mask is other
@@ -429,7 +437,7 @@ def _described(mask: Tensor | IntervalMask | MaskBlocks | None) -> str:
     if mask is None:
         return "None"
     if isinstance(mask, MaskBlocks):
-        return f"a mask of blocks of shape {tuple(mask.placeholder.shape)}"
+        return f"a mask of blocks of shape {mask.shape}"
     if isinstance(mask, IntervalMask):
         return repr(mask)
     return f"a tensor of shape {tuple(mask.shape)}"

@@ -250,16 +250,16 @@ def no_gradient(inputs: AttentionInputs | KeyListInputs, name: str) -> Tensor:
 class MaskBlocks:
     """A mask with a row for each query, as blocks of consecutive queries and keys.
 
-    Kernel packs plan it without a Q x K tensor.
-
-    The last blocks may be cut off by Q and K.
+    Kernel packs plan it without a Q x K tensor. The last blocks may be cut off by Q and K.
 
     Attributes:
         numbers: int32 ``(B|1, H|Hk|1, blocks of queries, blocks of keys)``: -1 keeps no pair of the
             block, 0 all, n > 0 those of ``contents[n - 1]``.
         contents: bool ``(n, queries of a block, keys of a block)``, contiguous.
-        queries, keys: Q and K.
+        shape: of the mask, ``(B|1, H|Hk|1, Q, K)``.
         kept, partial: upper bounds of how many numbers are at least 0, and above 0.
+        field: the mask of `AttentionInputs` in calls with the plan: int32, of which only the shape
+            is read.
     """
 
     def __init__(
@@ -267,30 +267,13 @@ class MaskBlocks:
     ) -> None:
         """Store the blocks."""
         self.numbers, self.contents = numbers, contents
-        self.queries, self.keys = queries, keys
         self.kept, self.partial = kept, partial
-        self._as_bool: Tensor | None = None
-        self._version = 0
-        # An element stands for all: calls with a plan only read the shape.
-        one = torch.empty((), dtype=torch.int32, device=numbers.device)
-        self.placeholder = one.expand(*numbers.shape[:2], queries, keys)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state for copy or pickle, without what can be made again."""
-        return {**self.__dict__, "_as_bool": None}
-
-    def is_bool(self, mask: object) -> bool:
-        """Say whether a mask is the result of `stored_bool`."""
-        return mask is not None and mask is self._as_bool
-
-    def is_changed(self) -> bool:
-        """Say whether the result of `stored_bool` has been changed in place."""
-        return self._as_bool is not None and self._as_bool._version != self._version
+        self.shape = (*numbers.shape[:2], queries, keys)
+        self.field = numbers[:1, :1, :1, :1].expand(self.shape)
 
     def to_bool(self) -> Tensor:
         """Return the mask, bool ``(B|1, H|Hk|1, Q, K)``, without waiting for a GPU."""
-        if self._as_bool is not None:
-            return self._as_bool
+        *_, queries, keys = self.shape
         # Autograd cannot save inference tensors.
         with torch.inference_mode(False):
             kept = (self.numbers == 0)[..., None, None]
@@ -301,14 +284,4 @@ class MaskBlocks:
             else:
                 kept = kept.repeat(1, 1, 1, 1, *self.contents.shape[1:])
             kept = kept.transpose(3, 4).flatten(4, 5).flatten(2, 3)
-            return kept[:, :, : self.queries, : self.keys]
-
-    def stored_bool(self) -> Tensor:
-        """Return the result of `to_bool`, the same tensor each time.
-
-        Not for traced or captured code, whose tensors must not outlive it.
-        """
-        if self._as_bool is None:
-            self._as_bool = self.to_bool()
-            self._version = self._as_bool._version
-        return self._as_bool
+            return kept[:, :, :queries, :keys]

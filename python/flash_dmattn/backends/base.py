@@ -15,7 +15,6 @@ from flash_dmattn.record import (
     AttentionInputs,
     Gradients,
     KeyListInputs,
-    MaskBlocks,
     SelectionInputs,
 )
 from flash_dmattn.reference import computing_dtype, key_mass
@@ -68,18 +67,8 @@ class Backend(Protocol):
         """
 
     def plans_blocks(self) -> bool:
-        """Say whether it has `make_block_plan`."""
+        """Say whether it has plans of blocks."""
         return False
-
-    def make_block_plan(self, inputs: AttentionInputs, blocks: MaskBlocks) -> Tensor:
-        """Return the plan of a mask of blocks.
-
-        Args:
-            inputs: of a dense call with several queries, without a mask and a bias per query.
-            blocks: its mask.
-        """
-        assert not self.plans_blocks()
-        raise NotImplementedError(f"backend {self.name!r} has no plans of blocks")
 
     def kept_bytes(self, inputs: AttentionInputs) -> int:
         """Return the size in bytes of what `forward` keeps; sizes may be symbolic."""

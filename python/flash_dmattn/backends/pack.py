@@ -97,7 +97,12 @@ class PackBackend(Backend):
         return self.pack.plans_blocks
 
     def make_block_plan(self, inputs: AttentionInputs, blocks: MaskBlocks) -> Tensor:
-        """Convert blocks to columns."""
+        """Convert blocks to columns.
+
+        Args:
+            inputs: of a dense call with several queries, without a mask and a bias per query.
+            blocks: its mask.
+        """
         return torch_memory.make_block_plan(self.pack, self._threads(), inputs, blocks)
 
     def call(self, inputs: AttentionInputs) -> _core.Call:
