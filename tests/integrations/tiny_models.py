@@ -78,11 +78,13 @@ def calls_functions(model_class: Any) -> bool:
 @functools.cache
 def _weights(family: str, layers: int) -> tuple[Any, Any, dict[str, Tensor]]:
     model_class, config = _class_and_config(family, layers)
-    torch.manual_seed(0)
-    model = model_class._from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.2)
+    # Made once: drawing them must not move the generator of the first test that needs them.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = model_class._from_config(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.2)
     return model_class, config, model.state_dict()
 
 
