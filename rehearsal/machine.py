@@ -64,6 +64,8 @@ class Machine:
             "PATH": os.pathsep.join([str(self.folder / "bin"), os.environ["PATH"]]),
             "PYTHONPATH": str(HERE / "site"),
             "PYTEST_ADDOPTS": "-p rehearsal_sample",
+            # Each worker imports and collects all tests, which takes longer than the sample.
+            "PYTEST_XDIST_AUTO_NUM_WORKERS": "1",
             "PIP_FIND_LINKS": " ".join(
                 filter(None, [os.environ.get("PIP_FIND_LINKS"), str(self.folder / "wheels")])
             ),
