@@ -5,11 +5,13 @@ A container is a chroot with this machine's programs, but without its home folde
 Other folders are present only as volumes. The user is root with an empty home.
 The registry returns a new digest for each request, as for a tag that moves. A container starts only
 from a digest that is committed or that the registry has returned.
+Only /tmp/tools outlives a container: the next one finds the tools that scripts/in_image installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -26,6 +28,7 @@ from release.matrix import LOCK
 REHEARSAL = Path(os.environ["REHEARSAL"])
 TOLD = REHEARSAL / "hub" / "digests.json"
 USED = REHEARSAL / "hub" / "images.jsonl"
+TOOLS = REHEARSAL / "tools"
 # A folder of packs that were built before; optional.
 PACKS = os.environ.get("REHEARSAL_PACKS")
 # The path of the oldest supported Python in a manylinux image.
@@ -103,13 +106,26 @@ def start(options: argparse.Namespace) -> int:
     volumes = [Path(volume.split(":")[0]) for volume in options.volume]
     if PACKS:
         volumes.append(Path(PACKS))
-    steps = "\n".join([*mounts(root, volumes), entering(root, options)])
+    tools = take_tools(root.with_suffix(".tools"))
+    shared = f"mkdir tmp/tools; mount --bind {tools} tmp/tools"
+    steps = "\n".join([*mounts(root, volumes), shared, entering(root, options)])
     # The mounts are private to these processes, and end with the last of them.
     done = subprocess.run(
         ["unshare", "--mount", "--propagation", "private", "bash", "-euc", steps], check=False
     )
     root.rmdir()
+    tools.rename(TOOLS / root.name)
     return done.returncode
+
+
+def take_tools(place: Path) -> Path:
+    """Move a folder of tools that no container uses to a place, or make an empty one there."""
+    TOOLS.mkdir(exist_ok=True)
+    for free in TOOLS.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # another container took it
+            return free.rename(place)
+    place.mkdir()
+    return place
 
 
 def mounts(root: Path, volumes: list[Path]) -> Iterator[str]:

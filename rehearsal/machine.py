@@ -6,6 +6,7 @@ bin/         docker, gh and python3, first on the PATH
 home/        the home of the jobs' user
 hub/         the data of GitHub and of the registry: releases, pages, images
 repository/  the rehearsed repository
+tools/       what containers installed into /tmp/tools
 torch/cpu/   an index of torch for the CPU
 """
 
