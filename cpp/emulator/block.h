@@ -80,7 +80,7 @@ struct Fiber {
   std::unique_ptr<Stack> stack = std::make_unique<Stack>();
   ucontext_t start;
   jmp_buf resume_point;
-  bool started = false;
+  bool started = false, ended = false;
   Groups copies, bulk;
   uint64_t *awaited = nullptr; // an mbarrier in shared memory, and the parity of its phase
   uint32_t parity = 0;
