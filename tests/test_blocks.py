@@ -183,9 +183,9 @@ def test_blocks_of_one_query_are_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = []
     forward = PackBackend.list_forward
 
-    def noted(self: PackBackend, inputs: Any) -> Any:
+    def noted(self: PackBackend, inputs: Any, out_rest: Any) -> Any:
         lengths.append(inputs.indices.shape[-1])
-        return forward(self, inputs)
+        return forward(self, inputs, out_rest)
 
     monkeypatch.setattr(PackBackend, "list_forward", noted)
     problem = simple_problem()

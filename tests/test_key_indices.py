@@ -363,13 +363,25 @@ def test_opcheck(target: Target) -> None:
         for name, t in inputs._asdict().items()
     ]
     operators = torch.ops.flash_dmattn
-    torch.library.opcheck(operators.key_list_forward.default, (*leaves, target.backend))
+    for keeps_rest in (False, True):
+        torch.library.opcheck(
+            operators.key_list_forward.default, (*leaves, target.backend, keeps_rest)
+        )
     plain = [t.detach() if isinstance(t, torch.Tensor) else t for t in leaves]
-    out, lse = operators.key_list_forward.default(*plain, target.backend)
+    out, lse, rest = operators.key_list_forward.default(*plain, target.backend, True)
     torch.library.opcheck(
         operators.key_list_backward.default,
-        (torch.ones_like(out), None, out, lse, *plain, target.backend, *[True, False] * 3),
+        (torch.ones_like(out), None, out, lse, rest, *plain, target.backend, *[True, False] * 3),
     )
+
+
+@pytest.mark.parametrize("name", ["reference", "flex"])
+def test_auto_may_be_a_backend_without_lists(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = small_call(Target("cpu", "auto"))
+    want = call.got()
+    monkeypatch.setenv("FLASH_DMATTN_BACKEND", name)
+    for field, gradient in call.got().items():
+        torch.testing.assert_close(gradient, want[field])
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -60,6 +60,8 @@ class Case:
             kept &= row < key + 40
         elif self.mask == "window":  # with equal biases the first keys are selected
             kept &= key < 30
+        elif self.mask == "lists":
+            kept &= key % 4 > 0
         return kept
 
 
@@ -89,6 +91,13 @@ CASES = {
     "packed": Case((40, 0, 90), (50, 10, 90), packed=True),
     "packed few": Case((4, 1, 9), (30, 10, 90), packed=True),
     "window": Case((130,), (130,), mask="window"),
+    "lists": Case((40,), (130,), mask="lists"),
+    "lists of heads of a group": Case((40,), (130,), 12, 2, mask="lists", shares_bias=True),
+    "lists of 32 heads": Case((9,), (130,), 32, 1, mask="lists"),
+    "lists of 64 heads": Case((9,), (130,), 64, 1, mask="lists"),
+    "lists of 64 heads of 128": Case((9,), (130,), 64, 1, head_dim=128, mask="lists"),
+    "lists, head dimension 44": Case((9,), (130,), 20, 1, head_dim=44, mask="lists"),
+    "packed lists": Case((40, 0, 90), (50, 10, 90), packed=True, mask="lists"),
 }
 WAYS = ("core", "plan", "torch's memory", "older torch", "compiled")
 
@@ -117,6 +126,16 @@ def results(
         mask = IntervalMask(start.expand(shape), (first + 40).expand(shape))
     elif case.mask == "window":
         options["window_size"] = 30
+    elif case.mask == "lists":
+        key = torch.arange(max(case.keys), dtype=torch.int32).flip(0)
+        lists = torch.cat(
+            [
+                torch.where((key < keys) & (key % 4 > 0), key, -1).expand(queries, -1)
+                for queries, keys in zip(case.queries, case.keys, strict=True)
+            ]
+        ).to(device)
+        shape = (1, -1, -1) if case.packed else (case.batch, 1, -1, -1)
+        options["key_indices"] = lists.expand(shape)
     query, key, value = (tensor.to(device) for tensor in tensors)
     mask = None if mask is None else mask.to(device)
     call: Any = flash_dmattn_func
@@ -170,13 +189,15 @@ def test_gradients_of_a_row_sum_to_zero(
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["usual", "keys of a mask", "intervals", "packed", "window"])
+@pytest.mark.parametrize(
+    "name", ["usual", "keys of a mask", "intervals", "packed", "window", "lists"]
+)
 def test_on_every_way_to_the_kernels(
     name: str, way: str, pack_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = CASES[name]
-    if way == "plan" and name == "window":
-        pytest.skip("a call with a plan selects nothing")
+    if way == "plan" and name in ("window", "lists"):
+        pytest.skip("a call with a plan selects and lists nothing")
     if way == "older torch":
         monkeypatch.setattr(torch_memory, "CORE_READS_TENSORS", False)
     if way in ("torch's memory", "older torch"):
@@ -206,8 +227,9 @@ def test_cases_take_every_forward_kernel(pack_target: Target) -> None:
     assert any("splits" in way for way in ways)
 
 
+@pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.parametrize("dtype", HALF_TYPES)
-def test_the_gradient_of_a_sink(dtype: torch.dtype, pack_target: Target) -> None:
+def test_the_gradient_of_a_sink(dtype: torch.dtype, listed: bool, pack_target: Target) -> None:
     """It is a sum over rows, each with the rounding remainder of out."""
     rows, keys, heads = 200, 37, 2
     query, key = torch.zeros(1, rows, heads, 64), torch.zeros(1, keys, heads, 64)
@@ -218,7 +240,9 @@ def test_the_gradient_of_a_sink(dtype: torch.dtype, pack_target: Target) -> None
     dout = left.sign().to(dtype)
     given = (t.to(pack_target.device, dtype) for t in (query, key, value))
     leaf = sink.to(pack_target.device).requires_grad_()
-    out = flash_dmattn_func(*given, sink=leaf, backend=pack_target.backend)
+    lists = torch.arange(keys, dtype=torch.int32, device=leaf.device).expand(1, 1, rows, -1)
+    options = {"key_indices": lists} if listed else {}
+    out = flash_dmattn_func(*given, sink=leaf, backend=pack_target.backend, **options)
     (got,) = torch.autograd.grad(out, leaf, dout[None].to(out.device))
     share = sink.exp().double() * weight
     want = -share * (dout.double() * exact).sum((0, 2))

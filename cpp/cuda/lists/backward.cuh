@@ -118,6 +118,15 @@ template <class Config> struct ListBackward : ListTile<Config> {
     __syncthreads();
   }
 
+  // An element of out, with its rest if there is one.
+  __device__ float load_out(int64_t offset) const {
+    const fdm_backward_args &a = params.backward;
+    const float rounded = load_element(a.out, offset);
+    return present(a.out_rest)
+               ? with_rest<typename Config::Element>(rounded, static_cast<const int8_t *>(a.out_rest.data)[offset])
+               : rounded;
+  }
+
   // The lanes of a warp share the elements of a row.
   __device__ void find_statistics() {
     const fdm_backward_args &a = params.backward;
@@ -128,7 +137,7 @@ template <class Config> struct ListBackward : ListTile<Config> {
       if (exists) {
         const int64_t out = this->row_place(a.out, r), dout = this->row_place(a.dout, r);
         for (int d = lane; d < params.p.head_dim; d += 32)
-          delta += load_element(a.out, out + d * a.out.stride[3]) * load_element(a.dout, dout + d * a.dout.stride[3]);
+          delta += load_out(out + d * a.out.stride[3]) * load_element(a.dout, dout + d * a.dout.stride[3]);
       }
 #pragma unroll
       for (int distance = 16; distance > 0; distance /= 2) delta += __shfl_xor_sync(0xffffffffu, delta, distance);

@@ -72,9 +72,6 @@ template <class Config> struct ListForward : ListTile<Config> {
                                        Tile::right_columns(this->columns_of_warp(step, 1, first)));
   }
 
-  __device__ Element *out_row(int r) const {
-    return static_cast<Element *>(params.forward.out.data) + this->row_place(params.forward.out, r);
-  }
   __device__ void write_lse(int r, float maximum, float sum) const {
     const fdm_tensor &t = params.forward.lse;
     static_cast<float *>(t.data)[head_major_offset(t, task.s, task.query, task.head + r)] =
@@ -87,10 +84,27 @@ template <class Config> struct ListForward : ListTile<Config> {
       const bool exists = r < task.heads;
       const float maximum = rows.maximum[m][half], sum = rows.sum[m][half];
       const float factor = exists ? row_normalizer(sink_score(params.p, task.head + r), maximum, sum) : 0.0f;
-      write_row(exists ? out_row(r) : nullptr, params.forward.out.stride[3], int(params.p.head_dim), rows.out[m], half,
-                factor, exists, sum == 0.0f);
+      const int64_t place = exists ? this->row_place(params.forward.out, r) : 0;
+      write_row(static_cast<Element *>(params.forward.out.data) + place, params.forward.out.stride[3],
+                int(params.p.head_dim), rows.out[m], half, factor, exists, sum == 0.0f);
+      if (exists && present(params.forward.out_rest)) write_rests(place, rows.out[m], half, factor, sum == 0.0f);
       if (exists && threadIdx.x % 4 == 0) write_lse(r, maximum, sum);
     });
+  }
+
+  // Writes this thread's rests of a row of out.
+  __device__ void write_rests(int64_t place, const float (&sums)[Config::kHeadDim / 8][4], int half, float factor,
+                              bool blank) const {
+    const fdm_tensor &t = params.forward.out_rest;
+    auto *row = static_cast<uint8_t *>(t.data) + place;
+    const auto value = [&](int d, int i) { return blank ? 0.0f : sums[d][2 * half + i] * factor; };
+#pragma unroll
+    for (int d = 0; d < Config::kHeadDim / 8; ++d) {
+      const int column = 8 * d + accumulator_column();
+      const uint32_t rests = pack_rests<Element>(value(d, 0), value(d, 1));
+      if (column < params.p.head_dim) row[column * t.stride[3]] = uint8_t(rests);
+      if (column + 1 < params.p.head_dim) row[(column + 1) * t.stride[3]] = uint8_t(rests >> 16);
+    }
   }
 
   // Adds the sums of warps with the same rows to those of the first one. In each round, the upper half of the remaining

@@ -25,7 +25,7 @@ inline ListForwardParamsSm90 list_forward_params_sm90(const ListLaunch &work) {
   std::swap(forward.p.q.stride[1], forward.p.q.stride[2]);
   std::swap(forward.a.out.stride[1], forward.a.out.stride[2]);
   std::swap(forward.a.lse.stride[1], forward.a.lse.stride[2]);
-  forward.a.out_rest = {}; // not computed
+  std::swap(forward.a.out_rest.stride[1], forward.a.out_rest.stride[2]);
   forward.factors = work.params.factors;
   forward.bias_factor = forward.factors.can_fold_bias() ? 1.0f / forward.factors.scale : 0.0f;
   forward.heads_per_tile = forward.splits = 1;

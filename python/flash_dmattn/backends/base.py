@@ -52,6 +52,10 @@ class Backend(Protocol):
         """Say whether it has kernels for a call that lists the keys of each query."""
         return False
 
+    def rest_bytes(self, inputs: AttentionInputs) -> int:
+        """Return the size of out's residual that kernels of key lists write and read."""
+        return 0
+
     def forgets(self) -> bool:
         """Say whether it has kernels for forget gates."""
         return False

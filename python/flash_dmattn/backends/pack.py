@@ -85,8 +85,12 @@ class PackBackend(Backend):
     def kept_bytes(self, inputs: AttentionInputs) -> int:
         """Return kept_bytes of the core's problem for a call with a separate lse."""
         size = super().kept_bytes(inputs)
-        rest_bytes = out_rest_bytes(inputs) if self.pack.wants_out_rest else 0
-        return _padded(size) + _padded(rest_bytes) if rest_bytes else size
+        rest_bytes = self.rest_bytes(inputs)
+        return _padded(size) + rest_bytes if rest_bytes else size
+
+    def rest_bytes(self, inputs: AttentionInputs) -> int:
+        """Return the padded size of out's residual; 0 if no gradient or no kernel needs it."""
+        return _padded(out_rest_bytes(inputs)) if self.pack.wants_out_rest else 0
 
     def make_plan(self, inputs: AttentionInputs, *, zeroed: bool) -> Tensor:
         """Convert the mask to columns."""
@@ -227,9 +231,14 @@ class PackBackend(Backend):
         """Say whether it has kernels for forget gates."""
         return self.pack.forgets
 
-    def list_forward(self, inputs: KeyListInputs) -> tuple[Tensor, Tensor]:
-        """Return out and lse of a call that lists the keys of each query."""
-        return torch_memory.list_forward(self.pack, self._threads(), inputs)
+    def list_forward(self, inputs: KeyListInputs, out_rest: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return out and lse of a call that lists the keys of each query.
+
+        Args:
+            inputs: of the call.
+            out_rest: written, unless it is None: out's rounding residual, of `rest_bytes`.
+        """
+        return torch_memory.list_forward(self.pack, self._threads(), inputs, out_rest)
 
     def list_backward(
         self,
@@ -241,7 +250,7 @@ class PackBackend(Backend):
 
         Args:
             inputs: of the call.
-            operands: the gradients of out and lse, then out and lse.
+            operands: the gradients of out and lse, then out, lse and out_rest.
             wanted: names of fields.
         """
         return torch_memory.list_backward(self.pack, self._threads(), inputs, operands, wanted)

@@ -156,12 +156,17 @@ def key_mass(pack: _core.Pack, threads: int, inputs: AttentionInputs, lse: Tenso
     return mass
 
 
-def list_forward(pack: _core.Pack, threads: int, inputs: KeyListInputs) -> tuple[Tensor, Tensor]:
-    """Return out and lse of a call that lists the keys of each query."""
+def list_forward(
+    pack: _core.Pack, threads: int, inputs: KeyListInputs, out_rest: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return out and lse of a call that lists the keys of each query, and write out_rest."""
     problem, call = _list_problem(pack, threads, inputs), inputs.without_lists()
     out, lse = _out(call), _lse(call)
     workspace = _scratch(problem.forward_workspace_bytes, out.device)
-    problem.forward(to_core(out), to_core(lse), None, to_core(workspace))
+    if out_rest is None:
+        problem.forward(to_core(out), to_core(lse), None, to_core(workspace))
+    else:
+        problem.keep(*map(to_core, (out, lse, None, out_rest, workspace)))
     return out, lse
 
 
@@ -172,8 +177,8 @@ def list_backward(
     operands: tuple[Tensor | None, ...],
     wanted: tuple[str, ...],
 ) -> Gradients:
-    """Compute `backward` for a call that lists the keys of each query; no other data is kept."""
-    return _differentiate(_list_problem(pack, threads, inputs), inputs, (*operands, None), wanted)
+    """Compute `backward` for a call with key lists, whose kept data is out_rest."""
+    return _differentiate(_list_problem(pack, threads, inputs), inputs, operands, wanted)
 
 
 def describe(

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from flash_dmattn import dispatch_state, loader
 from flash_dmattn.backends import select_backend
-from flash_dmattn.backends.base import lse_shape, mass_shape, out_shape
+from flash_dmattn.backends.base import lse_shape, mass_shape, out_rest_bytes, out_shape
 from flash_dmattn.backends.shapes import MAX_HEAD_DIM, has_other_value_dim
 from flash_dmattn.operators import define, library, without_negation
-from flash_dmattn.ops import stop_if_recorded
+from flash_dmattn.ops import is_recorded, stop_if_recorded
 from flash_dmattn.record import (
     KEY_LISTS,
     Gradients,
@@ -31,6 +31,7 @@ from . import formula
 from .checks import check_key_lists
 
 if TYPE_CHECKING:
+    from flash_dmattn.backends.base import Backend
     from flash_dmattn.backends.pack import PackBackend
 
 __all__ = ["attention", "check_call", "key_mass", "serving_pack", "uses_triton"]
@@ -54,7 +55,9 @@ def attention(inputs: KeyListInputs, backend: str) -> tuple[Tensor, Tensor]:
         # Plain operations support all torch transforms.
         check_call(inputs, backend)
         return formula.forward(inputs, recorded=True)
-    out, lse = torch.ops.flash_dmattn.key_list_forward.default(*inputs, backend)
+    keeps_rest = is_recorded(inputs[:_TENSOR_COUNT])
+    operator = torch.ops.flash_dmattn.key_list_forward.default
+    out, lse, _ = operator(*inputs, backend, keeps_rest)
     return out, lse
 
 
@@ -98,35 +101,57 @@ def serving_pack(
     inputs: KeyListInputs, backend: str, *, backward: bool = False
 ) -> PackBackend | None:
     """Return the pack backend that computes a call, or its gradients; None if there is none."""
-    device = inputs.query.device
-    if backend not in ("auto", device.type):
-        return None
-    try:
-        chosen: Any = select_backend(device, backend)
-    except loader.NoPackError:
-        return None
-    if not chosen.serves_lists(inputs):
+    chosen: Any = _backend_of_device(inputs.query.device, backend)
+    if chosen is None or not chosen.serves_lists(inputs):
         return None
     is_unordered = backward and inputs.deterministic and not chosen.pack.orders_lists
     return None if is_unordered else chosen
 
 
-def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    *plain, backend = map(without_negation, arguments)
+def _backend_of_device(device: torch.device, backend: str) -> Backend | None:
+    if backend not in ("auto", device.type):
+        return None
+    try:
+        return select_backend(device, backend)
+    except loader.NoPackError:
+        return None
+
+
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *plain, backend, keeps_rest = map(without_negation, arguments)
     inputs = KeyListInputs(*plain)
     check_call(inputs, backend)
+    rest_bytes = _rest_bytes(inputs, backend) if keeps_rest else 0
+    # Zeroed, because equal calls of an operator give equal bytes.
+    rest = torch.zeros(rest_bytes, dtype=torch.uint8, device=inputs.query.device)
+    out_rest = rest if rest_bytes else None
     if uses_triton(inputs, backend):
         from flash_dmattn.backends.triton import key_lists
 
-        return key_lists.forward(inputs)
+        return *key_lists.forward(inputs, out_rest), rest
     pack = serving_pack(inputs, backend)
-    return formula.forward(inputs) if pack is None else pack.list_forward(inputs)
+    results = formula.forward(inputs) if pack is None else pack.list_forward(inputs, out_rest)
+    return *results, rest
 
 
-def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
-    inputs = KeyListInputs(*arguments[:-1])
+def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *plain, backend, keeps_rest = arguments
+    inputs = KeyListInputs(*plain)
     query, dtype = inputs.query, computing_dtype(inputs.query, inputs.bias)
-    return query.new_empty(out_shape(inputs)), query.new_empty(lse_shape(query), dtype=dtype)
+    return (
+        query.new_empty(out_shape(inputs)),
+        query.new_empty(lse_shape(query), dtype=dtype),
+        query.new_empty(_rest_bytes(inputs, backend) if keeps_rest else 0, dtype=torch.uint8),
+    )
+
+
+def _rest_bytes(inputs: KeyListInputs, backend: str) -> int:
+    """Return the size of out's rounding residual, which kernels keep for the gradients."""
+    call = inputs.without_lists()
+    if uses_triton(inputs, backend):
+        return out_rest_bytes(call)
+    chosen = _backend_of_device(inputs.query.device, backend)
+    return 0 if chosen is None else chosen.rest_bytes(call)
 
 
 def _mass(*arguments: Any) -> Tensor:
@@ -146,27 +171,28 @@ def _mass_fake(lse: Tensor, *arguments: Any) -> Tensor:
 
 
 def _backward(
-    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, rest: Tensor, *arguments: Any
 ) -> tuple[Tensor, ...]:
     *plain, backend = map(without_negation, arguments[: _FIELD_COUNT + 1])
+    out_rest = rest if rest.numel() else None
     inputs = KeyListInputs(*plain)
     dout, dlse = without_negation(dout), without_negation(dlse)
     wanted = _wanted(inputs, arguments[_FIELD_COUNT + 1 :])
     if uses_triton(inputs, backend):
         from flash_dmattn.backends.triton import key_lists
 
-        found = key_lists.backward(inputs, dout, dlse, out, lse, wanted)
+        found = key_lists.backward(inputs, (dout, dlse, out, lse, out_rest), wanted)
         return _as_outputs(inputs, found)
     pack = serving_pack(inputs, backend, backward=True)
     if pack is None:
         found = formula.backward(inputs, dout, dlse, wanted)
     else:
-        found = pack.list_backward(inputs, (dout, dlse, out, lse), wanted)
+        found = pack.list_backward(inputs, (dout, dlse, out, lse, out_rest), wanted)
     return _as_outputs(inputs, found)
 
 
 def _backward_fake(
-    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, rest: Tensor, *arguments: Any
 ) -> tuple[Tensor, ...]:
     inputs = KeyListInputs(*arguments[:_FIELD_COUNT])
     wanted = _wanted(inputs, arguments[_FIELD_COUNT + 1 :])
@@ -189,17 +215,20 @@ def _as_outputs(inputs: KeyListInputs, gradients: Gradients) -> tuple[Tensor, ..
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *record, ctx.backend = inputs
+    *record, ctx.backend, _ = inputs
     ctx.save_for_backward(*record[:_TENSOR_COUNT], *output)
     ctx.settings = record[_TENSOR_COUNT:]
+    ctx.mark_non_differentiable(output[2])
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    *tensors, out, lse = ctx.saved_tensors
+def _differentiate(
+    ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any
+) -> tuple[Tensor | None, ...]:
+    *tensors, out, lse, rest = ctx.saved_tensors
     inputs = KeyListInputs(*tensors, *ctx.settings)
     flags = tuple(bool(ctx.needs_input_grad[position]) for position in KEY_LISTS.positions)
-    gradients_of_fields: list[Tensor | None] = [None] * (_FIELD_COUNT + 1)
+    gradients_of_fields: list[Tensor | None] = [None] * (_FIELD_COUNT + 2)
     if (dout is None and dlse is None) or not any(flags):
         return tuple(gradients_of_fields)
     if dout is None:
@@ -209,7 +238,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
         gradients = tuple(map(found.get, KEY_LISTS.differentiable))
     else:
         gradients = torch.ops.flash_dmattn.key_list_backward.default(
-            dout, dlse, out, lse, *inputs, ctx.backend, *flags
+            dout, dlse, out, lse, rest, *inputs, ctx.backend, *flags
         )
     for position, gradient, wanted in zip(KEY_LISTS.positions, gradients, flags, strict=True):
         gradients_of_fields[position] = gradient if wanted else None
@@ -228,10 +257,18 @@ def _recorded(
     return recorded_gradients(tensors, compute, (dout, dlse), wanted)
 
 
-define("key_list_forward", (_INPUTS, "(Tensor out, Tensor lse)"), _forward, _forward_fake)
+define(
+    "key_list_forward",
+    (f"{_INPUTS}, bool keeps_rest", "(Tensor out, Tensor lse, Tensor rest)"),
+    _forward,
+    _forward_fake,
+)
 define(
     "key_list_backward",
-    (f"Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_INPUTS}, {_WANTED}", f"({_GRADIENTS})"),
+    (
+        f"Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor rest, {_INPUTS}, {_WANTED}",
+        f"({_GRADIENTS})",
+    ),
     _backward,
     _backward_fake,
 )

@@ -139,22 +139,28 @@ template <class Config> struct ListConsumerSm90 {
     const bool exists = r < task.heads;
     float delta = 0.0f;
     if (exists) {
-      const auto first = [&](const fdm_tensor &t) {
-        return static_cast<const uint16_t *>(t.data) + row_offset(t, task.s, task.query, task.head + r);
-      };
-      const uint16_t *out = first(a.out), *dout = first(a.dout);
+      const int64_t place = row_offset(a.out, task.s, task.query, task.head + r);
+      const auto *out = static_cast<const uint16_t *>(a.out.data) + place;
+      const auto *dout =
+          static_cast<const uint16_t *>(a.dout.data) + row_offset(a.dout, task.s, task.query, task.head + r);
+      const auto *rest = static_cast<const uint8_t *>(a.out_rest.data) + place; // with the strides of out
+      const bool has_rest = present(a.out_rest);
 #pragma unroll
       for (int d = 0; d < kHeadDim; d += 32) {
         const int column = d + 8 * lane;
         if (column >= params.p.head_dim) continue;
         const uint4 x = *reinterpret_cast<const uint4 *>(out + column),
                     y = *reinterpret_cast<const uint4 *>(dout + column);
+        const uint2 z = has_rest ? *reinterpret_cast<const uint2 *>(rest + column) : uint2{};
         const uint32_t left[4] = {x.x, x.y, x.z, x.w}, right[4] = {y.x, y.y, y.z, y.w};
+        const auto *rests = reinterpret_cast<const int8_t *>(&z);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           float low[2], high[2];
           ptx::unpack<Element>(left[i], low[0], high[0]);
           ptx::unpack<Element>(right[i], low[1], high[1]);
+          low[0] = with_rest<Element>(low[0], rests[2 * i]);
+          high[0] = with_rest<Element>(high[0], rests[2 * i + 1]);
           delta = fmaf(low[0], low[1], fmaf(high[0], high[1], delta));
         }
       }

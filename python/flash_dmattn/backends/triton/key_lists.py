@@ -58,15 +58,21 @@ class _Problem(NamedTuple):
             fitting(name, inputs.query, block_d, start)
 
 
-def forward(inputs: KeyListInputs) -> tuple[Tensor, Tensor]:
-    """Return out and lse of a checked call."""
+def forward(inputs: KeyListInputs, out_rest: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return out and lse of a checked call, and write out_rest."""
     refuse_float64_bias(inputs.without_lists(), "triton")
     problem = _describe(inputs)
     out = torch.empty_like(inputs.query, memory_format=torch.contiguous_format)
     lse = out.new_empty((problem.rows, problem.heads), dtype=torch.float32)
     sink = problem.arguments["sink"]
-    results = {"out": out, "lse": lse}
-    problem.start("list_forward", list_forward_kernel, results, SINK=sink is not None)
+    rests = None if out_rest is None else out_rest.view(torch.int8)
+    problem.start(
+        "list_forward",
+        list_forward_kernel,
+        {"out": out, "out_rest": rests, "lse": lse},
+        SINK=sink is not None,
+        HAS_REST=rests is not None,
+    )
     if inputs.packed:
         return out, lse.transpose(0, 1).contiguous()
     batch, heads, queries = lse_shape(inputs.query)
@@ -93,21 +99,27 @@ def key_mass(inputs: KeyListInputs, lse: Tensor) -> Tensor:
 
 
 def backward(
-    inputs: KeyListInputs,
-    dout: Tensor,
-    dlse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    wanted: tuple[str, ...],
+    inputs: KeyListInputs, operands: tuple[Tensor | None, ...], wanted: tuple[str, ...]
 ) -> Gradients:
-    """Return the gradients of the wanted fields, with row sums in any order."""
+    """Return the gradients of the wanted fields, with row sums in any order.
+
+    Args:
+        inputs: of the call.
+        operands: the gradients of out and lse, then out, lse and out_rest.
+        wanted: names of fields.
+    """
+    dout, dlse, out, lse, out_rest = operands
+    assert dout is not None
+    assert out is not None
+    assert lse is not None
     problem = _describe(inputs)
     shape = (problem.rows, problem.heads)
     is_empty = lse == -torch.inf
     key_share, sink_share = torch.ones_like(lse), torch.zeros_like(lse)
     if inputs.sink is not None:
         key_share, sink_share = softmax_shares(inputs.sink, lse)
-    delta = (out.float() * dout.float()).sum(-1).transpose(-1, -2)  # in the layout of lse
+    outs = out.float() if out_rest is None else _with_rest(out, out_rest)
+    delta = (outs * dout.float()).sum(-1).transpose(-1, -2)  # in the layout of lse
     # With a sink, delta includes its share already, because out does.
     shift = (0.0 if dlse is None else dlse.float()) - key_share * delta
     found: Gradients = {}
@@ -151,6 +163,13 @@ def backward(
             0, 1
         )
     return {name: found[name].to(getattr(inputs, name).dtype).contiguous() for name in wanted}
+
+
+def _with_rest(out: Tensor, out_rest: Tensor) -> Tensor:
+    """Compute `kernels.common.with_rest`."""
+    shift = 5 if out.dtype == torch.float16 else 9
+    rests = out_rest.view(torch.int8).view(out.shape).int() << shift
+    return (out.float().view(torch.int32) + rests).view(torch.float32)
 
 
 def _describe(inputs: KeyListInputs) -> _Problem:

@@ -16,6 +16,7 @@ from .common import (
     forward_shift,
     load_tile,
     probabilities,
+    rest_of,
     row_shifts,
     scaled_bias,
     store_tile,
@@ -124,6 +125,7 @@ def list_forward_kernel(
     index_bias,
     sink,
     out,
+    out_rest,
     lse,
     heads,
     kv_heads,
@@ -147,13 +149,14 @@ def list_forward_kernel(
     SOFTCAP: tl.constexpr,
     PAGED: tl.constexpr,
     SINK: tl.constexpr,
+    HAS_REST: tl.constexpr,
     UNIT: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ):
-    """Write out and lse of some heads of a row."""
+    """Write out, with HAS_REST its residual, and lse of some heads of a row."""
     head_dim *= UNIT
     row, kv_head, q_heads, valid_heads = tile_heads(
         kv_heads, group, heads_at_once, head_blocks, BLOCK_ROWS
@@ -218,6 +221,10 @@ def list_forward_kernel(
         row_sum += tl.exp2(tl.load(sink + q_heads, mask=valid_heads, other=0.0) * LOG2E - row_max)
     out_tile = tl.where(empty[:, None], 0.0, out_tile / row_sum[:, None])
     store_tile(out, q_offsets, out_tile, valid_heads, head_dim, BLOCK_D)
+    if HAS_REST:
+        rounded = out_tile.to(out.dtype.element_ty).to(tl.float32)
+        rests = rest_of(out_tile, rounded, out.dtype.element_ty == tl.float16)
+        store_tile(out_rest, q_offsets, rests, valid_heads, head_dim, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=LIST_SIZES)
