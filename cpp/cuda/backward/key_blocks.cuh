@@ -83,11 +83,16 @@ template <int kKeys, class Team, int kBuffers, KeyBlockUse kUse, int kGroupKeyCo
   const BackwardParams &params;
   Shared &shared;
   int64_t mapped_head = -1, mapped_list = -1; // whose tiles the maps describe
+  const KeyTask *held_task;
 
-  __device__ KeyBlock(const BackwardParams &parameters, Shared &memory) : params(parameters), shared(memory) {}
+  __device__ KeyBlock(const BackwardParams &parameters, Shared &memory)
+      : params(parameters), shared(memory), held_task(&memory.task) {}
 
-  __device__ const KeyTask &task() const { return shared.task; }
-  __device__ int64_t head(const KeyStep &step) const { return shared.task.first_head + step.head; }
+  __device__ const KeyTask &task() const { return *held_task; }
+  // Makes steps read the task from a copy in registers: each read from shared memory waits for its latency. The copy is
+  // made after start(), and must live until the last step is found.
+  __device__ void hold(const KeyTask &copy) { held_task = &copy; }
+  __device__ int64_t head(const KeyStep &step) const { return task().first_head + step.head; }
   // The offset of the key in row r of the block, in k, v or their gradients.
   __device__ int64_t row_offset(const fdm_tensor &t, int r) const {
     const KeyTask &own_task = shared.task;
@@ -149,7 +154,7 @@ template <int kKeys, class Team, int kBuffers, KeyBlockUse kUse, int kGroupKeyCo
   // Return the first step of this part that may keep a pair, and the first such step after `before`. All threads of the
   // team call them. Their stores are visible after the next barrier.
   __device__ KeyStep first_step(int tile_rows) {
-    const KeyTask &own_task = shared.task;
+    const KeyTask &own_task = task();
     KeyStep step{};
     step.number = own_task.begin;
     step.tile = own_task.steps.first_tile;
@@ -314,9 +319,9 @@ private:
   }
 
   __device__ void advance(KeyStep &step) const {
-    const KeySteps &steps = shared.task.steps;
+    const KeySteps &steps = task().steps;
     ++step.number;
-    if (shared.task.heads_inside) {
+    if (task().heads_inside) {
       if (++step.head < params.group) return;
       step.head = 0;
       --step.tile;
@@ -334,7 +339,7 @@ private:
   // Returns the first step from this one on that may keep a pair. The step's buffer holds the facts of `loaded_head`;
   // if biases depend on the rows, they are those of `loaded_tile`.
   __device__ KeyStep find_step(KeyStep step, int32_t loaded_head, int32_t loaded_tile, int tile_rows) {
-    const KeyTask &own_task = shared.task;
+    const KeyTask &own_task = task();
     if constexpr (kRowPlans)
       if (own_task.has_words) skip_inactive(step, tile_rows);
     step.valid = step.number < own_task.end;
@@ -354,7 +359,7 @@ private:
 
   // Advances to the first step of this part in a tile of the plan that keeps any key.
   __device__ void skip_inactive(KeyStep &step, int tile_rows) {
-    const KeyTask &own_task = shared.task;
+    const KeyTask &own_task = task();
     const int32_t past_tiles = own_task.steps.first_tile + own_task.steps.tiles;
     while (step.number < own_task.end) {
       const int32_t tile = plan_tile(step, tile_rows);

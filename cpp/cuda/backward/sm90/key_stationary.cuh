@@ -279,6 +279,11 @@ template <class Config> struct RowProducer {
 
   __device__ void run(const KeyItem &item, const KeyBlockPlace &place) {
     keys.start(item, place, true);
+    KeyTask task;
+    if constexpr (Config::kScoresOnly) { // the producers of other kernels have too few registers
+      task = shared.keys.task;
+      keys.hold(task);
+    }
     KeyStep step = keys.first_step(kRows);
     prefetch_bias(step);
     RowStatistics statistics = find_statistics(step);
