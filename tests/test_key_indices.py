@@ -375,6 +375,18 @@ def test_opcheck(target: Target) -> None:
     )
 
 
+def test_a_trace_is_the_same_with_and_without_gradients(target: Target) -> None:
+    """torch.jit.trace traces again without gradients and compares."""
+    call = small_call(target)
+    leaves = leaves_of(call.tensors, target.device)
+
+    def attend(*given: torch.Tensor) -> torch.Tensor:
+        return call.call(dict(zip(leaves, given, strict=True)))[0]
+
+    given = tuple(leaves.values())
+    torch.testing.assert_close(torch.jit.trace(attend, given)(*given), attend(*given))
+
+
 @pytest.mark.parametrize("name", ["reference", "flex"])
 def test_auto_may_be_a_backend_without_lists(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     call = small_call(Target("cpu", "auto"))

@@ -25,6 +25,7 @@ from flash_dmattn import (
     make_plan,
 )
 from flash_dmattn.backends import torch_memory
+from flash_dmattn.key_lists import ops as list_ops
 from support import HALF_TYPES, Target, core_without_allocator, randn
 
 
@@ -209,6 +210,13 @@ def test_on_every_way_to_the_kernels(
 
 KERNELS = {"general", "usual", "decode", "direct"}
 HOPPER_KERNELS = KERNELS | {"persistent", "boxes", "small_tiles", "small_boxes"}
+
+
+def test_lists_of_a_graph_without_gradients(
+    pack_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(list_ops, "is_recorded", lambda _: False)
+    check(CASES["lists"], torch.bfloat16, pack_target)
 
 
 def test_cases_take_every_forward_kernel(pack_target: Target) -> None:

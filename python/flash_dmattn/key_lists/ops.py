@@ -55,7 +55,8 @@ def attention(inputs: KeyListInputs, backend: str) -> tuple[Tensor, Tensor]:
         # Plain operations support all torch transforms.
         check_call(inputs, backend)
         return formula.forward(inputs, recorded=True)
-    keeps_rest = is_recorded(inputs[:_TENSOR_COUNT])
+    # torch.jit.trace traces with and without gradients, and compares.
+    keeps_rest = is_recorded(inputs[:_TENSOR_COUNT]) or dispatch_state.is_recorded_by_jit()
     operator = torch.ops.flash_dmattn.key_list_forward.default
     out, lse, _ = operator(*inputs, backend, keeps_rest)
     return out, lse
@@ -174,8 +175,8 @@ def _backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, rest: Tensor, *arguments: Any
 ) -> tuple[Tensor, ...]:
     *plain, backend = map(without_negation, arguments[: _FIELD_COUNT + 1])
-    out_rest = rest if rest.numel() else None
     inputs = KeyListInputs(*plain)
+    out_rest = rest if rest.numel() else None
     dout, dlse = without_negation(dout), without_negation(dlse)
     wanted = _wanted(inputs, arguments[_FIELD_COUNT + 1 :])
     if uses_triton(inputs, backend):
@@ -215,7 +216,7 @@ def _as_outputs(inputs: KeyListInputs, gradients: Gradients) -> tuple[Tensor, ..
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *record, ctx.backend, _ = inputs
+    *record, ctx.backend, ctx.keeps_rest = inputs
     ctx.save_for_backward(*record[:_TENSOR_COUNT], *output)
     ctx.settings = record[_TENSOR_COUNT:]
     ctx.mark_non_differentiable(output[2])
@@ -231,6 +232,10 @@ def _differentiate(
     gradients_of_fields: list[Tensor | None] = [None] * (_FIELD_COUNT + 2)
     if (dout is None and dlse is None) or not any(flags):
         return tuple(gradients_of_fields)
+    if not ctx.keeps_rest and _rest_bytes(inputs, ctx.backend) > 0:
+        # A graph that was traced without gradients is differentiated.
+        forward = torch.ops.flash_dmattn.key_list_forward.default
+        out, lse, rest = forward(*inputs, ctx.backend, True)
     if dout is None:
         dout = out.new_zeros(()).expand(out.shape)
     if ctx.backend == "reference" and torch.is_grad_enabled():
