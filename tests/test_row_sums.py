@@ -208,15 +208,15 @@ def test_on_every_way_to_the_kernels(
         check(case, torch.bfloat16, pack_target, way)
 
 
-KERNELS = {"general", "usual", "decode", "direct"}
-HOPPER_KERNELS = KERNELS | {"persistent", "boxes", "small_tiles", "small_boxes"}
-
-
 def test_lists_of_a_graph_without_gradients(
     pack_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(list_ops, "is_recorded", lambda _: False)
     check(CASES["lists"], torch.bfloat16, pack_target)
+
+
+KERNELS = {"general", "usual", "decode", "direct"}
+HOPPER_KERNELS = KERNELS | {"persistent", "boxes", "small_tiles", "small_boxes"}
 
 
 def test_cases_take_every_forward_kernel(pack_target: Target) -> None:

@@ -53,7 +53,7 @@ class Backend(Protocol):
         return False
 
     def rest_bytes(self, inputs: AttentionInputs) -> int:
-        """Return the size of out's residual that kernels of key lists write and read."""
+        """Return the bytes of out's rounding residual that its kernels keep for gradients."""
         return 0
 
     def forgets(self) -> bool:
