@@ -140,7 +140,7 @@ void tile_kernel(fdm_problem p, TileOrder order) {
 }
 Work tiles_of_batches() {
   const fdm_problem p = draw_problem();
-  const TileOrder order{int32_t(draw(1, p.batch)), int32_t(divisor(p.kv_heads) * group_size(p))};
+  const TileOrder order(p, draw(1, p.batch), divisor(p.kv_heads) * group_size(p));
   launch_blocks(tile_kernel, dim3(draw(1, 9)), 32, p, order);
   return each_of(p.batch * p.heads, ceil_div(p.queries, kTileRows));
 }
@@ -148,7 +148,7 @@ Work tiles_of_packed_sequences() {
   fdm_problem p = draw_problem();
   p.heads = p.kv_heads = draw(1, 3);
   const Packing packing(p, draw(1, draw(0, 1) ? 1500 : 40), 200);
-  const TileOrder order{1, int32_t(divisor(p.kv_heads) * group_size(p))};
+  const TileOrder order(p, 1, divisor(p.kv_heads) * group_size(p));
   launch_blocks(tile_kernel, dim3(draw(1, 9)), 32, p, order);
   return {p.heads * packing.parts(kTileRows), [=](int64_t head, int64_t tile, int64_t) {
             return within(head, packing.sequences() * p.heads) &&
@@ -294,7 +294,7 @@ Work tiles_in_parts() {
   params.heads_per_tile = draw(0, 1) ? 1 : int32_t(group_size(p));
   params.splits = int32_t(draw(1, 3));
   params.tiles = int32_t(draw(1, 3));
-  params.order = {1, int32_t(divisor(p.kv_heads) * group_size(p))};
+  params.order = TileOrder(p, 1, divisor(p.kv_heads) * group_size(p));
   const Work work = split_tiles(params, params.tiles);
   launch_blocks(forward_place_kernel, dim3(work.parts), 32, params);
   return work;

@@ -33,7 +33,7 @@ inline int32_t interleaved_query_heads(const fdm_problem &p, const RouteTable &t
 }
 
 inline TileOrder tile_order(const fdm_problem &p, const RouteTable &table) {
-  return {interleaved_sequences(p, table), interleaved_query_heads(p, table)};
+  return TileOrder(p, interleaved_sequences(p, table), interleaved_query_heads(p, table));
 }
 
 } // namespace fdm::cuda

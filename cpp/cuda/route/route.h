@@ -26,10 +26,40 @@ struct Launches {
   }
 };
 
+// Divides numbers below 2^31 by a number that the host knows, with one multiplication (Granlund and Montgomery,
+// "Division by invariant integers using multiplication", 1994).
+struct Divisor {
+  uint32_t multiplier = 0; // ceil(2^shift / divisor)
+  int32_t shift = 0;
+
+  Divisor() = default;
+  // 0 counts as 1.
+  explicit Divisor(int64_t number) {
+    const int64_t divisor = min64(max64(number, 1), int64_t(1) << 31);
+    int bits = 0; // ceil(log2(divisor))
+    while (int64_t(1) << bits < divisor) ++bits;
+    shift = 31 + bits;
+    multiplier = uint32_t(((uint64_t(1) << shift) + uint64_t(divisor) - 1) / uint64_t(divisor));
+  }
+};
+
+FDM_INLINE uint32_t divide(uint32_t number, const Divisor &divisor) {
+  return uint32_t(uint64_t(number) * divisor.multiplier >> divisor.shift);
+}
+
 // The order of the row tiles of a batch. The tiles of this many sequences and query heads (whole GQA groups) are
 // interleaved, so that the keys that concurrent tiles read fit L2.
 struct TileOrder {
   int32_t sequences, heads;
+  // Divisors of tile numbers: the tiles of all sequences of `heads` heads; `heads`; the tiles of a head of `sequences`
+  // sequences of a dense batch; `sequences`.
+  Divisor pass_tiles, heads_divisor, interleaved_tiles, sequences_divisor;
+
+  TileOrder() = default;
+  TileOrder(const fdm_problem &p, int64_t sequence_count, int64_t head_count)
+      : sequences(int32_t(sequence_count)), heads(int32_t(head_count)), pass_tiles(sequence_tiles(p) * heads),
+        heads_divisor(heads), interleaved_tiles(ceil_div(p.queries, kTileRows) * sequences),
+        sequences_divisor(sequences) {}
 };
 
 // Query rows of a thread block of the decode kernel: the queries of all heads of a tile.

@@ -41,24 +41,26 @@ __device__ __forceinline__ HeadTile find_tile(const fdm_problem &p, const TileOr
   HeadTile found;
   found.head = 0;
   if (order.heads != p.heads) {
-    const uint32_t tiles = static_cast<uint32_t>(sequence_tiles(p)) * heads, before = number / tiles;
+    const uint32_t before = divide(number, order.pass_tiles);
     found.head = before * heads;
-    number -= before * tiles;
+    number -= before * (static_cast<uint32_t>(sequence_tiles(p)) * heads);
   }
-  found.head += number % heads;
+  const uint32_t row = divide(number, order.heads_divisor);
+  found.head += number - row * heads;
   if (is_varlen(p)) {
-    const int64_t tile = sequence_tiles(p) - 1 - number / heads;
+    const int64_t tile = sequence_tiles(p) - 1 - row;
     found.sequence_index = find_packed_sequence(p, tile);
     found.s = sequence(p, found.sequence_index);
     found.tile = tile - tile_number(p, found.s, found.sequence_index, 0);
   } else {
     const auto tiles = static_cast<uint32_t>(ceil_div(p.queries, kTileRows));
     const auto together = static_cast<uint32_t>(order.sequences);
-    const uint32_t row = number / heads, first = row / (tiles * together) * together;
-    const uint32_t members = min(together, static_cast<uint32_t>(p.batch) - first), place = row - first * tiles;
-    found.sequence_index = first + place % members;
+    const uint32_t first = divide(row, order.interleaved_tiles) * together, place = row - first * tiles;
+    const uint32_t members = min(together, static_cast<uint32_t>(p.batch) - first);
+    const uint32_t from_last = members == together ? divide(place, order.sequences_divisor) : place / members;
+    found.sequence_index = first + (place - from_last * members);
     found.s = sequence(p, found.sequence_index);
-    found.tile = tiles - 1 - place / members;
+    found.tile = tiles - 1 - from_last;
   }
   return found;
 }
