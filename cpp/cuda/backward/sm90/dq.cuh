@@ -8,7 +8,7 @@
 
 #include "../../tile/sm90/key_pipeline.cuh"
 #include "../../tile/sm90/products.cuh"
-#include "../../tile/sm90/tile_scheduler.cuh"
+#include "../../tile/sm90/task_ring.cuh"
 #include "../dq_rows.cuh"
 #include "ptx/dependent.cuh"
 
@@ -31,7 +31,7 @@ template <class Config> struct DqSharedSm90 {
   alignas(1024) char sQ[Config::RowTile::kBytes];
   char sdO[Config::RowTile::kBytes];
   RowStatistics statistics[Config::kRows];
-  TaskPipeline<DqTask> tasks;
+  TaskRing<DqTask> tasks;
 };
 
 // Rows without a gradient are loaded as zeros, so that non-finite values in their dO reach no result.
@@ -53,8 +53,8 @@ __device__ void load_rows(const BackwardParams &params, const DqTask &task, cons
 
 template <class Config> __device__ void produce_dq(const BackwardParams &params, DqSharedSm90<Config> &shared) {
   const fdm_problem &p = params.p;
-  const auto make_task = [&](const HeadTile &t) -> DqTask {
-    return {t.s,
+  const auto make_task = [&](const HeadTile &t, DqTask &task) {
+    task = {t.s,
             t.sequence_index,
             t.head,
             kv_head_of(p, t.head),
@@ -62,7 +62,11 @@ template <class Config> __device__ void produce_dq(const BackwardParams &params,
             tile_columns(p, params.plan, t.s, t.sequence_index, t.head, t.tile),
             bias_view(p, t.s, t.sequence_index, t.head, t.tile)};
   };
-  TaskProducer<DqTask, decltype(make_task)> scheduler(p, params.order, shared.tasks, make_task);
+  static_assert(Roles::kProducerWarps == Roles::kLookupWarps, "producers synchronize as lookup warps");
+  uint32_t *const tickets = nullptr; // the order is fixed
+  const TaskMaker<DqTask, decltype(make_task)> maker{p, params.order, tickets, shared.tasks, make_task};
+  TaskLoader<DqTask> loader(shared.tasks);
+  LookupTasks scheduler(maker);
   KeyProducer<typename Config::Pipeline> keys(p, shared.pipeline);
   keys.start(scheduler.current());
   for (; !scheduler.at_end(); scheduler.advance()) {
@@ -71,9 +75,9 @@ template <class Config> __device__ void produce_dq(const BackwardParams &params,
     RowStatistics statistics{INFINITY, 0.0f};
     if (i < task.s.q_count) statistics = row_statistics(params, task.s, task.head, i);
     keys.begin(task, next);
-    scheduler.producer_acquire();
+    loader.producer_acquire();
     load_rows<Config>(params, task, statistics, shared);
-    scheduler.producer_commit();
+    loader.producer_commit();
     keys.run(task, next, [&] {
       if (!scheduler.prepares()) return;
       keys.park();
@@ -82,7 +86,7 @@ template <class Config> __device__ void produce_dq(const BackwardParams &params,
     });
   }
   keys.finish();
-  scheduler.producer_tail();
+  loader.producer_tail();
 }
 
 template <class Config> struct DqConsumer {
@@ -95,12 +99,13 @@ template <class Config> struct DqConsumer {
 
   const BackwardParams &params;
   DqSharedSm90<Config> &shared;
+  RingConsumer<DqTask> tasks;
   typename Pipeline::KPipelineState state; // K and V have the same stages
   uint64_t q_desc, dout_desc;
   uint32_t queries[Config::kQueriesInRegisters ? kHeadDim / 16 : 1][4];
 
   __device__ DqConsumer(const BackwardParams &parameters, DqSharedSm90<Config> &memory)
-      : params(parameters), shared(memory) {
+      : params(parameters), shared(memory), tasks(memory.tasks) {
     const uint64_t own_rows = RowTile::offset(64 * Roles::consumer_group(), 0);
     q_desc = RowTile::descriptor(ptx::shared_address(shared.sQ)) + own_rows;
     dout_desc = RowTile::descriptor(ptx::shared_address(shared.sdO)) + own_rows;
@@ -163,7 +168,7 @@ template <class Config> struct DqConsumer {
       Roles::consumer_release(pipeline.k_empty[previous]);
       pack_left<Element>(gradients, rows.scores[0]);
     }
-    Roles::consumer_release(shared.tasks.empty);
+    tasks.release();
     start_dq(rows, gradients, state.index);
     ptx::warpgroup_wait<0>(rows.dq[0]);
     Roles::consumer_release(pipeline.k_empty[state.index]);
@@ -181,8 +186,11 @@ template <class Config> struct DqConsumer {
     if (const int blocks = (task.columns.count + kColumns - 1) / kColumns)
       mainloop(rows, blocks);
     else
-      Roles::consumer_release(shared.tasks.empty);
+      tasks.release();
     rows.write();
+  }
+  __device__ void run() {
+    for (; tasks.wait(); tasks.advance()) run_task(tasks.current());
   }
 };
 
@@ -192,7 +200,7 @@ __global__ void __launch_bounds__(Roles::kThreads, 1) dq_kernel_sm90(const __gri
   auto &shared = *reinterpret_cast<DqSharedSm90<Config> *>(dynamic_shared);
   if (threadIdx.x == 0) {
     shared.pipeline.init();
-    shared.tasks.init();
+    shared.tasks.init(2 * Roles::kProducerThreads, 0); // the copies, and ordinary stores
   }
   ptx::wait_for_kernel_ahead();
   ptx::start_dependents(); // dkdv starts on SMs that have no more tiles
@@ -203,8 +211,7 @@ __global__ void __launch_bounds__(Roles::kThreads, 1) dq_kernel_sm90(const __gri
     produce_dq<Config>(params, shared);
   } else {
     Registers::consume();
-    DqConsumer<Config> consumer(params, shared);
-    for (TaskConsumer<DqTask> tasks(shared.tasks); tasks.wait(); tasks.advance()) consumer.run_task(tasks.current());
+    DqConsumer<Config>(params, shared).run();
   }
 }
 

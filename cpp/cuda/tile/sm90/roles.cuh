@@ -44,7 +44,7 @@ struct Roles {
   // Every consumer thread arrives. One arrival per warp is no faster, and compute-sanitizer's racecheck does not see
   // that the thread stands for its warp.
   static constexpr int kConsumerThreads = 32 * kConsumerWarps;
-  // __syncthreads uses barrier 0, sync_producers() 1, sync_lookup() 4.
+  // __syncthreads uses barrier 0, sync_producers() 1, sync_lookup() 4 (in dq.cuh for producers).
   static constexpr int kFirstTurnBarrier = 2;
   __device__ static __forceinline__ void consumer_release(uint64_t &empty) { ptx::arrive(empty); }
 

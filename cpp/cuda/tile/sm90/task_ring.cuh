@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The tile scheduler of persistent kernels with lookup warps. Some lookup warps make tasks a few tiles ahead. All
-// other warps take them in order.
+// The tile scheduler of persistent kernels. Some lookup warps, or producers if there are no lookup warps, make tasks a
+// few tiles ahead. All other warps take them in order.
 #pragma once
 
 #include "ptx/registers.cuh"
@@ -86,7 +86,7 @@ private:
   }
 };
 
-// A lookup warpgroup whose warps take turns at making tasks.
+// A warpgroup whose warps take turns at making tasks: that of the lookup warps, or of the producers.
 template <class Maker> struct LookupTasks {
   static constexpr int kSlots = Maker::kSlots;
 
