@@ -76,8 +76,7 @@ template <class Element, int kHeadDim> cudaError_t launch_fused(const BackwardLa
   const BackwardParams &params = work.params;
   const auto launch_for = [&](auto softcap, auto per_query_input, auto value_dim) {
     constexpr FusedTileChoice tile = fused_tile(90, kHeadDim, value_dim);
-    constexpr int kStages = per_query_input == PerQueryInput::mask ? kRowMaskStages : fused_stages(kHeadDim);
-    using Config = KeyStationaryConfig<Element, kHeadDim, tile.keys, tile.rows, kStages, softcap, per_query_input,
+    using Config = KeyStationaryConfig<Element, kHeadDim, tile.keys, tile.rows, kFusedStages, softcap, per_query_input,
                                        KeyProducts::all, value_dim>;
     const FusedParams fused = fused_params(params, RowProducer<Config>::kOwnRows);
     return launch_sm90<typename FusedParts<Config>::Memory, fused_kernel<Config>, Config::Roles::kThreads>(
