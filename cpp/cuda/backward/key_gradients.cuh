@@ -31,6 +31,10 @@ struct WantedSums {
 // The gradients that a kernel computes: dk with the bias gradient, dv, or both.
 enum class GradientSet { both, dk, dv };
 
+// When dS' is added to the sums of the bias gradient: always, or by a branch of each step, which saves the additions
+// of calls without a bias. The kernel of dK and dV alone (sm90/dkdv.cuh) adds always: the branch was not measured there.
+enum class BiasSums { always, if_wanted };
+
 // Whether a kernel applies a softcap.
 enum class Softcap { none, applied };
 
@@ -186,18 +190,18 @@ struct KeyGradients {
         }
       }
   }
-  // Adds P' to the sums of the bias gradient.
-  __device__ void add_probabilities(const float (&probabilities)[kKeyTiles][kRowTiles][4]) {
+  // Adds dS' of kTiles row tiles to the sums of the bias gradient, or P' to those of the key mass.
+  template <int kTiles> __device__ void add_to_bias_sums(const float (&elements)[kKeyTiles][kTiles][4]) {
 #pragma unroll
     for (int m = 0; m < kKeyTiles; ++m)
 #pragma unroll
-      for (int n = 0; n < kRowTiles; ++n) {
-        dbias[m][0] += probabilities[m][n][0] + probabilities[m][n][1];
-        dbias[m][1] += probabilities[m][n][2] + probabilities[m][n][3];
+      for (int n = 0; n < kTiles; ++n) {
+        dbias[m][0] += elements[m][n][0] + elements[m][n][1];
+        dbias[m][1] += elements[m][n][2] + elements[m][n][3];
       }
   }
   // The second part, for kTiles row tiles from tile `first` on.
-  template <PairTests kPairTests, int kTiles>
+  template <PairTests kPairTests, BiasSums kBiasSums = BiasSums::if_wanted, int kTiles>
   __device__ void compute_ds(const Stage &stage, const float (&probabilities)[kKeyTiles][kTiles][4],
                              float (&gradients)[kKeyTiles][kTiles][4], int first = 0) {
 #pragma unroll
@@ -211,9 +215,10 @@ struct KeyGradients {
           for (int i = 0; i < 2; ++i) {
             float &gradient = gradients[m][n][2 * half + i];
             gradient = score_gradient<kPairTests>(probabilities[m][n][2 * half + i], gradient, i ? delta.y : delta.x);
-            dbias[m][half] += gradient;
+            if constexpr (kBiasSums == BiasSums::always) dbias[m][half] += gradient;
           }
     }
+    if (kBiasSums == BiasSums::if_wanted && params.wants_bias_sums) add_to_bias_sums(gradients);
   }
 
   // Whether all of this warp's keys are kept by all kRows rows from `first` on.

@@ -29,7 +29,7 @@ template <class Config> struct DkdvConsumer : KeyConsumer<Config> {
   __device__ void run_step(const StepFacts &facts, int stage) {
     Scores scores, gradients;
     this->start_scores(scores, gradients, stage);
-    this->compute_p_and_ds(facts, scores, gradients, stage);
+    this->template compute_p_and_ds<BiasSums::always>(facts, scores, gradients, stage);
     start_sum_of(sums.dv[0], scores, shared.sdO[stage]);
     start_sum_of(sums.dk[0], gradients, shared.sQ[stage]);
     ptx::warpgroup_wait<0>(sums.dv[0], sums.dk[0]);

@@ -47,7 +47,7 @@ template <class Config> struct MassConsumer : KeyConsumer<Config> {
       compute(kTests, kUncapped, ScoreFactors::uncapped(params.p));
     else
       compute(std::integral_constant<PairTests, PairTests::none>{}, kUncapped, ScoreFactors::uncapped(params.p));
-    sums.add_probabilities(scores);
+    sums.add_to_bias_sums(scores);
   }
 
   // Starts the scores of the next step, and then adds the probabilities of this one. Returns the facts of the next

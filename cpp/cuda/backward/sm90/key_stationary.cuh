@@ -384,6 +384,7 @@ template <class Config> struct KeyConsumer {
   }
 
   // Waits for the products of start_scores(). Replaces the scores by P', and dP' in the gradients by dS'.
+  template <BiasSums kBiasSums = BiasSums::if_wanted>
   __device__ void compute_p_and_ds(const StepFacts &facts, Scores &scores, Scores &gradients, int stage, int turn = 0) {
     const auto &rows = own_rows(stage, turn);
     if constexpr (Config::kSoftcap) {
@@ -404,9 +405,9 @@ template <class Config> struct KeyConsumer {
       ptx::warpgroup_wait<0>();
       ptx::warpgroup_fence_operand(gradients[0]);
       if (test)
-        sums.template compute_ds<PairTests::kept>(rows, scores, gradients);
+        sums.template compute_ds<PairTests::kept, kBiasSums>(rows, scores, gradients);
       else
-        sums.template compute_ds<PairTests::none>(rows, scores, gradients);
+        sums.template compute_ds<PairTests::none, kBiasSums>(rows, scores, gradients);
     }
   }
 };
