@@ -421,7 +421,7 @@ def test_the_operator_tells_what_it_returns(exact: Target) -> None:
     inputs = AttentionInputs(query, key, value, bias=bias, causal=True)
     assert attention(inputs, exact.backend, need_lse=True)[1] is not None
     torch.library.opcheck(
-        torch.ops.flash_dmattn.attention_forward.default, (*inputs, exact.backend)
+        torch.ops.flash_dmattn.attention_forward.default, (*inputs, exact.backend, True)
     )
 
 

@@ -57,9 +57,61 @@ def forward_arguments(target: Target, kind: str) -> tuple[object, ...]:
     return (query, key, value, mask, start, end, bias, cu_q, cu_k, None, None, sink, *settings)
 
 
+@pytest.mark.parametrize("keeps", [True, False])
 @pytest.mark.parametrize("kind", ["none", "keys", "rows", "intervals", "varlen"])
-def test_opcheck_of_forward(kind: str, target: Target) -> None:
-    torch.library.opcheck(OPS.attention_forward.default, forward_arguments(target, kind))
+def test_opcheck_of_forward(kind: str, keeps: bool, target: Target) -> None:
+    torch.library.opcheck(OPS.attention_forward.default, (*forward_arguments(target, kind), keeps))
+
+
+@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize("kind", ["none", "keys", "rows", "intervals", "varlen"])
+def test_gradients_of_a_call_that_kept_nothing(kind: str, planned: bool, target: Target) -> None:
+    gradients = []
+    for keeps in (True, False):
+        arguments = list(forward_arguments(target, kind))
+        if planned:
+            plain = [a.detach() if isinstance(a, Tensor) else a for a in arguments]
+            arguments[10] = OPS.attention_plan(*plain)
+        out, _, kept = OPS.attention_forward(*arguments, keeps)
+        assert keeps or kept.numel() == 0
+        leaves = [a for a in arguments if isinstance(a, Tensor) and a.requires_grad]
+        gradients.append(torch.autograd.grad(out, leaves, torch.ones_like(out)))
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_gradients_of_a_program_exported_without_them(target: Target) -> None:
+    class Model(torch.nn.Module):
+        def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+            return flash_dmattn_func(query, key, value, attn_mask=mask, backend=target.backend)
+
+    given = [t.detach() for t in tensors(target)[:3]]
+    mask = rand_bool(2, 1, 1, 9).to(target.device)
+    program = torch.export.export(Model(), (*given, mask)).module()
+    gradients = []
+    for call in (Model(), program):
+        leaves = [t.clone().requires_grad_() for t in given]
+        gradients.append(torch.autograd.grad(call(*leaves, mask).sum(), leaves))
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_compiled_views_taken_before_their_base_was_written(target: Target) -> None:
+    """While Dynamo traces them, they do not require a gradient."""
+    mask = rand_bool(1, 1, 1, 9).to(target.device)
+
+    def call(x: Tensor) -> Tensor:
+        all_inputs = torch.empty(3, 1, 9, 2, 8, dtype=x.dtype, device=x.device)
+        query, key, value = all_inputs[0], all_inputs[1], all_inputs[2]
+        all_inputs.copy_(x)
+        return flash_dmattn_func(query, key, value, attn_mask=mask, backend=target.backend)
+
+    torch.compiler.reset()
+    x = randn(3, 1, 9, 2, 8).to(target.device, target.dtypes[0]).requires_grad_()
+    compiled = torch.compile(call, backend="aot_eager")
+    (got,) = torch.autograd.grad(compiled(x).sum(), x)
+    (want,) = torch.autograd.grad(call(x).sum(), x)
+    torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("kind", ["none", "keys", "rows", "intervals", "varlen"])
@@ -68,8 +120,8 @@ def test_opcheck_of_plans(kind: str, target: Target) -> None:
     torch.library.opcheck(OPS.attention_plan.default, tuple(inputs))
     plan = OPS.attention_plan(*inputs)
     inputs = [*inputs[:10], plan, *inputs[11:]]
-    torch.library.opcheck(OPS.attention_forward.default, tuple(inputs))
-    out, lse, made = OPS.attention_forward(*inputs)
+    torch.library.opcheck(OPS.attention_forward.default, (*inputs, True))
+    out, lse, made = OPS.attention_forward(*inputs, True)
     # It holds only the rounding remainder of out, and no plan.
     low = 0 if out.dtype == torch.float32 else -(-out.nbytes // 256) * 256
     assert made.numel() <= low
@@ -85,7 +137,7 @@ def test_opcheck_of_a_plan_in_pages_of_its_own(pack_target: Target) -> None:
     query, key, value = (t.to(pack_target.dtypes[0]) for t in (query, key, value))
     mask = rand_bool(1, 1, 1200, 1200).to(pack_target.device)
     settings = (0, 0, 0.3, True, 0.0, True, 0, -1, 0, 0, False, pack_target.backend)
-    arguments = (query, key, value, mask, *(None,) * 8, *settings)
+    arguments = (query, key, value, mask, *(None,) * 8, *settings, True)
     assert OPS.attention_forward(*arguments)[2].numel() > 1 << 17
     torch.library.opcheck(OPS.attention_forward.default, arguments)
 
@@ -96,7 +148,7 @@ def test_opcheck_of_a_plan_in_pages_of_its_own(pack_target: Target) -> None:
 )
 def test_opcheck_of_backward(wanted: tuple[bool, ...], target: Target) -> None:
     inputs = [a.detach() if isinstance(a, Tensor) else a for a in forward_arguments(target, "rows")]
-    out, lse, plan = OPS.attention_forward(*inputs)
+    out, lse, plan = OPS.attention_forward(*inputs, True)
     torch.library.opcheck(
         OPS.attention_backward.default,
         (torch.randn_like(out), torch.randn_like(lse), out, lse, plan, *inputs, *wanted),
@@ -265,7 +317,7 @@ def test_double_backward_is_refused(kernel_target: Target) -> None:
 
 
 def test_plan_has_no_gradient(target: Target) -> None:
-    out, lse, plan = OPS.attention_forward(*forward_arguments(target, "rows"))
+    out, lse, plan = OPS.attention_forward(*forward_arguments(target, "rows"), True)
     assert out.requires_grad
     assert lse.requires_grad
     assert not plan.requires_grad
@@ -280,6 +332,9 @@ def test_calls_without_gradients_avoid_the_dispatcher(target: Target) -> None:
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
             self.seen.append(func.name())
+            if func is OPS.attention_forward.default:
+                *_, keeps = args
+                assert not keeps
             return func(*args, **(kwargs or {}))
 
     direct = attention(*inputs, "none", target.backend)

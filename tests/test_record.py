@@ -28,7 +28,9 @@ def test_operators_follow_from_the_record() -> None:
     assert ATTENTION.differentiable == ("query", "key", "value", "bias", "sink")
     assert ops.__all__  # importing it defines the operators
     forward = str(torch.ops.flash_dmattn.attention_forward.default._schema)
-    assert forward.startswith(f"flash_dmattn::attention_forward({SCHEMA}, str backend) ->")
+    assert forward.startswith(
+        f"flash_dmattn::attention_forward({SCHEMA}, str backend, bool keeps) ->"
+    )
     backward = str(torch.ops.flash_dmattn.attention_backward.default._schema)
     assert backward.endswith(f"-> ({GRADIENTS})")
 

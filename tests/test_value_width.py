@@ -325,9 +325,9 @@ def test_opcheck_of_the_reference() -> None:
     leaves = [given[name].requires_grad_() for name in ("query", "key", "value")]
     inputs = AttentionInputs(*leaves, scale=0.3)
     operators = torch.ops.flash_dmattn
-    torch.library.opcheck(operators.attention_forward.default, (*inputs, "reference"))
+    torch.library.opcheck(operators.attention_forward.default, (*inputs, "reference", True))
     plain = [t.detach() if isinstance(t, torch.Tensor) else t for t in inputs]
-    results = operators.attention_forward.default(*plain, "reference")
+    results = operators.attention_forward.default(*plain, "reference", True)
     wanted = [True] * 3 + [False] * (len(ATTENTION.differentiable) - 3)
     torch.library.opcheck(
         operators.attention_backward.default,
@@ -339,7 +339,7 @@ def test_opcheck_of_the_reference() -> None:
 def test_operators_of_kernels_refuse_two_widths(backend: str) -> None:
     inputs = AttentionInputs(randn(2, 5, 4, 24), randn(2, 7, 2, 24), randn(2, 7, 2, 16))
     with pytest.raises(ValueError, match=r"value has shape \(2, 7, 2, 16\)"):
-        torch.ops.flash_dmattn.attention_forward.default(*inputs, backend)
+        torch.ops.flash_dmattn.attention_forward.default(*inputs, backend, True)
 
 
 def test_fake_tensors(target: Target) -> None:

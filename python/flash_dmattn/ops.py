@@ -138,11 +138,14 @@ def attention(
         # Plain operations support all torch transforms.
         return _REFERENCE.forward(inputs)[:2]
     if dispatch_state.is_transformed():
-        out, lse, _ = _TransformedAttention.apply(*inputs, backend)  # type: ignore[no-untyped-call]
+        transformed: Any = _TransformedAttention
+        out, lse, _ = transformed.apply(*inputs, backend, True)
         return out, lse
     if dispatch_state.forward_mode_is_compiled():
         refuse_forward_mode()
-    out, lse, _ = torch.ops.flash_dmattn.attention_forward.default(*inputs, backend)
+    # torch.jit.trace traces with and without gradients, and compares.
+    keeps = is_recorded(inputs[:_TENSOR_COUNT]) or dispatch_state.is_recorded_by_jit()
+    out, lse, _ = torch.ops.flash_dmattn.attention_forward.default(*inputs, backend, keeps)
     return out, lse
 
 
@@ -318,18 +321,23 @@ def _plan_fake(*arguments: Any) -> Tensor:
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return out, lse, and other data that the backward pass needs, such as a new plan."""
-    *plain, backend = map(without_negation, arguments)
+    """Return out, lse, and with ``keeps`` what else the backward pass needs, such as a new plan."""
+    *plain, backend, keeps = map(without_negation, arguments)
     inputs = AttentionInputs(*plain)
     chosen = select_backend(inputs.query.device, backend)
+    if not keeps:
+        out, attended_lse = chosen.attend(chosen.call(inputs), need_lse=True)
+        assert attended_lse is not None
+        return out, attended_lse, _nothing_kept(inputs)
     out, lse, kept = chosen.forward(inputs, zeroed=True)
     return out, lse, _nothing_kept(inputs) if kept is None else kept
 
 
 def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    inputs = AttentionInputs(*arguments[:-1])
+    *plain, backend, keeps = arguments
+    inputs = AttentionInputs(*plain)
     query = inputs.query
-    kept_bytes = select_backend(query.device, arguments[-1]).kept_bytes(inputs)
+    kept_bytes = select_backend(query.device, backend).kept_bytes(inputs) if keeps else 0
     return (
         query.new_empty(out_shape(inputs)),
         query.new_empty(lse_shape(query), dtype=lse_dtype(inputs)),
@@ -409,7 +417,7 @@ def _gradients(
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *record, ctx.backend = inputs
+    *record, ctx.backend, ctx.keeps = inputs
     ctx.save_for_backward(*record[:_TENSOR_COUNT], *output)
     ctx.settings = record[_TENSOR_COUNT:]
     ctx.mark_non_differentiable(output[2])
@@ -420,8 +428,13 @@ def _differentiate(
     ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any
 ) -> tuple[Tensor | None, ...]:
     flags = tuple(bool(ctx.needs_input_grad[position]) for position in ATTENTION.positions)
-    gradients = _saved_gradients(ctx.saved_tensors, ctx.settings, ctx.backend, flags, dout, dlse)
-    gradients_of_fields: list[Tensor | None] = [None] * (_FIELD_COUNT + 1)
+    saved = ctx.saved_tensors
+    wants_gradients = any(flags) and not (dout is None and dlse is None)
+    if not ctx.keeps and wants_gradients:  # the graph was traced without gradients
+        tensors, forward = saved[:_TENSOR_COUNT], torch.ops.flash_dmattn.attention_forward.default
+        saved = (*tensors, *forward(*tensors, *ctx.settings, ctx.backend, True))
+    gradients = _saved_gradients(saved, ctx.settings, ctx.backend, flags, dout, dlse)
+    gradients_of_fields: list[Tensor | None] = [None] * (_FIELD_COUNT + 2)
     for position, gradient in zip(ATTENTION.positions, gradients, strict=True):
         gradients_of_fields[position] = gradient
     return tuple(gradients_of_fields)
@@ -562,7 +575,7 @@ class _TransformedGradients(torch.autograd.Function):
 define("attention_plan", (_INPUTS, "Tensor"), _plan, _plan_fake)
 define(
     "attention_forward",
-    (_INPUTS, "(Tensor out, Tensor lse, Tensor plan)"),
+    (f"{_INPUTS}, bool keeps", "(Tensor out, Tensor lse, Tensor plan)"),
     _forward,
     _forward_fake,
 )
