@@ -40,8 +40,13 @@ template <class Config> struct FusedShared : KeyStationaryShared<Config> {
   }
 };
 
-template <class Config> struct FusedConsumer : KeyConsumer<Config> {
-  using Base = KeyConsumer<Config>;
+// Up to 64 columns, the gradients leave room for K and V in registers.
+template <class Config>
+constexpr KeyOperands kFusedKeyOperands =
+    Config::kHeadDim <= 64 && !Config::kSoftcap ? KeyOperands::registers : KeyOperands::shared;
+
+template <class Config> struct FusedConsumer : KeyConsumer<Config, kFusedKeyOperands<Config>> {
+  using Base = KeyConsumer<Config, kFusedKeyOperands<Config>>;
   using Shared = FusedShared<Config>;
   using Base::kRows, Base::kHeadDim, Base::sums;
   using Base::kScoreRows;
@@ -187,7 +192,6 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
   // run_step() with fewer registers, since the sums of large heads take 160. The products run one after the other,
   // overlapped with those of the other warpgroup. P' is kept in shared memory.
   __device__ void run_large_step(const StepFacts &facts, int stage) {
-    using RowTile = typename Base::RowTile;
     finish_previous();
     const auto &rows = this->own_rows(stage);
     const bool test = this->needs_test(facts, facts.first_row, kRows);
@@ -196,9 +200,7 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
     Scores scores;
     uint32_t p[kRows / 16][4], ds[kRows / 16][4];
     ptx::warpgroup_arrive();
-    warpgroup_gemm_ss<Element, KeyTile, RowTile, kHeadDim>(scores[0], this->k_desc, Base::row_desc(shared.sQ[stage]),
-                                                           false);
-    ptx::warpgroup_commit_batch();
+    this->start_key_product(scores, Base::row_desc(shared.sQ[stage]));
     ptx::warpgroup_wait<0>(scores[0]);
     if (test)
       sums.template compute_p<PairTests::kept_and_cut>(rows, facts.first_row, facts.buffer, scores, factors);
@@ -210,9 +212,7 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
     Base::template start_sum<DoutTile>(sums.dv[0], p, shared.sdO[stage]);
     ptx::warpgroup_wait<0>(sums.dv[0], p);
     ptx::warpgroup_arrive();
-    warpgroup_gemm_ss<Element, ValueTile, DoutTile, Config::kValueDim>(scores[0], this->v_desc,
-                                                                       Base::row_desc(shared.sdO[stage]), false);
-    ptx::warpgroup_commit_batch();
+    this->start_value_product(scores, Base::row_desc(shared.sdO[stage]));
     ptx::warpgroup_wait<0>(scores[0]);
 #pragma unroll
     for (int k = 0; k < kRows / 16; ++k) {
@@ -258,6 +258,7 @@ template <class Config> struct FusedConsumer : KeyConsumer<Config> {
     Roles::consumer_wait(shared.keys_full, 0);
     if (!uniform(shared.has_key_block)) return;
     if constexpr (Config::kHasRowPlans) this->clear_non_finite_keys();
+    this->load_keys();
     sums.start();
     const int group = Roles::consumer_group();
     dq_sums = thread_dq_sums();

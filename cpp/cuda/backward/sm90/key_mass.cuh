@@ -13,8 +13,8 @@ namespace fdm::cuda {
 template <class Config> struct MassConsumer : KeyConsumer<Config> {
   using Base = KeyConsumer<Config>;
   using Base::Base;
-  using Base::kRows, Base::kHeadDim, Base::k_desc, Base::params, Base::shared, Base::sums;
-  using typename Base::Element, typename Base::KeyTile, typename Base::RowTile, typename Base::Scores;
+  using Base::kRows, Base::params, Base::shared, Base::sums;
+  using typename Base::Scores;
 
   PipelineState<Config::kStages> state; // the stage of the last step whose scores were started
 
@@ -24,9 +24,7 @@ template <class Config> struct MassConsumer : KeyConsumer<Config> {
     Base::Roles::consumer_wait(shared.full[state.index], state.phase);
     const StepFacts facts = shared.stages[state.index].facts.read();
     ptx::warpgroup_arrive();
-    warpgroup_gemm_ss<Element, KeyTile, RowTile, kHeadDim>(scores[0], k_desc, Base::row_desc(shared.sQ[state.index]),
-                                                           false);
-    ptx::warpgroup_commit_batch();
+    this->start_key_product(scores, Base::row_desc(shared.sQ[state.index]));
     return facts;
   }
 

@@ -304,7 +304,12 @@ template <class Config> struct RowProducer {
   }
 };
 
-template <class Config> struct KeyConsumer {
+// Where K and V are as left operands of S' and dP'. With both operands of a product in shared memory, reads of it are
+// the bottleneck.
+enum class KeyOperands { shared, registers };
+
+template <class Config, KeyOperands kKeyOperands = KeyOperands::shared> struct KeyConsumer {
+  static constexpr bool kKeysInRegisters = kKeyOperands == KeyOperands::registers;
   using Roles = typename Config::Roles;
   using Element = typename Config::Element;
   using KeyTile = typename Config::KeyTile;
@@ -319,6 +324,8 @@ template <class Config> struct KeyConsumer {
   KeyStationaryShared<Config> &shared;
   typename Config::Gradients sums;
   uint64_t k_desc, v_desc;
+  // The same keys in registers, if kKeysInRegisters.
+  uint32_t own_k[kKeysInRegisters ? kHeadDim / 16 : 1][4], own_v[kKeysInRegisters ? kValueDim / 16 : 1][4];
 
   __device__ KeyConsumer(const BackwardParams &parameters, KeyStationaryShared<Config> &memory)
       : params(parameters), shared(memory), sums(parameters, memory.keys) {
@@ -349,22 +356,41 @@ template <class Config> struct KeyConsumer {
     sync_consumers();
   }
 
+  // Loads K and V into registers, if kKeysInRegisters. They are complete in shared memory.
+  __device__ void load_keys() {
+    if constexpr (!kKeysInRegisters) return;
+    load_left<KeyTile>(own_k, ptx::shared_address(shared.sK), threadIdx.x / 32 * 16);
+    load_left<ValueTile>(own_v, ptx::shared_address(shared.sV), threadIdx.x / 32 * 16);
+  }
+
   // The part of a step whose scores this warpgroup computes in a turn.
   __device__ static int own_part(int turn = 0) { return Config::kSharesKeys ? Roles::consumer_group() : turn; }
   // The facts about the rows of this part.
   __device__ const auto &own_rows(int stage, int turn = 0) const { return shared.stages[stage].parts[own_part(turn)]; }
 
-  // Starts the products S' and dP'. With a bias per query, S' is added to the initial contents of `scores`.
+  // Starts the product S' with rows of Q. With a bias per query, it is added to the initial contents of `scores`.
+  __device__ void start_key_product(Scores &scores, uint64_t rows) const {
+    if constexpr (kKeysInRegisters)
+      warpgroup_gemm_rs_transposed<Element, RowTile>(scores[0], own_k, rows);
+    else
+      warpgroup_gemm_ss<Element, KeyTile, RowTile, kHeadDim>(scores[0], k_desc, rows, Config::kRowBias);
+    ptx::warpgroup_commit_batch();
+  }
+  // Starts the product dP' with rows of dO.
+  __device__ void start_value_product(Scores &gradients, uint64_t rows) const {
+    if constexpr (kKeysInRegisters)
+      warpgroup_gemm_rs_transposed<Element, DoutTile>(gradients[0], own_v, rows);
+    else
+      warpgroup_gemm_ss<Element, ValueTile, DoutTile, kValueDim>(gradients[0], v_desc, rows, false);
+    ptx::warpgroup_commit_batch();
+  }
+  // Starts both for a part of a step.
   __device__ void start_scores(Scores &scores, Scores &gradients, int stage, int turn = 0) const {
     const uint64_t part = RowTile::offset(kScoreRows, 0) * own_part(turn);
     static_assert(RowTile::offset(kScoreRows, 0) == DoutTile::offset(kScoreRows, 0));
     ptx::warpgroup_arrive();
-    warpgroup_gemm_ss<Element, KeyTile, RowTile, kHeadDim>(scores[0], k_desc, row_desc(shared.sQ[stage]) + part,
-                                                           Config::kRowBias);
-    ptx::warpgroup_commit_batch();
-    warpgroup_gemm_ss<Element, ValueTile, DoutTile, kValueDim>(gradients[0], v_desc, row_desc(shared.sdO[stage]) + part,
-                                                               false);
-    ptx::warpgroup_commit_batch();
+    start_key_product(scores, row_desc(shared.sQ[stage]) + part);
+    start_value_product(gradients, row_desc(shared.sdO[stage]) + part);
   }
 
   __device__ static uint64_t row_desc(const char *tile) { return RowTile::descriptor(ptx::shared_address(tile)); }
