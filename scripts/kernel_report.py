@@ -4,7 +4,7 @@
 It reads finished libraries with cuobjdump and nvdisasm of the CUDA toolkit. It needs neither a GPU
 nor the compiler's log. Spills are counted as by ptxas: each load and store of local memory once, in
 bytes per thread. Arrays in local memory count, too. The exit status is 1 if a kernel spills more
-than ALLOWANCES permits.
+than ALLOWANCES permits, or if the compiler lost an operand of wgmma (left_operands.py).
 
 From sm_90 on, static shared memory includes 1024 bytes for the system. Dynamic shared memory is set
 by the launch and not recorded in a library: static_asserts in cpp/cuda compare it with the arch's
@@ -26,12 +26,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from left_operands import lost_operands
+
 FOLDER_PATTERN = "libflash_dmattn_cu*.so"
 CUDA_FOLDERS = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
 
 _ARCH = re.compile(r"arch = (sm_\w+)")
 _FUNCTION = re.compile(r"\s*Function (?:: )?([^\s:]+)")
 _USAGE = re.compile(r"\b(REG|STACK|SHARED):(\d+)")
+_WGMMA_KERNEL = re.compile("sm90|fused_kernel")  # of which some hold operands in registers
 _LOCAL_ACCESS = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?(LDL|STL)((?:\.\w+)*)\s")
 # Omitted in names: namespaces, the result's type, an enumerator's type as in (fdm::cuda::Lookup)1.
 _UNSAID = re.compile(r"\(anonymous namespace\)::|\([\w:]+\)(?=\d)|\bfdm::(cuda::)?|^void ")
@@ -91,13 +94,13 @@ ALLOWANCES = (
         "each query, and rows that are not aligned",
     ),
     Allowance(
-        "fused_kernel<*, 128, 128, 3, 0, 1, 0, *>>",
+        "fused_kernel<*, 128, 128, 2, 0, 1, 0, *>>",
         "sm_90a",
         356,
         "the words and maps of a mask per query: 356 bytes at D 32, 268 at 64",
     ),
     Allowance(
-        "fused_kernel<*, 128, 64, 3, 0, 1, 0, *>>",
+        "fused_kernel<*, 128, 64, 2, 0, 1, 0, *>>",
         "sm_90a",
         392,
         "the words and maps of a mask per query: 284 bytes at D 128, 392 at 96",
@@ -243,6 +246,7 @@ class Kernel:
     static_shared: int
     spill_stores: int = 0
     spill_loads: int = 0
+    lost_operands: tuple[str, ...] = ()  # addresses of the products that read them
 
     @property
     def spill_bytes(self) -> int:
@@ -286,6 +290,20 @@ def parse_spills(text: str) -> dict[tuple[str, str], tuple[int, int]]:
     return spills
 
 
+def parse_lost_operands(text: str) -> dict[tuple[str, str], tuple[str, ...]]:
+    """Return the products that lost an operand by arch and symbol, from the same output."""
+    lines: dict[tuple[str, str], list[str]] = {}
+    arch, key = "", ("", "")
+    for line in text.splitlines():
+        if found := _ARCH.match(line):
+            arch = found[1]
+        elif found := _FUNCTION.match(line):
+            key = (arch, found[1])
+        else:
+            lines.setdefault(key, []).append(line)
+    return {key: tuple(lost_operands("\n".join(own))) for key, own in lines.items()}
+
+
 def short_names(symbols: Iterable[str]) -> dict[str, str]:
     """Return readable names: without the project's namespace, the result's type and parameters."""
     unique = sorted(set(symbols))
@@ -305,17 +323,27 @@ def report_library(library: Path, cuobjdump: str) -> list[Kernel]:
     if not kernels:
         raise SystemExit(f"kernel_report: {library} holds no kernels")
     # Without a stack there are no spills; disassembling everything would take minutes.
-    suspects = sorted({kernel.symbol for kernel in kernels if kernel.stack})
-    spills = {}
+    suspects = sorted({k.symbol for k in kernels if k.stack or _WGMMA_KERNEL.search(k.symbol)})
+    spills: dict[tuple[str, str], tuple[int, int]] = {}
+    lost: dict[tuple[str, str], tuple[str, ...]] = {}
     if suspects:
         sass = _run([cuobjdump, "--dump-sass", "--function", ",".join(suspects), str(library)])
-        spills = parse_spills(sass)
+        spills, lost = parse_spills(sass), parse_lost_operands(sass)
     names = short_names(kernel.symbol for kernel in kernels)
     counted = []
     for kernel in kernels:
-        stores, loads = spills[kernel.arch, kernel.symbol] if kernel.stack else (0, 0)
-        name = names[kernel.symbol]
-        counted.append(replace(kernel, name=name, spill_stores=stores, spill_loads=loads))
+        key = kernel.arch, kernel.symbol
+        stores, loads = spills[key] if kernel.stack else (0, 0)
+        name, operands = names[kernel.symbol], lost.get(key, ())
+        counted.append(
+            replace(
+                kernel,
+                name=name,
+                spill_stores=stores,
+                spill_loads=loads,
+                lost_operands=operands,
+            )
+        )
     return sorted(counted, key=lambda kernel: (kernel.name, kernel.arch))
 
 
@@ -330,13 +358,16 @@ def allowance_for(kernel: Kernel, allowances: Sequence[Allowance]) -> int:
 
 
 def excesses(kernels: Iterable[Kernel], allowances: Sequence[Allowance]) -> list[str]:
-    """Return a sentence for each kernel that spills more than it may."""
-    return [
-        f"{kernel.pack}: {kernel.name} ({kernel.arch}) spills {kernel.spill_bytes} bytes, "
-        f"allowed: {allowed}"
-        for kernel in kernels
-        if kernel.spill_bytes > (allowed := allowance_for(kernel, allowances))
-    ]
+    """Return a sentence for each kernel that spills more than it may, or lost an operand."""
+    sentences = []
+    for kernel in kernels:
+        name = f"{kernel.pack}: {kernel.name} ({kernel.arch})"
+        if kernel.spill_bytes > (allowed := allowance_for(kernel, allowances)):
+            sentences.append(f"{name} spills {kernel.spill_bytes} bytes, allowed: {allowed}")
+        if kernel.lost_operands:
+            products = ", ".join(kernel.lost_operands)
+            sentences.append(f"{name} lost the left operands of the products at {products}")
+    return sentences
 
 
 def table(kernels: Sequence[Kernel]) -> str:

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -21,6 +22,7 @@ SPILLING = "_ZN3fdm4cuda15spilling_kernelINS0_6ConfigI6__halfLi128ELb0EEEEEvNS0_
 PLAIN = (
     "_ZN3fdm4cuda43_GLOBAL__N__3e4fe6f9_10_combine_cu_87f0ec9f14combine_kernelENS0_13ForwardParamsE"
 )
+WGMMA = "_ZN3fdm4cuda14dq_kernel_sm90INS0_6ConfigI6__halfLi64EEEEEvNS0_6ParamsE"
 ENUMERATOR = "_ZN3fdm4cuda14forward_kernelINS0_9KeyStreamILi64ELNS0_6LookupE1EEEEEvv"
 ARRAY = "_ZN3fdm4cuda12array_kernelINS0_6ConfigI6__halfLi128EEEEEvNS0_6ParamsE"
 
@@ -85,6 +87,16 @@ arch = sm_90a
         /*4c20*/              @!P0 LDL R18, [R16] ;  /* 0x0000000010128983 */
         /*4c30*/               @P1 LDL R27, [R28] ;  /* 0x000000001c1b9983 */
 """
+# A loop whose product reads what ldmatrix loaded before it. {WRITES} is behind the product.
+PRODUCTS = """
+        /*0100*/                   LDSM.16.M88.4 R152, [R5] ;
+        /*0110*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R10+URZ+0x18410], R3 ;
+        /*0120*/              @!P0 BRA 0x110 ;
+        /*0130*/                   HGMMA.64x64x16.F32.BF16 R56, R152, gdesc[UR16], RZ, !UPT, gsb0 ;
+        /*0140*/                   {WRITES} ;
+        /*0150*/               @P1 BRA 0x110 ;
+        /*0160*/                   EXIT ;
+"""
 FAKE_CUOBJDUMP = """\
 #!{python}
 import sys
@@ -92,7 +104,7 @@ texts = {texts!r}
 if sys.argv[1] not in texts:
     sys.exit("cuobjdump fatal   : Unknown option")
 if sys.argv[1] == "--dump-sass":
-    assert sys.argv[3].split(",") == {spilling!r}, sys.argv
+    assert sys.argv[3].split(",") == {disassembled!r}, sys.argv
 print(texts[sys.argv[1]])
 """
 SPILLING_SOURCE = """\
@@ -121,14 +133,17 @@ def pack(tmp_path: Path) -> Path:
     return path
 
 
-def fake_cuobjdump(folder: Path, usage: str = USAGE, sass: str = SASS) -> list[str]:
+def fake_cuobjdump(
+    folder: Path,
+    usage: str = USAGE,
+    sass: str = SASS,
+    disassembled: Sequence[str] = (SPILLING, ARRAY),
+) -> list[str]:
     """Return the arguments that make the script run a program with these outputs."""
     texts = {"--dump-resource-usage": usage, "--dump-sass": sass}
     path = folder / "cuobjdump"
     path.write_text(
-        FAKE_CUOBJDUMP.format(
-            python=sys.executable, texts=texts, spilling=sorted([SPILLING, ARRAY])
-        )
+        FAKE_CUOBJDUMP.format(python=sys.executable, texts=texts, disassembled=sorted(disassembled))
     )
     path.chmod(0o755)
     return ["--cuobjdump", str(path)]
@@ -154,6 +169,34 @@ def test_local_accesses_are_counted_by_their_width(report: ModuleType) -> None:
         ("sm_90a", SPILLING): (4 + 2 + 8, 4 + 4),
         ("sm_90a", ARRAY): (16, 4 + 4),
     }
+
+
+@pytest.mark.parametrize(
+    ("writes", "lost"),
+    [
+        ("F2FP.BF16.F32.PACK_AB R153, R15, R22", ["0x130"]),
+        ("@!P0 FADD R155, R26, -R76", ["0x130"]),
+        ("LDS.128 R152, [R184+0x14a20]", ["0x130"]),
+        ("LDS.64 R150, [R184+0x14a20]", []),
+        ("FADD R156, R152, R153", []),
+        ("STS [R152], R153", []),
+        ("LDSM.16.M88.4 R152, [R4]", []),
+    ],
+)
+def test_operands_overwritten_in_a_loop_are_lost(
+    report: ModuleType, writes: str, lost: list[str]
+) -> None:
+    assert report.lost_operands(PRODUCTS.replace("{WRITES}", writes)) == lost
+
+
+def test_lost_operands_fail_and_are_named(pack: Path) -> None:
+    products = PRODUCTS.replace("{WRITES}", "FADD R152, R0, R1")
+    sass = f"{_elf('sm_90a')}\n\t\tFunction : {WGMMA}\n{products}"
+    usage = USAGE.replace("STACK:32", "STACK:0").replace("STACK:16", "STACK:0")
+    usage = usage.replace(PLAIN, WGMMA)
+    done = run(*fake_cuobjdump(pack.parent, usage, sass, [WGMMA]), pack)
+    assert done.returncode == 1
+    assert done.stderr.endswith("(sm_90a) lost the left operands of the products at 0x130\n")
 
 
 @pytest.mark.skipif(shutil.which("c++filt") is None, reason="no c++filt")
