@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""scripts/kernel_report: its parsing of cuobjdump's text, and its failure on spills."""
+"""scripts/kernel_report: its parsing of cuobjdump's text, and its failure on spills and lost
+operands.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -17,12 +18,11 @@ import pytest
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "kernel_report"
 
 # Recorded from cuobjdump on packs of CUDA 13.0, shortened and renamed. The first kernel spills, the
-# last keeps an array in local memory, the middle one does neither.
+# last keeps an array in local memory, the middle one does neither but has wgmma.
 SPILLING = "_ZN3fdm4cuda15spilling_kernelINS0_6ConfigI6__halfLi128ELb0EEEEEvNS0_6ParamsE"
 PLAIN = (
-    "_ZN3fdm4cuda43_GLOBAL__N__3e4fe6f9_10_combine_cu_87f0ec9f14combine_kernelENS0_13ForwardParamsE"
+    "_ZN3fdm4cuda43_GLOBAL__N__3e4fe6f9_10_combine_cu_87f0ec9f14dq_kernel_sm90ENS0_13ForwardParamsE"
 )
-WGMMA = "_ZN3fdm4cuda14dq_kernel_sm90INS0_6ConfigI6__halfLi64EEEEEvNS0_6ParamsE"
 ENUMERATOR = "_ZN3fdm4cuda14forward_kernelINS0_9KeyStreamILi64ELNS0_6LookupE1EEEEEvv"
 ARRAY = "_ZN3fdm4cuda12array_kernelINS0_6ConfigI6__halfLi128EEEEEvNS0_6ParamsE"
 
@@ -77,6 +77,9 @@ SASS = f"""
         /*126a0*/                  LDSM.16.M88.4 R88, [R4] ;  /* 0x000000000458783b */
         /*126b0*/                  LDG.E R5, desc[UR4][R2.64] ;  /* 0x0000000402057981 */
 
+		Function : {PLAIN}
+        /*0000*/                   EXIT ;  /* 0x000000000000794d */
+
 Fatbin elf code:
 ================
 arch = sm_90a
@@ -87,15 +90,22 @@ arch = sm_90a
         /*4c20*/              @!P0 LDL R18, [R16] ;  /* 0x0000000010128983 */
         /*4c30*/               @P1 LDL R27, [R28] ;  /* 0x000000001c1b9983 */
 """
-# A loop whose product reads what ldmatrix loaded before it. {WRITES} is behind the product.
+# A loop whose product reads what ldmatrix loaded before it. {WRITES} is behind the product. R20 and
+# the word at 8 are computed; R200 and the word at 0 are copies of the operand.
 PRODUCTS = """
         /*0100*/                   LDSM.16.M88.4 R152, [R5] ;
-        /*0110*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R10+URZ+0x18410], R3 ;
-        /*0120*/              @!P0 BRA 0x110 ;
-        /*0130*/                   HGMMA.64x64x16.F32.BF16 R56, R152, gdesc[UR16], RZ, !UPT, gsb0 ;
-        /*0140*/                   {WRITES} ;
-        /*0150*/               @P1 BRA 0x110 ;
-        /*0160*/                   EXIT ;
+        /*0110*/                   FADD R20, R21, R22 ;
+        /*0120*/                   STL [R1+0x8], R20 ;
+        /*0130*/                   STL [R1], R152 ;
+        /*0140*/                   MOV R200, R152 ;
+        /*0150*/                   BRA.DIV UR4, 0x1d0 ;
+        /*0160*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R10+URZ+0x18410], R3 ;
+        /*0170*/              @!P0 BRA 0x160 ;
+        /*0180*/                   HGMMA.64x64x16.F32.BF16 R56, R152, gdesc[UR16], RZ, !UPT, gsb0 ;
+        /*0190*/                   {WRITES} ;
+        /*01a0*/               @P1 BRA 0x160 ;
+        /*01b0*/                   EXIT ;
+        /*01d0*/                   EXIT ;
 """
 FAKE_CUOBJDUMP = """\
 #!{python}
@@ -133,17 +143,13 @@ def pack(tmp_path: Path) -> Path:
     return path
 
 
-def fake_cuobjdump(
-    folder: Path,
-    usage: str = USAGE,
-    sass: str = SASS,
-    disassembled: Sequence[str] = (SPILLING, ARRAY),
-) -> list[str]:
+def fake_cuobjdump(folder: Path, usage: str = USAGE, sass: str = SASS) -> list[str]:
     """Return the arguments that make the script run a program with these outputs."""
     texts = {"--dump-resource-usage": usage, "--dump-sass": sass}
+    disassembled = sorted([SPILLING, PLAIN, ARRAY]) if usage == USAGE else [PLAIN]
     path = folder / "cuobjdump"
     path.write_text(
-        FAKE_CUOBJDUMP.format(python=sys.executable, texts=texts, disassembled=sorted(disassembled))
+        FAKE_CUOBJDUMP.format(python=sys.executable, texts=texts, disassembled=disassembled)
     )
     path.chmod(0o755)
     return ["--cuobjdump", str(path)]
@@ -165,8 +171,10 @@ def test_usage_is_read(report: ModuleType) -> None:
 
 
 def test_local_accesses_are_counted_by_their_width(report: ModuleType) -> None:
-    assert report.parse_spills(SASS) == {
+    functions = report.parse_functions(SASS)
+    assert {key: report.count_spills(lines) for key, lines in functions.items()} == {
         ("sm_90a", SPILLING): (4 + 2 + 8, 4 + 4),
+        ("sm_90a", PLAIN): (0, 0),
         ("sm_90a", ARRAY): (16, 4 + 4),
     }
 
@@ -174,36 +182,50 @@ def test_local_accesses_are_counted_by_their_width(report: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("writes", "lost"),
     [
-        ("F2FP.BF16.F32.PACK_AB R153, R15, R22", ["0x130"]),
-        ("@!P0 FADD R155, R26, -R76", ["0x130"]),
-        ("LDS.128 R152, [R184+0x14a20]", ["0x130"]),
+        ("F2FP.BF16.F32.PACK_AB R153, R15, R22", ["0x180"]),
+        ("@!P0 FADD R155, R26, -R76", ["0x180"]),
+        ("LDS.128 R152, [R184+0x14a20]", ["0x180"]),
+        ("LDS.64 R151, [R184+0x14a20]", ["0x180"]),
+        ("DADD R151, R2, R4", ["0x180"]),
+        ("HMMA.16816.F32.BF16 R150, R4, R8, RZ", ["0x180"]),
+        ("HGMMA.64x64x16.F32.BF16 R124, R40, gdesc[UR4], R124", ["0x180"]),
+        ("MOV R152, R20", ["0x180"]),
+        ("@P0 IMAD.MOV.U32 R152, RZ, RZ, R20", ["0x180"]),
+        ("ATOMS.ADD R152, [R4], R5", ["0x180"]),
+        ("LDL R152, [R1+0x8]", ["0x180"]),
         ("LDS.64 R150, [R184+0x14a20]", []),
+        ("HGMMA.64x64x16.F32.BF16 R120, R40, gdesc[UR4], R120", []),
         ("FADD R156, R152, R153", []),
+        ("ISETP.GE.AND P0, PT, R152, R3, PT", []),
+        ("R2P PR, R152", []),
         ("STS [R152], R153", []),
+        ("STL [R1+0x8], R152", []),
+        ("LDL R152, [R1]", []),
+        ("MOV R152, R200", []),
         ("LDSM.16.M88.4 R152, [R4]", []),
+        ("LDSM.16.MT88.4 R152, [R4]", []),
     ],
 )
 def test_operands_overwritten_in_a_loop_are_lost(
     report: ModuleType, writes: str, lost: list[str]
 ) -> None:
-    assert report.lost_operands(PRODUCTS.replace("{WRITES}", writes)) == lost
+    assert report.lost_operands(PRODUCTS.replace("{WRITES}", writes).splitlines()) == lost
 
 
 def test_lost_operands_fail_and_are_named(pack: Path) -> None:
     products = PRODUCTS.replace("{WRITES}", "FADD R152, R0, R1")
-    sass = f"{_elf('sm_90a')}\n\t\tFunction : {WGMMA}\n{products}"
+    sass = SASS.replace("        /*0000*/                   EXIT ;", products)
     usage = USAGE.replace("STACK:32", "STACK:0").replace("STACK:16", "STACK:0")
-    usage = usage.replace(PLAIN, WGMMA)
-    done = run(*fake_cuobjdump(pack.parent, usage, sass, [WGMMA]), pack)
+    done = run(*fake_cuobjdump(pack.parent, usage, sass), pack)
     assert done.returncode == 1
-    assert done.stderr.endswith("(sm_90a) lost the left operands of the products at 0x130\n")
+    assert done.stderr.endswith("(sm_90a) lost the left operands of the products at 0x180\n")
 
 
 @pytest.mark.skipif(shutil.which("c++filt") is None, reason="no c++filt")
 def test_names_are_short(report: ModuleType) -> None:
     assert report.short_names([SPILLING, PLAIN, ENUMERATOR]) == {
         SPILLING: "spilling_kernel<Config<__half, 128, false>>",
-        PLAIN: "combine_kernel",
+        PLAIN: "dq_kernel_sm90",
         ENUMERATOR: "forward_kernel<KeyStream<64, 1>>",
     }
 
@@ -224,8 +246,8 @@ def test_unstated_spills_fail_and_are_named(pack: Path) -> None:
     assert "libflash_dmattn_cu13_sm90.so: " in complaints[1]
     assert "spilling_kernel" in complaints[1]
     assert complaints[1].endswith("(sm_90a) spills 22 bytes, allowed: 0")
-    assert "combine_kernel" in done.stdout
-    assert "combine_kernel" not in done.stderr
+    assert "dq_kernel_sm90" in done.stdout
+    assert "dq_kernel_sm90" not in done.stderr
 
 
 def test_no_spills_pass(pack: Path) -> None:
