@@ -52,6 +52,9 @@ EVERYDAY = {
     "training, packed": problem(
         64, 32, 8, 128, 1024, 1024, max_kept=512, rows=16384, total_keys=16384, **KEPT
     ),
+    "training, packed, more tiles than kernels number": problem(
+        2_105_371, 1023, 1023, 64, 64, 64, rows=4096, total_keys=4096
+    ),
     "training, forgetting": problem(
         1,
         16,

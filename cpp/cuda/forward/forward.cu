@@ -72,6 +72,7 @@ cudaError_t run_forward(const fdm_problem &p, const fdm_forward_args &args, cons
     route = forward_route(p, device, alignment, args.splits);
   }
   if (has_narrow_values(p) && !route.takes_narrow_values()) return cudaErrorNotSupported;
+  if (route.too_large) return cudaErrorInvalidConfiguration;
   route_counts.add_forward(forward_route_kind(route, p));
   if (is_varlen(p))
     if (cudaError_t error = launch_unused_rows(p, args, route.unused_rows, stream)) return error;

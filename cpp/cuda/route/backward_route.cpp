@@ -351,7 +351,8 @@ void lay_out(const fdm_problem &p, const KeyChoice &choice, int32_t bias_heads, 
     divide_blocks(p, choice, parts, route);
   keys.heads_per_wave = heads_per_wave(p, choice.table, keys);
   route->workspace_bytes = parts.bytes;
-  route->too_large = int64_t(keys.blocks) * keys.heads + choice.table.target_parts > INT32_MAX;
+  route->too_large = int64_t(keys.blocks) * keys.heads + choice.table.target_parts > INT32_MAX ||
+                     sequence_tiles(p) * p.heads > INT32_MAX;
   route->order = tile_order(p, choice.table);
 }
 

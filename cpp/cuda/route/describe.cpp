@@ -225,6 +225,7 @@ std::string describe(const SelectionRoute &route) {
 std::string describe(const ForwardRoute &route) {
   Object fields;
   fields.word("kernel", kForwardNames[int(route.kernel)]);
+  fields.flag("too_large", route.too_large);
   fields.number("head_dim", route.head_dim);
   if (route.value_dim < route.head_dim) fields.number("value_dim", route.value_dim);
   fields.number("tile_rows", route.tile_rows);

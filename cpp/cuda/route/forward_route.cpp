@@ -196,6 +196,7 @@ void size_tiles(ForwardRoute *route, const ForwardChoice &choice) {
   const int arch = choice.device.built->tile_arch, head_dim = route->head_dim;
   const int64_t all_tiles = choice.blocks * route->splits;
   const int64_t head_tiles = sequence_tiles(p) * p.heads;
+  route->too_large = head_tiles > INT32_MAX;
   const auto sized = [&](int rows, int columns, int64_t blocks) {
     route->tile_rows = rows;
     route->tile_columns = columns;

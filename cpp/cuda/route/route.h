@@ -105,6 +105,7 @@ struct DirectWork {
 
 struct ForwardRoute {
   ForwardKernel kernel;
+  bool too_large;              // kernels number the tiles of all heads by 31 bits
   int32_t head_dim, value_dim; // of the instantiation
   int32_t tile_rows, tile_columns;
   int32_t heads_per_tile; // 1, or the group size
@@ -229,9 +230,9 @@ inline RequestedGradients requested_gradients(const fdm_backward_args &args) {
 }
 
 struct BackwardRoute {
-  bool nothing;      // no rows or no keys: the gradients are zeros
-  bool is_pair_bias; // pair bias kernels compute the gradients; see `pair_bias`
-  bool too_large;
+  bool nothing;                // no rows or no keys: the gradients are zeros
+  bool is_pair_bias;           // pair bias kernels compute the gradients; see `pair_bias`
+  bool too_large;              // kernels number thread blocks, and the tiles of all heads, by 31 bits
   int32_t head_dim, value_dim; // of the instantiation
   QueryKernel query_kernel;
   KeyKernel key_kernel;
