@@ -12,6 +12,7 @@
 
 namespace fdm::cuda {
 
+// K and V stay in shared memory: in registers, ptxas 13.0 overwrites them while the loop still needs them.
 template <class Config> struct DkdvConsumer : KeyConsumer<Config> {
   using Base = KeyConsumer<Config>;
   using Base::Base;
