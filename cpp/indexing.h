@@ -203,6 +203,13 @@ struct Matrix {
   int64_t row, col;
 };
 
+// Whether `count` neighbours of a row, which have `bytes` bytes, can be copied at a time.
+inline bool rows_have_chunks(const fdm_tensor &t, int64_t count, int64_t bytes) {
+  bool aligned = reinterpret_cast<uintptr_t>(t.data) % bytes == 0 && t.stride[3] == 1;
+  for (int d = 0; d < 3; ++d) aligned &= t.shape[d] <= 1 || t.stride[d] % count == 0;
+  return aligned;
+}
+
 // The (query, key) matrix of a mask or bias for query head h of a sequence. Row and key indices count from the start
 // of the sequence. A dimension of size 1 is broadcast.
 FDM_INLINE Matrix score_matrix(const fdm_problem &p, const fdm_tensor &t, const Sequence &s, int64_t h,

@@ -29,7 +29,7 @@
 extern "C" {
 #endif
 
-#define FDM_PACK_ABI_VERSION 9
+#define FDM_PACK_ABI_VERSION 10
 #define FDM_PACK_SYMBOL "flash_dmattn_pack"
 
 /* Marks the definition of that function, the only exported symbol of a pack. */
@@ -199,7 +199,7 @@ typedef struct fdm_backward_args {
   uint32_t struct_size;
   uint32_t reserved;
   fdm_tensor out, lse;    /* output of forward */
-  fdm_tensor dout;        /* the shape and dtype of out, any strides */
+  fdm_tensor dout;        /* the shape and dtype of out */
   fdm_tensor dlse;        /* as lse, or absent */
   fdm_tensor dq, dk, dv;  /* the shapes and dtypes of q, k, v */
   fdm_tensor dbias;       /* the shape and dtype of bias; summed in float32 or float64 over broadcast dimensions */
@@ -333,12 +333,16 @@ typedef struct fdm_pack {
   int32_t wants_out_rest;
   int32_t key_mass_biases; /* enum fdm_key_mass_biases */
   int32_t lists_keys;      /* enum fdm_lists */
+  /* The bytes that kernels copy at a time of rows of q, k, v, out and dout: rows begin at multiples of it, their
+   * elements are neighbours, and the head dimension is a multiple of it. Forward passes of one query or of paged keys
+   * take any rows, more slowly. 1: any rows in all passes. */
+  int32_t row_bytes;
   /* The value dimension may be any multiple of 8 up to narrow_value_dim if all of these hold: the head dimension of q
-   * and k is a multiple of 8 above narrow_value_dim and at most narrow_head_dim; all rows can be copied 16 bytes at a
-   * time; no bias is per query; keys are neither paged nor listed. Backward additionally requires: no
+   * and k is above narrow_value_dim and at most narrow_head_dim; rows are as row_bytes asks in all passes; no bias is
+   * per query; keys are neither paged nor listed. Backward additionally requires: no
    * FDM_DETERMINISTIC, no softcap, no per-query mask, no mask or bias per query head with GQA, and gradients of q, k
    * and v all requested. 0: never. */
-  int16_t narrow_head_dim, narrow_value_dim;
+  int32_t narrow_head_dim, narrow_value_dim;
   /* Bias and intervals of forget gates, and the gradient of the gates. Both passes need the same workspace. */
   int32_t (*forget_workspace_bytes)(const fdm_forgetting *, int64_t *bytes, char *message, size_t message_bytes);
   int32_t (*forget)(const fdm_forgetting *, fdm_buffer workspace, char *message, size_t message_bytes);

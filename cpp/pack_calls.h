@@ -35,7 +35,8 @@ struct PackLimits {
   int32_t max_head_dim;
   uint32_t dtypes; // see fdm_pack.dtypes
   uint32_t key_bias_dtypes = 0;
-  int16_t narrow_head_dim = 0, narrow_value_dim = 0; // see fdm_pack
+  int32_t row_bytes = 1; // these and the next: see fdm_pack
+  int32_t narrow_head_dim = 0, narrow_value_dim = 0;
 };
 
 template <class Args> int32_t check_args(const Args *args, const char *name, const Message &message) {
@@ -49,7 +50,7 @@ static inline int32_t check_problem(const fdm_problem *p, const PackLimits &limi
   if (p->head_dim < 1 || p->head_dim > limits.max_head_dim)
     return message.fail(FDM_UNSUPPORTED, "head dimension %lld is not in 1 ... %d", p->head_dim, limits.max_head_dim);
   const int64_t value_dim = p->v.shape[3];
-  const bool is_narrow = value_dim <= limits.narrow_value_dim && value_dim % 8 == 0 && p->head_dim % 8 == 0 &&
+  const bool is_narrow = value_dim <= limits.narrow_value_dim && value_dim % 8 == 0 &&
                          p->head_dim > limits.narrow_value_dim && p->head_dim <= limits.narrow_head_dim &&
                          !present(p->block_table) && !has_key_lists(*p) && !has_query_rows(p->bias);
   if (value_dim != p->head_dim && !is_narrow)
@@ -68,6 +69,19 @@ static inline int32_t check_problem(const fdm_problem *p, const PackLimits &limi
   if (p->context.threads < 1)
     return message.fail(FDM_INVALID_ARGUMENT, "threads is %d, at least 1 is needed", p->context.threads);
   return FDM_OK;
+}
+
+// Of a tensor whose rows have 16-bit elements.
+static inline int32_t check_rows(const fdm_tensor &t, const char *name, const PackLimits &limits,
+                                 const Message &message) {
+  const int64_t count = limits.row_bytes / 2;
+  if (limits.row_bytes == 1 || (t.shape[3] % count == 0 && rows_have_chunks(t, count, limits.row_bytes))) return FDM_OK;
+  return message.fail(FDM_UNSUPPORTED, "rows of %s cannot be copied %d bytes at a time", name, limits.row_bytes);
+}
+static inline int32_t check_input_rows(const fdm_problem &p, const PackLimits &limits, const Message &message) {
+  if (int32_t status = check_rows(p.q, "q", limits, message)) return status;
+  if (int32_t status = check_rows(p.k, "k", limits, message)) return status;
+  return check_rows(p.v, "v", limits, message);
 }
 
 // Of a problem whose mask has blocks.

@@ -70,6 +70,8 @@ template <class Pack> struct PackEntries {
                           char *text, size_t text_bytes) {
     const Message message{text, text_bytes};
     if (int32_t status = check_args(args, "fdm_backward_args", message)) return status;
+    if (int32_t status = check_rows(args->out, "out", Pack::kLimits, message)) return status;
+    if (int32_t status = check_rows(args->dout, "dout", Pack::kLimits, message)) return status;
     if (int32_t status = check(p, FDM_PASS_BACKWARD, plan, workspace, message)) return status;
     return Pack::run(p->context, message, [&] { return Pack::backward(*p, *args, plan.data, workspace.data); });
   }
@@ -159,6 +161,7 @@ template <class Pack> struct PackEntries {
       table.block_plan_bytes = block_plan_bytes;
       table.plan_blocks = plan_blocks;
     }
+    table.row_bytes = Pack::kLimits.row_bytes;
     table.narrow_head_dim = Pack::kLimits.narrow_head_dim;
     table.narrow_value_dim = Pack::kLimits.narrow_value_dim;
     table.forget_workspace_bytes = forget_workspace_bytes;
@@ -197,6 +200,9 @@ private:
       return message.fail(FDM_UNSUPPORTED, "paged keys have no key mass");
     if (pass == FDM_PASS_KEY_MASS && Pack::kKeyMassBiases != FDM_KEY_MASS_ALL && has_query_rows(p.bias))
       return message.fail(FDM_UNSUPPORTED, "no kernel computes the key mass with a bias for each query");
+    const bool has_any_rows = (p.queries <= 1 || present(p.block_table)) && p.v.shape[3] == p.head_dim;
+    if (pass != FDM_PASS_PLAN && !(pass == FDM_PASS_FORWARD && has_any_rows))
+      if (int32_t status = check_input_rows(p, Pack::kLimits, message)) return status;
     if (has_mask_blocks(p)) {
       if (!Pack::kPlansBlocks || pass == FDM_PASS_PLAN)
         return message.fail(FDM_INVALID_ARGUMENT, "plan_blocks makes the plan of a mask of blocks, if the pack has it");

@@ -127,7 +127,7 @@ def everyday(**changed: int) -> Spec:
 def test_larger_tiles_serve_rare_calls(
     routes: Routes, head_dim: int, usual: int, rare: int
 ) -> None:
-    """Rows that are not aligned, and on sm_90 a softcap in the backward pass."""
+    """Rows that are not aligned; backward, a bias per query and, on sm_90, a softcap."""
 
     def served(arch: int, of: str, **changed: int) -> int:
         spec = problem(4, 8, 8, head_dim, 1024, 1024, causal=1, **changed)
@@ -137,7 +137,8 @@ def test_larger_tiles_serve_rare_calls(
     for arch in ARCHS:
         for of in ("forward", "backward"):
             assert served(arch, of) == usual
-            assert served(arch, of, odd=1) == rare
+        assert served(arch, "forward", odd=1) == rare
+        assert served(arch, "backward", bias=2, sink=1, deterministic=1) == rare
         assert served(arch, "forward", softcap=1) == usual
         assert served(arch, "backward", softcap=1) == (rare if arch == 90 else usual)
 

@@ -46,6 +46,7 @@ fdm_pack rules_without_pack(int32_t device_type) {
   rules.name = "none";
   rules.device_type = device_type;
   rules.max_head_dim = 256;
+  rules.row_bytes = 1;
   rules.dtypes = float_dtypes | only(FDM_FLOAT64);
   rules.key_bias_dtypes = only(FDM_FLOAT64);
   for (fdm_plan_layout &layout : rules.plan_layouts) layout.tile_rows = 1;

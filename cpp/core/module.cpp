@@ -73,6 +73,7 @@ void bind_pack(nb::module_ &module) {
       .def_prop_ro("plans_blocks", [](const Pack &pack) { return pack.table().plan_blocks != nullptr; })
       .def_prop_ro("forgets", [](const Pack &pack) { return pack.table().forget != nullptr; })
       .def_prop_ro("launch_counts", &launch_counts_of)
+      .def_prop_ro("row_bytes", [](const Pack &pack) { return pack.table().row_bytes; })
       .def_prop_ro(
           "narrow_widths",
           [](const Pack &pack) { return nb::make_tuple(pack.table().narrow_head_dim, pack.table().narrow_value_dim); })
@@ -100,6 +101,12 @@ void bind_problem(nb::module_ &module) {
                    [](const Problem &self) { return self.workspace_bytes(FDM_PASS_BACKWARD); })
       .def_prop_ro("key_mass_workspace_bytes",
                    [](const Problem &self) { return self.workspace_bytes(FDM_PASS_KEY_MASS); })
+      .def(
+          "needs_row_copies",
+          [](const Problem &self, bool for_backward) {
+            return self.needs_row_copies(for_backward ? FDM_PASS_BACKWARD : FDM_PASS_FORWARD);
+          },
+          "for_backward"_a)
       .def("key_mass", &Problem::key_mass, "mass"_a, "lse"_a, "plan"_a.none(), "workspace"_a.none())
       .def("describe", &Problem::describe, "gradients"_a, "selection"_a.none() = nb::none())
       .def("plan", &Problem::plan, "plan"_a.none(), "workspace"_a.none())

@@ -260,17 +260,30 @@ std::string Problem::describe(nb::tuple gradients, const Selection *mask_selecti
   alignas(256) static std::byte memory[256];
   const auto like = [](const fdm_tensor &t) { return contiguous_like(t, memory); };
   fdm_problem problem = problem_;
+  fdm_tensor prototype = out_prototype();
   if (gradients.size() == 0) problem.flags |= FDM_FORWARD_ONLY;
+  if (needs_row_copies(gradients.size() == 0 ? FDM_PASS_FORWARD : FDM_PASS_BACKWARD)) {
+    const auto padded_size = [&](int64_t size) {
+      const int64_t unit = pack_.row_bytes / 2;
+      return (size + unit - 1) / unit * unit;
+    };
+    problem.head_dim = padded_size(problem.head_dim);
+    prototype.shape[3] = padded_size(prototype.shape[3]);
+    for (fdm_tensor *t : {&problem.q, &problem.k, &problem.v}) {
+      t->shape[3] = padded_size(t->shape[3]);
+      *t = like(*t);
+    }
+  }
   fdm_forward_args forward{};
   forward.struct_size = sizeof forward;
-  forward.out = like(out_prototype());
+  forward.out = like(prototype);
   forward.lse = contiguous_lse(memory, extents_, lse_dtype());
   fdm_backward_args backward{};
   backward.struct_size = sizeof backward;
   backward.out = backward.dout = forward.out;
   backward.lse = forward.lse;
   if (gradients.size() > 0 && out_rest_bytes() > 0)
-    forward.out_rest = backward.out_rest = bytes_like(out_prototype(), memory);
+    forward.out_rest = backward.out_rest = bytes_like(prototype, memory);
   const std::pair<const char *, std::pair<fdm_tensor *, const fdm_tensor *>> all[] = {
       {"query", {&backward.dq, &problem.q}},
       {"key", {&backward.dk, &problem.k}},
@@ -370,23 +383,27 @@ fdm_tensor Problem::read_like(const TensorField &field, const char *name, const 
 
 namespace {
 
-// Whether rows of 16-bit elements can be copied 16 bytes at a time.
-template <class Tensor> bool has_aligned_rows(const Tensor &t, int rank) {
-  bool aligned = reinterpret_cast<uintptr_t>(t.data) % 16 == 0 && t.stride[rank - 1] == 1;
-  for (int d = 0; d + 1 < rank; ++d) aligned &= t.shape[d] <= 1 || t.stride[d] % 8 == 0;
+// Whether rows of 16-bit elements can be copied this many bytes at a time.
+template <class Tensor> bool has_aligned_rows(const Tensor &t, int rank, int32_t bytes) {
+  bool aligned = reinterpret_cast<uintptr_t>(t.data) % bytes == 0 && t.stride[rank - 1] == 1;
+  for (int d = 0; d + 1 < rank; ++d) aligned &= t.shape[d] <= 1 || t.stride[d] % (bytes / 2) == 0;
   return aligned;
 }
 
 } // namespace
 
-bool Problem::needs_row_copies() const {
-  return has_narrow_values() &&
-         !(has_aligned_rows(problem_.q, 4) && has_aligned_rows(problem_.k, 4) && has_aligned_rows(problem_.v, 4));
+bool Problem::needs_row_copies(fdm_pass pass) const {
+  const int32_t bytes = pack_.row_bytes;
+  const bool has_any_rows = (extents_.queries <= 1 || is_paged_) && !has_narrow_values();
+  if (bytes == 1 || (pass == FDM_PASS_FORWARD && has_any_rows)) return false;
+  return problem_.head_dim % (bytes / 2) != 0 ||
+         !(has_aligned_rows(problem_.q, 4, bytes) && has_aligned_rows(problem_.k, 4, bytes) &&
+           has_aligned_rows(problem_.v, 4, bytes));
 }
 
-bool Problem::can_read_rows(const TensorField &field) const {
-  const TensorView &view = read_argument(field, "dout", only(problem_.q.dtype), device_);
-  return has_aligned_rows(view, view.rank);
+bool Problem::can_read_rows(const TensorField &field, const char *name) const {
+  const TensorView &view = read_argument(field, name, only(problem_.q.dtype), device_);
+  return pack_.row_bytes == 1 || has_aligned_rows(view, view.rank, pack_.row_bytes);
 }
 
 fdm_tensor Problem::out_prototype() const {

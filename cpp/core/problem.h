@@ -91,10 +91,10 @@ public:
   // The dtype of lse and dlse.
   int32_t lse_dtype() const { return problem_.bias.dtype == FDM_FLOAT64 ? FDM_FLOAT64 : FDM_FLOAT32; }
   bool has_narrow_values() const { return problem_.v.shape[3] != problem_.head_dim; }
-  // Whether values are narrow and kernels cannot read the rows of query, key and value without a copy.
-  bool needs_row_copies() const;
-  // Whether kernels can read the rows of this tensor of 16-bit elements without a copy.
-  bool can_read_rows(const TensorField &field) const;
+  // Whether the kernels of a pass cannot read the rows of query, key and value (fdm_pack.row_bytes).
+  bool needs_row_copies(fdm_pass pass) const;
+  // Whether all kernels can read the rows of this tensor, which has query's dtype.
+  bool can_read_rows(const TensorField &field, const char *name) const;
   void set_threads(int32_t threads) { problem_.context.threads = threads; }
 
 private:

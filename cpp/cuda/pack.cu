@@ -46,17 +46,17 @@ private:
 };
 
 // The largest head dimension with instantiations for narrower values; 0: none.
-template <int... kDims> constexpr int16_t narrow_head_dim(HeadDims<kDims...>) {
-  int16_t largest = 0;
+template <int... kDims> constexpr int32_t narrow_head_dim(HeadDims<kDims...>) {
+  int32_t largest = 0;
   for (const int dim : {kDims...})
-    if (FDM_TILE_ARCH == 90 && narrow_value_dim(dim) > 0) largest = int16_t(dim);
+    if (FDM_TILE_ARCH == 90 && narrow_value_dim(dim) > 0) largest = dim;
   return largest;
 }
 
 struct CudaPack {
-  static constexpr int16_t kNarrowHeadDim = narrow_head_dim(InstantiatedHeadDims{});
-  static constexpr PackLimits kLimits{kMaxHeadDim, 1u << FDM_FLOAT16 | 1u << FDM_BFLOAT16, 1u << FDM_FLOAT64,
-                                      kNarrowHeadDim, int16_t(narrow_value_dim(kNarrowHeadDim))};
+  static constexpr int32_t kNarrowHeadDim = narrow_head_dim(InstantiatedHeadDims{});
+  static constexpr PackLimits kLimits{kMaxHeadDim,    1u << FDM_FLOAT16 | 1u << FDM_BFLOAT16, 1u << FDM_FLOAT64, 16,
+                                      kNarrowHeadDim, narrow_value_dim(kNarrowHeadDim)};
 
   static constexpr fdm_key_mass_biases kKeyMassBiases = FDM_KEY_MASS_KEYS;
   static constexpr fdm_lists kKeyLists = FDM_LISTS_ANY_ORDER;

@@ -72,6 +72,9 @@ class Pack:
         for every query, or all.
         """
     @property
+    def row_bytes(self) -> int:
+        """The bytes that kernels copy of a row at a time; `Problem.needs_row_copies` tells when."""
+    @property
     def narrow_widths(self) -> tuple[int, int]:
         """The largest head dimension beside which values may be narrower, and their most columns.
 
@@ -220,6 +223,11 @@ class Problem:
         """
     @property
     def key_mass_workspace_bytes(self) -> int: ...
+    def needs_row_copies(self, for_backward: bool) -> bool:
+        """Whether kernels of the forward pass, or of any pass, cannot read query, key or value.
+
+        Copies serve: contiguous, with a head dimension of whole `Pack.row_bytes`.
+        """
     def key_mass(
         self,
         mass: TensorLike,

@@ -282,10 +282,13 @@ def _obstacles(inputs: AttentionInputs, backend: str, requested: str) -> Iterato
             "leave backend out, which then follows the device",
         )
     if backend == "cuda":
+        queries = inputs.max_seqlen_q if inputs.packed else inputs.query.shape[1]
+        copies = queries > 1 and inputs.block_table is None
+        how = "are copied in each pass" if copies else "are read by elements"
         if head_dim % 8:
             wanted = -(-head_dim // 8) * 8
             yield Obstacle(
-                f"head dimension {head_dim} is no multiple of 8, so rows are copied by elements",
+                f"head dimension {head_dim} is no multiple of 8, so query, key and value {how}",
                 f"pad query, key and value with zeros to {wanted}, and pass softmax_scale="
                 f"{head_dim}**-0.5",
             )
@@ -293,8 +296,7 @@ def _obstacles(inputs: AttentionInputs, backend: str, requested: str) -> Iterato
             for name in ("query", "key", "value"):
                 if not _is_aligned(getattr(inputs, name)):
                     yield Obstacle(
-                        f"rows of {name} do not begin at multiples of 16 bytes, so they are copied "
-                        "by elements",
+                        f"rows of {name} do not begin at multiples of 16 bytes, so they {how}",
                         f"pass {name}.contiguous()",
                     )
     mask = inputs.mask

@@ -10,12 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from flash_dmattn import _core
 from flash_dmattn.loader import Loader
 from flash_dmattn.loader.facts import Device, Driver, Host, Torch
 from flash_dmattn.loader.trial import Trials
 
 VERSION = "2.0.0a1"
-ABI_VERSION = 9
+ABI_VERSION = _core.PACK_ABI_VERSION
 TARGETS = Path(__file__).parents[2] / "cmake" / "targets.json"
 
 

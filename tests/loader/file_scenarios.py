@@ -8,6 +8,7 @@ from types import ModuleType
 import pytest
 from scenarios import Scenarios, error_of, real_loader, warning_of
 
+from flash_dmattn import _core
 from flash_dmattn.loader import Loader, NoPackError, errors, facts
 from pack_files import compile_library, compile_table, real_pack, write_foreign
 
@@ -102,7 +103,7 @@ def core_text(fields):
 
 
 NAMES = '.name = "cpu", .version = "1", .compiler = "c", .features = ""'
-SCENARIOS["table_of_another_abi"] = core_text(".abi_version = 10")
+SCENARIOS["table_of_another_abi"] = core_text(f".abi_version = {_core.PACK_ABI_VERSION + 1}")
 SCENARIOS["table_that_is_too_small"] = core_text(".struct_size = 8")
 SCENARIOS["table_without_names"] = core_text(".max_head_dim = 64")
 SCENARIOS["table_without_entry_points"] = core_text(NAMES)

@@ -8,6 +8,7 @@ import sys
 import pytest
 from scenarios import Scenarios, error_of, real_loader
 
+from flash_dmattn import _core
 from flash_dmattn.loader import environment, errors, messages, trial
 from flash_dmattn.loader.facts import Host, Torch
 from flash_dmattn.selftest import Comparison
@@ -201,7 +202,7 @@ def unknown_cuda(installation):
 
 @SCENARIOS.add
 def other_pack_abi(installation):
-    installation.write("cpu", abi_version=10)
+    installation.write("cpu", abi_version=_core.PACK_ABI_VERSION + 1)
     return error_of(installation.loader(), "cpu")
 
 

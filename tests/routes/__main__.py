@@ -116,7 +116,7 @@ EVERYDAY = {
     "forgetting, float64, one token": problem(
         8, 16, 4, 64, 1, 16384, bias=1, bias_heads=1, bias_batch=1, float64=1, **ONE_TOKEN
     ),
-    "rows that are not aligned": problem(4, 8, 8, 60, 512, 512, causal=1),
+    "one query whose rows are not aligned": problem(4, 8, 8, 60, 1, 512, **ONE_TOKEN),
     "equal bits": problem(4, 16, 16, 128, 2048, 2048, causal=1, deterministic=1),
 }
 

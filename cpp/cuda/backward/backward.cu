@@ -58,8 +58,6 @@ BackwardParams make_params(const fdm_problem &p, const fdm_backward_args &args, 
   }
   params.clears_keys = route.clears_key_gradients;
   params.follows_dq = route.query_kernel != QueryKernel::none;
-  params.aligned = route.inputs_aligned;
-  params.dout_aligned = route.dout_aligned;
   params.order = route.order;
   return params;
 }

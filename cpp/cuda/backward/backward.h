@@ -72,11 +72,10 @@ struct BackwardParams {
   bool reduces_bias;
   int32_t bias_heads; // bias heads of a KV head: 1, or the query heads of a group
   bool wants_bias_sums;
-  bool only_mass;             // the key mass pass: bias_sums are sums of P, and no gradient is computed
-  bool clears_keys;           // prepare.cu clears rows of dk and dv that no gradient kernel writes
-  bool follows_dq;            // the dq kernel is launched right before the key-stationary kernel
-  bool aligned, dout_aligned; // rows_are_aligned() of q, k and v; of dout
-  TileOrder order;            // the tile order of a persistent kernel
+  bool only_mass;   // the key mass pass: bias_sums are sums of P, and no gradient is computed
+  bool clears_keys; // prepare.cu clears rows of dk and dv that no gradient kernel writes
+  bool follows_dq;  // the dq kernel is launched right before the key-stationary kernel
+  TileOrder order;  // the tile order of a persistent kernel
 };
 
 // The parameters of a launch.

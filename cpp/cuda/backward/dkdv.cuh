@@ -55,9 +55,9 @@ template <class Config> struct DkdvBlock : StepRows<Config> {
     return {params.p.bias, score_view(params.p, params.p.bias, keys.task().s, keys.head(step))};
   }
 
-  // Copies the bias of a step's rows and the warp's keys, if it is a bias per query.
+  // Copies the bias of a step's rows and the warp's keys.
   __device__ void load_row_bias(const KeyStep &step) const {
-    if (!has_query_rows(params.p.bias) || !step.valid) return;
+    if (!step.valid) return;
     constexpr int kWarpKeys = 16 * kKeyTiles;
     const int first_key = threadIdx.x / 32 * kWarpKeys, first = step.tile * kRows;
     bias_tile(step).template copy<kRows, kWarpKeys, Config::kBiasPitch>(&shared.sBias[0][first_key],

@@ -62,14 +62,14 @@ struct DqBlock
 
   // Rows without a gradient are loaded as zeros, so that non-finite values in their dO reach no result.
   __device__ void load_rows() {
-    const auto copy = [&](const fdm_tensor &t, uint32_t tile, bool aligned) {
+    const auto copy = [&](const fdm_tensor &t, uint32_t tile) {
       const auto *base = static_cast<const uint16_t *>(t.data) + row_offset(t, task.s, task.first_row, task.head);
-      copy_rows<Tile, Config::kRows, Config::kThreads>(
-          tile, aligned, int(params.p.head_dim), t.stride[3],
-          [&](int r) -> const uint16_t * { return this->statistics(r).empty() ? kZeroRow : base + r * t.stride[1]; });
+      copy_rows<Tile, Config::kRows, Config::kThreads>(tile, int(params.p.head_dim), [&](int r) -> const uint16_t * {
+        return this->statistics(r).empty() ? kZeroRow : base + r * t.stride[1];
+      });
     };
-    copy(params.p.q, q_base, !Config::kGeneral || params.aligned);
-    copy(params.a.dout, dout_base, !Config::kGeneral || params.dout_aligned);
+    copy(params.p.q, q_base);
+    copy(params.a.dout, dout_base);
     bool large = false;
     for_pairs<kRowTiles>(
         [&](int m, int half) { large |= this->set_statistics(m, half, this->statistics(this->row(m, half))); });
@@ -78,13 +78,12 @@ struct DqBlock
 
   __device__ void load_keys(int block) const {
     const typename Ring::Slot &slot = ring.slot(block);
-    const auto copy = [&](const fdm_tensor &t, const uint16_t *const *rows, uint32_t tile) {
-      copy_rows<Tile, kColumns, Config::kThreads>(tile + block % 2 * Config::kKeyBytes,
-                                                  !Config::kGeneral || params.aligned, int(params.p.head_dim),
-                                                  t.stride[3], [&](int c) { return rows[c]; });
+    const auto copy = [&](const uint16_t *const *rows, uint32_t tile) {
+      copy_rows<Tile, kColumns, Config::kThreads>(tile + block % 2 * Config::kKeyBytes, int(params.p.head_dim),
+                                                  [&](int c) { return rows[c]; });
     };
-    copy(params.p.k, slot.k_row, k_base);
-    copy(params.p.v, slot.v_row, v_base);
+    copy(slot.k_row, k_base);
+    copy(slot.v_row, v_base);
   }
 
   // The column that this thread fetches in the batch of blocks that begins with `block`.
@@ -184,7 +183,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   DqBlock<Config> block(params, shared);
   const auto exists = [&](int m, int half) { return block.exists(block.row(m, half)); };
   do block.run();
-  while (Config::kGeneral && shared.task.bias.per_query && shared.dead.needs_recompute(block.dq, exists));
+  while (Config::kGeneral && shared.dead.needs_recompute(block.dq, exists));
   block.write();
 }
 

@@ -55,15 +55,13 @@ template <class Element, int kRowTileCount, int kColumnTileCount, int kHeadDim, 
       const int column = 8 * n + accumulator_column();
       const float2 bias = *reinterpret_cast<const float2 *>(&slot.bias[column]);
       uint2 shifts{};
-      if constexpr (kGeneral)
-        if (task.bias.per_query) shifts = row_bias.shifts(column);
+      if constexpr (kGeneral) shifts = row_bias.shifts(column);
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           float2 added{};
-          if constexpr (kGeneral)
-            if (task.bias.per_query) added = row_bias.elements(m, half, column, shifts);
+          if constexpr (kGeneral) added = row_bias.elements(m, half, column, shifts);
           // The row in the plan's tile, which several thread blocks may share.
           const int r = int(task.first_row - task.columns.first_row) + row(m, half);
           uint2 word{~0u, ~0u};

@@ -111,7 +111,6 @@ struct KeyGradients {
                                    float (&gradients)[kKeyTiles][kRowTiles][4], const RowBias &row_bias) {
     const ScoreFactors factors(params.p);
     const KeyStep &step = stage.step;
-    const bool has_row_bias = kGeneral && has_query_rows(params.p.bias);
 #pragma unroll
     for (int m = 0; m < kKeyTiles; ++m)
 #pragma unroll
@@ -122,8 +121,7 @@ struct KeyGradients {
         if constexpr (kPairTests != PairTests::none)
           keep_bits(stage, step.tile * kTileRowCount + first_row(), step.buffer, key, bits);
         uint32_t key_shift = 0;
-        if constexpr (kGeneral)
-          if (has_row_bias) key_shift = row_bias.key_shift(key);
+        if constexpr (kGeneral) key_shift = row_bias.key_shift(key);
 #pragma unroll
         for (int n = 0; n < kRowTiles; ++n) {
           const int column = first_row() + 8 * n + accumulator_column();
@@ -131,8 +129,7 @@ struct KeyGradients {
           float2 delta{};
           if constexpr (kComputesDk) delta = *reinterpret_cast<const float2 *>(&stage.delta[column]);
           float2 added{};
-          if constexpr (kGeneral)
-            if (has_row_bias) added = row_bias.elements(key, column, key_shift);
+          if constexpr (kGeneral) added = row_bias.elements(key, column, key_shift);
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             float &score = scores[m][n][2 * half + i], &gradient = gradients[m][n][2 * half + i];

@@ -66,9 +66,6 @@ struct RowResult {
   float lse, delta;
 };
 
-// Whether all rows can be read 16 bytes at a time.
-enum class RowAlignment { none, aligned };
-
 // The division of the rows. Thread blocks iterate over units of rows. `first` is the first row of all units. row_step
 // leads from a thread's row to its next row of the unit, and unit_step to its first row of the block's next unit.
 struct StatisticsWork {
@@ -77,13 +74,12 @@ struct StatisticsWork {
 };
 
 // This thread's parts of some rows of dO and O. kLanes threads share a row, and a thread has every kLanes-th part of
-// it. A part is eight elements if rows are aligned, else one.
-template <class Work, int kLanes, RowAlignment kAlignment> struct StatisticsRows {
+// it.
+template <class Work, int kLanes> struct StatisticsRows {
   using Params = typename Work::Params;
-  static constexpr bool kAligned = kAlignment == RowAlignment::aligned;
-  static constexpr int kRows = statistics_rows(kAligned), kStep = kAligned ? 8 : 1;
-  using Part = std::conditional_t<kAligned, uint4, uint16_t>;
-  using Rests = std::conditional_t<kAligned, uint2, uint8_t>; // out_rest of a part's elements
+  static constexpr int kRows = kStatisticsRows, kStep = 8; // elements of a part
+  using Part = uint4;
+  using Rests = uint2; // out_rest of a part's elements
 
   HeadRow row[kRows];
   Part dout[kRows], out[kRows];
@@ -95,10 +91,7 @@ template <class Work, int kLanes, RowAlignment kAlignment> struct StatisticsRows
   __device__ static Loaded load_row(const fdm_tensor &t, const HeadRow &row, int d) {
     const auto *start =
         static_cast<const Stored *>(t.data) + row.batch * t.stride[0] + row.i * t.stride[1] + row.head * t.stride[2];
-    if constexpr (kAligned)
-      return *reinterpret_cast<const Loaded *>(start + d);
-    else
-      return start[d * t.stride[3]];
+    return *reinterpret_cast<const Loaded *>(start + d);
   }
   __device__ static Part load_part(const fdm_tensor &t, const HeadRow &row, int d) {
     return load_row<uint16_t, Part>(t, row, d);
@@ -159,9 +152,9 @@ private:
 };
 
 // While a thread block writes the statistics of a unit, the loads of its next unit are in flight.
-template <class Work, int kLanes, RowAlignment kAlignment>
+template <class Work, int kLanes>
 __device__ void make_statistics(const typename Work::Params &params, const StatisticsWork &work, int32_t block) {
-  using Rows = StatisticsRows<Work, kLanes, kAlignment>;
+  using Rows = StatisticsRows<Work, kLanes>;
   constexpr int kThreads = kStatisticsThreads, kUnitRows = kThreads / kLanes * Rows::kRows;
   const fdm_problem &p = Work::problem(params);
   const auto sums = Work::query_sums(params);
@@ -181,19 +174,19 @@ __device__ void make_statistics(const typename Work::Params &params, const Stati
 }
 
 // Work::other_work gives some thread blocks other work and returns -1 for them. The others compute the statistics.
-template <class Work, int kLanes, RowAlignment kAlignment>
+template <class Work, int kLanes>
 __global__ void __launch_bounds__(kStatisticsThreads, 2)
     prepare_backward(const __grid_constant__ typename Work::Params params, const typename Work::Division division) {
   ptx::start_dependents();
   const int64_t block = Work::other_work(params, division);
-  if (block >= 0) make_statistics<Work, kLanes, kAlignment>(params, division.statistics, int32_t(block));
+  if (block >= 0) make_statistics<Work, kLanes>(params, division.statistics, int32_t(block));
 }
 
-template <class Work, int kLanes, RowAlignment kAlignment>
+template <class Work, int kLanes>
 cudaError_t launch_statistics(const typename Work::Params &params, const typename Work::Division &division,
                               int64_t others, cudaStream_t stream) {
-  return launch(prepare_backward<Work, kLanes, kAlignment>, division.statistics.blocks + others, kStatisticsThreads, 0,
-                stream, params, division);
+  return launch(prepare_backward<Work, kLanes>, division.statistics.blocks + others, kStatisticsThreads, 0, stream,
+                params, division);
 }
 // Launches the kernel for the batch elements from `first_batch` on, with `others` thread blocks for other work.
 template <class Work>
@@ -208,12 +201,11 @@ cudaError_t launch_statistics(const typename Work::Params &params, typename Work
                            int32_t(blocks),
                            {int32_t(first_batch), 0, 0},
                            head_row(p, together),
-                           head_row(p, blocks * together * statistics_rows(rows.aligned))};
+                           head_row(p, blocks * together * kStatisticsRows)};
   }
-  if (!rows.aligned) return launch_statistics<Work, 8, RowAlignment::none>(params, division, others, stream);
-  if (rows.lanes == 4) return launch_statistics<Work, 4, RowAlignment::aligned>(params, division, others, stream);
-  return rows.lanes == 8 ? launch_statistics<Work, 8, RowAlignment::aligned>(params, division, others, stream)
-                         : launch_statistics<Work, 16, RowAlignment::aligned>(params, division, others, stream);
+  if (rows.lanes == 4) return launch_statistics<Work, 4>(params, division, others, stream);
+  return rows.lanes == 8 ? launch_statistics<Work, 8>(params, division, others, stream)
+                         : launch_statistics<Work, 16>(params, division, others, stream);
 }
 
 } // namespace fdm::cuda

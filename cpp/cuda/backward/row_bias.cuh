@@ -176,14 +176,14 @@ template <class Config> struct RowBiasBlock {
     const int buffer = queries.replace(step.source);
     const RowBiasSource &src = source(step);
     const int rows = row_count(src.s);
-    const auto copy = [&](const fdm_tensor &t, uint32_t tile, bool aligned) {
+    const auto copy = [&](const fdm_tensor &t, uint32_t tile) {
       const auto *base = static_cast<const uint16_t *>(t.data) + row_offset(t, src.s, shared.task.first_row, src.head);
-      copy_rows<Tile, kRows, Config::kThreads>(
-          tile, aligned, int(params.p.head_dim), t.stride[3],
-          [&](int r) -> const uint16_t * { return r < rows ? base + r * t.stride[1] : kZeroRow; });
+      copy_rows<Tile, kRows, Config::kThreads>(tile, int(params.p.head_dim), [&](int r) -> const uint16_t * {
+        return r < rows ? base + r * t.stride[1] : kZeroRow;
+      });
     };
-    copy(params.p.q, query_tile(buffer, 0), params.aligned);
-    copy(params.a.dout, query_tile(buffer, 1), params.dout_aligned);
+    copy(params.p.q, query_tile(buffer, 0));
+    copy(params.a.dout, query_tile(buffer, 1));
     if (int(threadIdx.x) >= rows) return;
     const RowStatistics &statistics = row_statistics(params, src.s, src.head, shared.task.first_row + threadIdx.x);
     ptx::cp_async_4(ptx::shared_address(&shared.lse[buffer][threadIdx.x]), &statistics.lse);
@@ -197,9 +197,9 @@ template <class Config> struct RowBiasBlock {
     const auto copy = [&](const fdm_tensor &t, uint32_t tile) {
       const auto *base = static_cast<const uint16_t *>(t.data) + src.s.batch * t.stride[0] +
                          (src.s.k_begin + first) * t.stride[1] + src.kv_head * t.stride[2];
-      copy_rows<Tile, kColumns, Config::kThreads>(
-          tile, params.aligned, int(params.p.head_dim), t.stride[3],
-          [&](int c) -> const uint16_t * { return c < count ? base + c * t.stride[1] : kZeroRow; });
+      copy_rows<Tile, kColumns, Config::kThreads>(tile, int(params.p.head_dim), [&](int c) -> const uint16_t * {
+        return c < count ? base + c * t.stride[1] : kZeroRow;
+      });
     };
     copy(params.p.k, key_tile(buffer, 0));
     copy(params.p.v, key_tile(buffer, 1));

@@ -67,8 +67,7 @@ template <class Config> struct StepRows : Config::Gradients {
     }
     const auto copy = [&](const fdm_tensor &t, const char *tile) {
       copy_rows<Tile, kKeys, Config::kThreads>(
-          ptx::shared_address(tile), !Config::kGeneral || params.aligned, int(params.p.head_dim), t.stride[3],
-          [&](int r) -> const uint16_t * {
+          ptx::shared_address(tile), int(params.p.head_dim), [&](int r) -> const uint16_t * {
             return shared.keys.readable[r] ? static_cast<const uint16_t *>(t.data) + keys.row_offset(t, r) : kZeroRow;
           });
     };
@@ -78,17 +77,16 @@ template <class Config> struct StepRows : Config::Gradients {
   }
 
   // Starts the copies of a step's rows of q or dout.
-  __device__ void copy_step(const KeyStep &step, const fdm_tensor &t, const uint16_t *first_row, uint32_t tile,
-                            bool aligned) const {
+  __device__ void copy_step(const KeyStep &step, const fdm_tensor &t, const uint16_t *first_row, uint32_t tile) const {
     const uint32_t first = step.tile * kRows, head = step.head;
     const int rows = int(keys.task().s.q_count) - int(first);
     const uint16_t *base = first_row + (first * t.stride[1] + head * t.stride[2]);
-    copy_tile_rows<Tile, Config::kThreads>(tile, 0, base, kRows, rows, RowCopy(t, params.p.head_dim, aligned));
+    copy_tile_rows<Tile, Config::kThreads>(tile, 0, base, kRows, rows, t, params.p.head_dim);
   }
   __device__ uint32_t q(int stage) const { return q_base + stage * kRowBytes; }
   __device__ uint32_t dout(int stage) const { return dout_base + (Memory::kValuesInRegisters ? 0 : stage * kRowBytes); }
   __device__ void load_queries(const KeyStep &step, int stage) const {
-    copy_step(step, params.p.q, shared.first_row.q, q(stage), !Config::kGeneral || params.aligned);
+    copy_step(step, params.p.q, shared.first_row.q, q(stage));
     if constexpr (Config::KeysOfBlock::kRowPlans) {
       if (keys.task().has_words && int(threadIdx.x) < kKeys) {
         const TileWords words = keys.words(step, kRows);
@@ -99,7 +97,7 @@ template <class Config> struct StepRows : Config::Gradients {
     }
   }
   __device__ void load_dout(const KeyStep &step, int stage) const {
-    copy_step(step, params.a.dout, shared.first_row.dout, dout(stage), !Config::kGeneral || params.dout_aligned);
+    copy_step(step, params.a.dout, shared.first_row.dout, dout(stage));
   }
 
   // The first kRows threads copy the statistics of a row each.

@@ -92,12 +92,11 @@ struct DecodeWarp
 
   __device__ void load_queries() const {
     const fdm_tensor &q = params.p.q;
-    copy_rows<Tile, kDecodeRows, Config::kThreads>(ptx::shared_address(shared.sQ), params.aligned,
-                                                   int(params.p.head_dim), q.stride[3], [&](int r) -> const uint16_t * {
-                                                     if (!this->exists(r)) return kZeroRow;
-                                                     return static_cast<const uint16_t *>(q.data) +
-                                                            row_offset(q, task->s, this->query(r), this->head(r));
-                                                   });
+    copy_any_rows<Tile, kDecodeRows, Config::kThreads>(
+        ptx::shared_address(shared.sQ), params.aligned, int(params.p.head_dim), q, [&](int r) -> const uint16_t * {
+          if (!this->exists(r)) return kZeroRow;
+          return static_cast<const uint16_t *>(q.data) + row_offset(q, task->s, this->query(r), this->head(r));
+        });
   }
 
   // The first column of a step; and of the two steps from `step` on, the step and column of this thread.

@@ -84,12 +84,11 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
     const fdm_tensor &q = params.p.q;
     const auto *first = static_cast<const uint16_t *>(q.data) + row_offset(q, s, first_row, head);
     const int valid_rows = int(min64(s.q_count - first_row, Config::kRows));
-    if (params.heads_per_tile == 1)
-      return copy_tile_rows<Tile, Config::kThreads>(q_base, 0, first, Config::kRows, valid_rows,
-                                                    RowCopy(q, params.p.head_dim, aligned()));
-    copy_rows<Tile, Config::kRows, Config::kThreads>(
-        q_base, aligned(), int(params.p.head_dim), q.stride[3],
-        [&](int r) { return this->query_of_block(r) < valid_rows ? first + this->offset_in_block(q, r) : kZeroRow; });
+    if (params.heads_per_tile == 1 && aligned())
+      return copy_tile_rows<Tile, Config::kThreads>(q_base, 0, first, Config::kRows, valid_rows, q, params.p.head_dim);
+    copy_any_rows<Tile, Config::kRows, Config::kThreads>(q_base, aligned(), int(params.p.head_dim), q, [&](int r) {
+      return this->query_of_block(r) < valid_rows ? first + this->offset_in_block(q, r) : kZeroRow;
+    });
   }
 
   template <bool kLoadsV> __device__ void load_keys(int block) const {
@@ -98,8 +97,8 @@ struct ForwardBlock : ForwardRows<typename Config::Element, Config::kRowTiles, C
     const int head_dim = int(params.p.head_dim);
     if constexpr (Config::kGeneral) {
       const fdm_tensor &t = kLoadsV ? params.p.v : params.p.k;
-      copy_rows<Tile, kColumns, Config::kThreads>(base, params.aligned, head_dim, t.stride[3],
-                                                  [&](int c) { return kLoadsV ? slot.v_row[c] : slot.k_row[c]; });
+      copy_any_rows<Tile, kColumns, Config::kThreads>(base, params.aligned, head_dim, t,
+                                                      [&](int c) { return kLoadsV ? slot.v_row[c] : slot.k_row[c]; });
     } else {
       Ring::copy(base, slot, kLoadsV ? shared.v : shared.k, head_dim);
     }

@@ -58,15 +58,15 @@ template <class Config> struct ListBackward : ListTile<Config> {
     if (task.length == 0 && !pass.is_first && !pass.is_last) return;
     find_statistics();
     __syncthreads();
-    const auto load = [&](const fdm_tensor &t, const char *tile, bool aligned) {
+    const auto load = [&](const fdm_tensor &t, const char *tile) {
       copy_rows<Tile, Config::kRows, Config::kThreads>(
-          ptx::shared_address(tile), aligned, int(params.p.head_dim), t.stride[3], [&](int r) -> const uint16_t * {
+          ptx::shared_address(tile), int(params.p.head_dim), [&](int r) -> const uint16_t * {
             // Rows without keys may hold NaN.
             return smem.rows[r].keeps() ? static_cast<const uint16_t *>(t.data) + this->row_place(t, r) : kZeroRow;
           });
     };
-    load(params.p.q, smem.sQ, params.aligned);
-    load(params.backward.dout, smem.sdO, params.dout_aligned);
+    load(params.p.q, smem.sQ);
+    load(params.backward.dout, smem.sdO);
     ptx::cp_async_fence();
     clear(dq);
     this->for_steps([&](int step) {

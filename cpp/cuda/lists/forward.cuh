@@ -40,7 +40,11 @@ template <class Config> struct ListForward : ListTile<Config> {
   __device__ ListForward(const ListParams &parameters, Shared &memory) : Base(parameters, memory), smem(memory) {}
 
   __device__ void run() {
-    this->load_rows(params.p.q, smem.sQ, params.aligned);
+    const fdm_tensor &q = params.p.q;
+    copy_any_rows<Tile, Config::kRows, Config::kThreads>(
+        ptx::shared_address(smem.sQ), params.aligned, int(params.p.head_dim), q, [&](int r) -> const uint16_t * {
+          return r < task.heads ? static_cast<const uint16_t *>(q.data) + this->row_place(q, r) : kZeroRow;
+        });
     ptx::cp_async_fence();
     rows.start();
     query.left = Tile::left(ptx::shared_address(smem.sQ), this->row_warp() * (16 * Config::kRowTiles));

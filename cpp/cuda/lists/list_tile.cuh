@@ -173,13 +173,6 @@ template <class Config> struct ListTile {
   __device__ int64_t row_place(const fdm_tensor &t, int r) const {
     return row_offset(t, task.s, task.query, task.head + r);
   }
-  __device__ void load_rows(const fdm_tensor &t, const char *tile, bool aligned) const {
-    copy_rows<Tile, Config::kRows, Config::kThreads>(
-        ptx::shared_address(tile), aligned, int(params.p.head_dim), t.stride[3], [&](int r) -> const uint16_t * {
-          return r < task.heads ? static_cast<const uint16_t *>(t.data) + row_place(t, r) : kZeroRow;
-        });
-  }
-
   __device__ int32_t fetch_index(int step) const {
     const int32_t c = step * kColumns + int(threadIdx.x);
     if (int(threadIdx.x) >= kColumns || c >= task.length) return -1;

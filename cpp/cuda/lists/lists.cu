@@ -35,7 +35,6 @@ cudaError_t run_list_forward(const fdm_problem &p, const fdm_forward_args &args,
 cudaError_t run_list_backward(const fdm_problem &p, const fdm_backward_args &args, const DeviceFacts &device,
                               void *workspace) {
   Alignment alignment = backward_alignment(p, args);
-  const bool dout_aligned = alignment.dout;
   alignment.dout &= has_head_places(args.dout);
   const ListRoute route = list_backward_route(p, device, alignment);
   const auto stream = static_cast<cudaStream_t>(p.context.stream);
@@ -43,7 +42,6 @@ cudaError_t run_list_backward(const fdm_problem &p, const fdm_backward_args &arg
   static_cast<ListParams &>(params) = make_params(p, route, alignment);
   params.backward = args;
   params.sum_dim = route.head_dim;
-  params.dout_aligned = dout_aligned;
   const auto sums = [&](const Part &part, const fdm_tensor &gradient) {
     return present(gradient) ? at<float>(workspace, part) : nullptr;
   };

@@ -30,7 +30,6 @@ struct ListBackwardParams : ListParams {
   ListPass pass;     // of kernels with mma.sync
   float *query_sums; // the dQ sums between passes; null: one pass, or dQ is not wanted
   int32_t sum_dim;   // columns of the sums of keys: D of the instantiation
-  bool dout_aligned; // rows_are_aligned() for dout
 };
 
 // The parameters of a launch.

@@ -106,21 +106,19 @@ template <class Config> struct DbiasBlock {
     const int first_row = tile.row_tile * division.tile_rows, first_key = tile.key_tile * division.tile_keys;
     const int rows = min(division.tile_rows, int(p.queries) - first_row);
     const int keys = min(division.tile_keys, int(p.keys) - first_key);
-    const auto copy = [&](int which, uint32_t base, const fdm_tensor &t, bool aligned, int first, int count,
-                          int there) {
-      const RowCopy rows_of(t, p.head_dim, aligned);
+    const auto copy = [&](int which, uint32_t base, const fdm_tensor &t, int first, int count, int there) {
       if (Config::kWarps >= 8 && count == kTileRoom && division.slots == 1) // the loop over the rows is unrolled
         return copy_tile_rows<Tile, Config::kThreads>(base, 0, table.first[which][0] + first * t.stride[1], kTileRoom,
-                                                      there, rows_of);
+                                                      there, t, p.head_dim);
 #pragma unroll 1
       for (int n = 0; n < division.slots; ++n)
         copy_tile_rows<Tile, Config::kThreads>(base, n * count, table.first[which][n] + first * t.stride[1], count,
-                                               table.source[n].exists ? there : 0, rows_of);
+                                               table.source[n].exists ? there : 0, t, p.head_dim);
     };
-    copy(0, rows_at(step, 0), p.q, work.call.aligned, first_row, division.tile_rows, rows);
-    copy(1, rows_at(step, 1), work.a.dout, work.dout_aligned, first_row, division.tile_rows, rows);
-    copy(2, keys_at(step, 0), p.k, work.call.aligned, first_key, division.tile_keys, keys);
-    copy(3, keys_at(step, 1), p.v, work.call.aligned, first_key, division.tile_keys, keys);
+    copy(0, rows_at(step, 0), p.q, first_row, division.tile_rows, rows);
+    copy(1, rows_at(step, 1), work.a.dout, first_row, division.tile_rows, rows);
+    copy(2, keys_at(step, 0), p.k, first_key, division.tile_keys, keys);
+    copy(3, keys_at(step, 1), p.v, first_key, division.tile_keys, keys);
     bool large = false;
     float *statistics = statistics_at(step);
     const int count = division.slots * division.tile_rows;

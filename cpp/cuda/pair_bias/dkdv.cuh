@@ -111,9 +111,9 @@ template <class Config> struct PairBiasDkdvBlock {
     const auto copy = [&](int which, const fdm_tensor &t) {
 #pragma unroll 1
       for (int n = 0; n < slots; ++n)
-        copy_tile_rows<Tile, Config::kThreads>(
-            keys_at(which), n * keys, shared.slots.first[which][n] + first_key * t.stride[1], keys,
-            shared.slots.source[n].exists ? there : 0, RowCopy(t, problem().head_dim, work.call.aligned));
+        copy_tile_rows<Tile, Config::kThreads>(keys_at(which), n * keys,
+                                               shared.slots.first[which][n] + first_key * t.stride[1], keys,
+                                               shared.slots.source[n].exists ? there : 0, t, problem().head_dim);
     };
     copy(0, problem().k);
     copy(1, problem().v);
@@ -125,18 +125,18 @@ template <class Config> struct PairBiasDkdvBlock {
     const Step step = step_of(number);
     const int there = min(kStepRows, int(p.queries) - step.first_row);
     const int head = query_head(step);
-    const auto copy = [&](int which, const fdm_tensor &t, bool aligned) {
+    const auto copy = [&](int which, const fdm_tensor &t) {
       const auto *first = static_cast<const uint16_t *>(t.data) + step.first_row * t.stride[1] + head * t.stride[2];
 #pragma unroll 1
       for (int n = 0; n < slots; ++n) {
         const Source &source = shared.slots.source[n];
         copy_tile_rows<Tile, Config::kThreads>(rows_at(number, which), n * kStepRows,
                                                first + source.batch * t.stride[0], kStepRows, source.exists ? there : 0,
-                                               RowCopy(t, p.head_dim, aligned));
+                                               t, p.head_dim);
       }
     };
-    copy(0, p.q, work.call.aligned);
-    copy(1, work.a.dout, work.dout_aligned);
+    copy(0, p.q);
+    copy(1, work.a.dout);
     bool large = false;
     float *statistics = statistics_at(number);
     for (int i = threadIdx.x; i < slots * kStepRows; i += Config::kThreads) {

@@ -24,8 +24,8 @@ template <class Config> struct PairBiasDqBlock : RowBlock<Config> {
   using Base::Base;
 
   __device__ void start() {
-    this->load_rows(0, problem().q, work.call.aligned);
-    this->load_rows(1, work.a.dout, work.dout_aligned);
+    this->load_rows(0, problem().q);
+    this->load_rows(1, work.a.dout);
     clear(dq);
     for_pairs<kRowTiles>([&](int m, int half) {
       RowStatistics statistics{INFINITY, 0.0f};

@@ -28,7 +28,7 @@ template <class Config> struct PairBiasForwardBlock : RowBlock<Config> {
   using Base::Base;
 
   __device__ void start() {
-    this->load_rows(0, problem().q, work.call.aligned);
+    this->load_rows(0, problem().q);
     queries.left = this->warp_rows_at(0);
     softmax.start();
     clear(out);

@@ -118,7 +118,6 @@ cudaError_t run_pair_bias_backward(const fdm_problem &p, const fdm_backward_args
   PairBiasBackward work{};
   work.call = {route.facts, p};
   work.a = args;
-  work.dout_aligned = alignment.dout;
   work.writes_dbias = route.writes_dbias;
   work.dbias_pairs = alignment.dbias_pairs;
   const auto stream = static_cast<cudaStream_t>(p.context.stream);

@@ -80,9 +80,8 @@ struct PairBiasBackward : PairBiasTiles {
   float *deltas; // of RowStatistics, from sequence `first_delta` on
   int32_t first_delta, delta_batches;
   int64_t delta_batch, delta_head, delta_row; // strides
-  bool dout_aligned;
-  bool dbias_pairs;  // two adjacent elements of a row of dbias can be stored at once
-  bool writes_dbias; // dq writes dbias
+  bool dbias_pairs;                           // two adjacent elements of a row of dbias can be stored at once
+  bool writes_dbias;                          // dq writes dbias
   DbiasWork dbias;
   // Null if the fused kernel does not run. A kernel sets it to 1 if it finds a case that the fused kernel cannot
   // compute: a row with a large lse, whose P must be cut off at 1, or with a lse of NaN or +inf, or with a non-finite

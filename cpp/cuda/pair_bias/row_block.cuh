@@ -107,16 +107,16 @@ template <class Config> struct RowBlock {
     return {work.call, memory, bias, bias + Config::Bias::bytes(rows, float32_bias), float32_bias};
   }
 
-  __device__ void load_rows(int which, const fdm_tensor &t, bool aligned) const {
+  __device__ void load_rows(int which, const fdm_tensor &t) const {
     const int there = min(rows, int(problem().queries) - first_row);
 #pragma unroll 1
     for (int n = 0; n < slots; ++n)
-      copy_tile_rows<Tile, Config::kThreads>(
-          rows_at(which), n * rows, shared.slots.first[2 + which][n] + first_row * t.stride[1], rows,
-          shared.slots.source[n].exists ? there : 0, RowCopy(t, problem().head_dim, aligned));
+      copy_tile_rows<Tile, Config::kThreads>(rows_at(which), n * rows,
+                                             shared.slots.first[2 + which][n] + first_row * t.stride[1], rows,
+                                             shared.slots.source[n].exists ? there : 0, t, problem().head_dim);
   }
 
-  // The source addresses of this thread at the first key. They are set if all row tiles are complete and aligned.
+  // The source addresses of this thread at the first key. They are set if all row tiles are complete.
   static constexpr int kThreadsPerRow = Tile::kRowBytes / 16; // threads that copy a row
   const uint16_t *own_keys = nullptr, *own_values = nullptr;
   const char *own_bias = nullptr;
@@ -124,7 +124,7 @@ template <class Config> struct RowBlock {
 
   __device__ void find_own_addresses() {
     const fdm_problem &p = problem();
-    whole = slots == 1 && work.call.aligned && work.call.bias_chunks && first_row + rows <= int(p.queries) &&
+    whole = slots == 1 && work.call.bias_chunks && first_row + rows <= int(p.queries) &&
             kThreadsPerRow * 8 == int(p.head_dim) && !has_query_rows(p.mask);
     if (!whole) return;
     const int row = threadIdx.x / kThreadsPerRow, chunk = threadIdx.x % kThreadsPerRow;
@@ -155,9 +155,9 @@ template <class Config> struct RowBlock {
     const auto copy = [&](int which, const fdm_tensor &t, uint32_t tile) {
 #pragma unroll 1
       for (int n = 0; n < slots; ++n)
-        copy_tile_rows<Tile, Config::kThreads>(
-            tile, n * kPairBiasKeys, shared.slots.first[which][n] + first_key * t.stride[1], kPairBiasKeys,
-            shared.slots.source[n].exists ? there : 0, RowCopy(t, problem().head_dim, work.call.aligned));
+        copy_tile_rows<Tile, Config::kThreads>(tile, n * kPairBiasKeys,
+                                               shared.slots.first[which][n] + first_key * t.stride[1], kPairBiasKeys,
+                                               shared.slots.source[n].exists ? there : 0, t, problem().head_dim);
     };
     copy(0, problem().k, keys_at(block));
     copy(1, problem().v, values_at(block));

@@ -104,7 +104,7 @@ template <class ElementType, int kThreads, int kPitch> struct ScoreTile {
   }
 
   // own_chunk() is the address of this thread's first chunk at the first key, for the rows from first_row on.
-  // copy_whole() copies a complete tile with aligned rows from there.
+  // copy_whole() copies a complete tile from there.
   __device__ static __forceinline__ const char *own_chunk(const PairBiasCall &pair_bias, const Source &source,
                                                           int first_row, bool is_float32) {
     const int size = is_float32 ? 4 : 2, chunks = is_float32 ? kChunks32Bit : kChunks16Bit;

@@ -45,10 +45,6 @@ __device__ __forceinline__ void store_shared(uint32_t smem, uint4 words) {
                : "memory");
 }
 
-__device__ __forceinline__ void store_shared_16(uint32_t smem, uint16_t value) {
-  asm volatile("st.shared.b16 [%0], %1;\n" ::"r"(smem), "h"(value) : "memory");
-}
-
 __device__ __forceinline__ uint4 load_shared_16_bytes(uint32_t smem) {
   uint4 bytes;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n"

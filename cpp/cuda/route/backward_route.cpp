@@ -420,7 +420,7 @@ KeyLaunches key_launches(const BackwardRoute &route, int arch, const RequestedGr
 void divide_helpers(const fdm_problem &p, const RouteTable &table, const Alignment &alignment, BackwardRoute *route) {
   const KeyDivision &keys = route->division;
   const int64_t sums = (is_varlen(p) ? 1 : p.batch) * p.kv_heads * route->bias_heads * total_keys(p);
-  route->statistics_division = statistics_division(p, table, alignment);
+  route->statistics_division = statistics_division(p, table);
   if (route->wants_key_gradients) {
     PreparationWork &work = route->preparation;
     const int64_t lists =
@@ -524,11 +524,8 @@ BackwardRoute backward_route(const fdm_problem &p, const DeviceFacts &device, co
   route.wants_bias_sums = wanted.dbias && sums_bias_of_keys(p);
   route.wants_dkdv = wanted.dk || wanted.dv;
   route.wants_key_gradients = route.wants_dkdv || route.wants_bias_sums;
-  route.inputs_aligned = alignment.inputs;
-  route.dout_aligned = alignment.dout;
-  route.general = has_query_rows(p.bias) || !alignment.inputs || !alignment.dout;
-  const bool fused =
-      alignment.inputs && alignment.dout && wanted.dq && route.wants_key_gradients && may_fuse(p, device);
+  route.general = has_query_rows(p.bias);
+  const bool fused = wanted.dq && route.wants_key_gradients && may_fuse(p, device);
   route.head_dim = backward_head_dim(p, device, route.general && !fused);
   route.value_dim = device.value_instantiation(p, route.head_dim);
   lay_out(p, KeyChoice(p, device, fused, route.head_dim), own_bias_heads(p), &route);
@@ -590,9 +587,7 @@ BackwardRoute key_mass_route(const fdm_problem &p, const DeviceFacts &device, co
     return route;
   }
   route.wants_bias_sums = route.wants_key_gradients = true;
-  route.inputs_aligned = route.dout_aligned = alignment.inputs;
-  route.general = !alignment.inputs;
-  route.head_dim = device.instantiation(p, route.general);
+  route.head_dim = device.instantiation(p, false);
   lay_out(p, KeyChoice(p, device, false, route.head_dim), int32_t(group_size(p)), &route);
   route.key_kernel = key_kernel(p, device, route, false);
   if (route.key_kernel == KeyKernel::wgmma) {
@@ -601,9 +596,7 @@ BackwardRoute key_mass_route(const fdm_problem &p, const DeviceFacts &device, co
   }
   route.scheduled = route.division.parts == 0;
   route.key_launches = key_launches(route, device.built->tile_arch, {});
-  Alignment rows = alignment;
-  rows.out = rows.dout = alignment.inputs; // Q is read in place of O and dO
-  divide_helpers(p, *device.table, rows, &route);
+  divide_helpers(p, *device.table, alignment, &route);
   list_launches(&route, {});
   return route;
 }

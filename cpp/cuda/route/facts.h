@@ -56,12 +56,6 @@ constexpr int kSmLimit = 256;
 // Facts that stand for every device of an architecture when the device is unknown.
 inline DeviceFacts any_device(const BuiltFor &built) { return {&built, &route_table(built.tile_arch), kSmLimit}; }
 
-// Whether `count` neighbours of a row, which have `bytes` bytes, can be copied at a time.
-inline bool rows_have_chunks(const fdm_tensor &t, int64_t count, int64_t bytes) {
-  bool aligned = reinterpret_cast<uintptr_t>(t.data) % bytes == 0 && t.stride[3] == 1;
-  for (int d = 0; d < 3; ++d) aligned &= t.shape[d] <= 1 || t.stride[d] % count == 0;
-  return aligned;
-}
 // Whether the rows of a (B, rows, heads, D) tensor can be copied 16 bytes at a time.
 inline bool rows_are_aligned(const fdm_tensor &t, int64_t head_dim) {
   return head_dim % 8 == 0 && rows_have_chunks(t, 8, 16);

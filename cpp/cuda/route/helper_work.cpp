@@ -21,18 +21,17 @@ CombineWork combine_work(const fdm_problem &p, const RouteTable &table, const Al
 
 int64_t StatisticsDivision::rows_at_once() const { return kStatisticsThreads / lanes; }
 int64_t StatisticsDivision::units(int64_t batches) const {
-  return ceil_div(batches * batch_rows, rows_at_once() * statistics_rows(aligned));
+  return ceil_div(batches * batch_rows, rows_at_once() * kStatisticsRows);
 }
 int64_t StatisticsDivision::blocks(int64_t batches) const {
   return std::max(std::min(units(batches), wanted_blocks), units(batches) / max_units);
 }
 
-// The lanes of an aligned row read up to 128 elements at once.
-StatisticsDivision statistics_division(const fdm_problem &p, const RouteTable &table, const Alignment &alignment) {
-  const bool aligned = alignment.out && alignment.dout;
-  const int32_t lanes = !aligned ? 8 : p.head_dim <= 32 ? 4 : p.head_dim <= 64 ? 8 : 16;
+// The lanes of a row read up to 128 elements at once.
+StatisticsDivision statistics_division(const fdm_problem &p, const RouteTable &table) {
+  const int32_t lanes = p.head_dim <= 32 ? 4 : p.head_dim <= 64 ? 8 : 16;
   const int64_t batches = is_varlen(p) ? 1 : p.batch;
-  return {lanes, aligned, batches, total_rows(p) * p.heads, table.statistics_blocks, table.statistics_units};
+  return {lanes, batches, total_rows(p) * p.heads, table.statistics_blocks, table.statistics_units};
 }
 
 ReductionWork reduction_work(int64_t elements, bool by_block) {

@@ -40,7 +40,6 @@ CombineWork combine_work(const fdm_problem &p, const RouteTable &table, const Al
 // make_statistics.cuh: thread blocks go through units, which are rows of all heads.
 struct StatisticsDivision {
   int32_t lanes;               // threads per row
-  bool aligned;                // rows of O and dO are read 16 bytes at a time
   int64_t batches, batch_rows; // batch elements, and the rows of each
   int64_t wanted_blocks, max_units;
 
@@ -50,8 +49,8 @@ struct StatisticsDivision {
 };
 constexpr int kStatisticsThreads = 512;
 // Rows of a unit for each thread, whose loads are in flight together.
-constexpr int statistics_rows(bool aligned) { return aligned ? 2 : 1; }
-StatisticsDivision statistics_division(const fdm_problem &p, const RouteTable &table, const Alignment &alignment);
+constexpr int kStatisticsRows = 2;
+StatisticsDivision statistics_division(const fdm_problem &p, const RouteTable &table);
 
 // prepare.cu: thread blocks for each task besides the statistics.
 struct PreparationWork {

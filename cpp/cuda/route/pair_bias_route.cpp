@@ -52,18 +52,17 @@ struct PairBiasChoice {
     facts.shares_mask = shares_mask(p, facts.batches, facts.heads);
     facts.bias_chunks = alignment.bias_chunks;
     facts.mask_chunks = alignment.mask_chunks;
-    facts.aligned = alignment.inputs;
   }
 
   int64_t sources() const { return facts.sources(); }
   int64_t mask_sources() const { return facts.shares_mask ? sources() : 1; }
 
-  bool has_sm90_tiles() const { return facts.aligned && has_sm90_sizes(p, device); }
+  bool has_sm90_tiles() const { return has_sm90_sizes(p, device); }
 
   // Whether the small-tile kernels (few rows and keys) serve a problem. They require that at least half of a tile is
   // used, and enough sources for the SMs.
   bool has_small_tiles() const {
-    if (!device.has_wgmma() || p.softcap > 0 || !facts.aligned) return false;
+    if (!device.has_wgmma() || p.softcap > 0) return false;
     if (p.head_dim > kSmallTileHeadDim || sm90_head_dim != kSmallTileHeadDim) return false;
     return p.queries <= kSmallTile && p.keys <= kSmallTile && 2 * p.queries * p.keys >= kSmallTile * kSmallTile &&
            facts.batches > 1 && group_size(p) == 1 && p.batch * p.heads >= table.small_tile_sources;
@@ -542,7 +541,7 @@ void choose_pair_bias_backward(BackwardRoute *route, const fdm_problem &p, const
   PairBiasBackwardRoute &pair_bias = route->pair_bias;
   pair_bias.facts = choice.facts;
   pair_bias.writes_dbias = wanted.dbias && choice.sources() == 1;
-  pair_bias.fused = choice.may_fuse() && alignment.dout && alignment.out && wanted.dq && (wanted.dk || wanted.dv);
+  pair_bias.fused = choice.may_fuse() && wanted.dq && (wanted.dk || wanted.dv);
   if (pair_bias.fused) {
     pair_bias.fused_launches = choice.fused_launches(device.sms);
     if (pair_bias.fused_launches.work.small_tiles || pair_bias.fused_launches.work.clusters)
@@ -577,7 +576,7 @@ void choose_pair_bias_backward(BackwardRoute *route, const fdm_problem &p, const
   }
   if (pair_bias.wants_dbias && !pair_bias.dbias.undivided && pair_bias.dbias.blocks > 1)
     pair_bias.dbias_sum = {pair_bias.dbias.blocks - 1, device.table->dbias_sum_divisions};
-  pair_bias.statistics_division = statistics_division(p, *device.table, alignment);
+  pair_bias.statistics_division = statistics_division(p, *device.table);
   if (!keeps_deltas) {
     rest = std::max(rest, choice.deltas_bytes());
     pair_bias.deltas = {parts.bytes, choice.deltas_bytes()};

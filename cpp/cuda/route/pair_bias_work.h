@@ -30,7 +30,6 @@ struct PairBiasFacts {
   int32_t batches, heads;        // sequences and query heads that share an element of the bias
   bool shares_mask;              // the sources of a bias share the per-query mask or the intervals
   bool bias_chunks, mask_chunks; // rows can be copied 16 bytes at a time
-  bool aligned;                  // rows_are_aligned for q, k and v
 
   int64_t sources() const { return int64_t(batches) * heads; }
 };

@@ -245,10 +245,9 @@ struct BackwardRoute {
   bool wants_dkdv;              // dK or dV
   bool wants_key_gradients;     // dK, dV or the gradient of a per-key bias
   bool scheduled;               // a kernel divides the key blocks into parts
-  bool general;                 // unaligned rows, or a per-query bias
-  bool inputs_aligned, dout_aligned;
-  int32_t bias_heads; // bias heads of a KV head: 1, or the group size
-  int64_t blocks;     // thread blocks of the dQ kernel
+  bool general;                 // a per-query bias
+  int32_t bias_heads;           // bias heads of a KV head: 1, or the group size
+  int64_t blocks;               // thread blocks of the dQ kernel
   KeyDivision division;
   SegmentWork segments;
   QuerySumWork query_sums;

@@ -10,8 +10,8 @@
 
 namespace fdm::cuda {
 
-// The general kernel also serves rows that cannot be copied 16 bytes at a time, and a bias per query. Both are rare
-// and need much code.
+// The general kernels serve a bias per query, which needs much code. In the forward pass, they also serve rows that
+// cannot be copied 16 bytes at a time.
 enum class TileKind { usual, general };
 
 constexpr int shared_limit(int arch) {

@@ -42,7 +42,6 @@ inline void store_global_16(void *gmem, const uint32_t (&words)[4]) {
 
 inline void store_shared(uint32_t smem, uint32_t value) { emulated::at<uint32_t>(smem) = value; }
 inline void store_shared(uint32_t smem, uint4 words) { emulated::at<uint4>(smem) = words; }
-inline void store_shared_16(uint32_t smem, uint16_t value) { emulated::at<uint16_t>(smem) = value; }
 inline uint4 load_shared_16_bytes(uint32_t smem) { return emulated::at<uint4>(smem); }
 inline uint16_t load_shared_2_bytes(uint32_t smem) { return emulated::at<uint16_t>(smem); }
 

@@ -90,7 +90,11 @@ class PackBackend(Backend):
 
     def rest_bytes(self, inputs: AttentionInputs) -> int:
         """Return the padded size of out's residual; 0 if no gradient or no kernel needs it."""
-        return _padded(out_rest_bytes(inputs)) if self.pack.wants_out_rest else 0
+        size = out_rest_bytes(inputs) if self.pack.wants_out_rest else 0
+        if not size:
+            return 0
+        columns, elements = inputs.value.shape[-1], max(1, self.pack.row_bytes // 2)
+        return _padded(size // columns * (-(-columns // elements) * elements))
 
     def make_plan(self, inputs: AttentionInputs, *, zeroed: bool) -> Tensor:
         """Convert the mask to columns."""

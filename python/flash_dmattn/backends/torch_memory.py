@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Calls of the core in memory that torch allocates.
 
-They serve torch before 2.10, whose tensors the core cannot read. They also serve calls whose
-allocation fails in the core, so that torch raises its own error.
+They serve torch before 2.10, whose tensors the core cannot read, and calls whose rows kernels
+cannot read: of those they copy query, key, value, and in the backward pass out and dout, with zeros
+up to the next head dimension that kernels can read. They also serve calls whose allocation fails in
+the core, so that torch raises its own error.
 """
 
 from __future__ import annotations
 
 import mmap
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from flash_dmattn import _core
 from flash_dmattn.record import (
@@ -50,6 +53,8 @@ CORE_READS_TENSORS = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
 _PAGED_BYTES = 1 << 17
 _DLPACK_DEVICES = {"cpu": 1, "cuda": 2}
 
+_Inputs = TypeVar("_Inputs", AttentionInputs, KeyListInputs)
+
 
 def make_plan(pack: _core.Pack, threads: int, inputs: AttentionInputs, *, zeroed: bool) -> Tensor:
     """Convert the mask to columns."""
@@ -78,12 +83,12 @@ def attend(
     pack: _core.Pack, threads: int, inputs: AttentionInputs, *, need_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Compute `_core.Call.attend` in memory that torch allocates."""
-    inputs = _with_aligned_rows(inputs)
-    problem, plan = _problem(pack, threads, inputs), inputs.given_plan
+    columns, plan = inputs.value.shape[-1], inputs.given_plan
+    problem, inputs = _readable_problem(_problem, pack, threads, inputs, for_backward=False)
     out, lse = _out(inputs), _lse(inputs) if need_lse else None
     scratch = _scratch(problem.attend_bytes(need_lse, plan is not None), out.device)
     problem.attend(to_core(out), to_core(lse), to_core(plan), to_core(scratch))
-    return out, lse
+    return _first_columns(out, columns), lse
 
 
 def keep(
@@ -96,8 +101,8 @@ def keep(
         zeroed: size in bytes of the kept data, which is zeroed first. None: as needed.
     """
     tensors: tuple[Any, ...] = inputs[: ATTENTION.tensor_count]
-    inputs = _with_aligned_rows(inputs)
-    problem, plan = _problem(pack, threads, inputs), inputs.given_plan
+    columns, plan = inputs.value.shape[-1], inputs.given_plan
+    problem, inputs = _readable_problem(_problem, pack, threads, inputs, for_backward=True)
     out, lse = _out(inputs), _lse(inputs)
     if zeroed is None:
         kept = _scratch(problem.kept_bytes(True, plan is not None), out.device)
@@ -108,7 +113,7 @@ def keep(
         work = max(work, problem.plan_workspace_bytes)
     arguments = (out, lse, plan, kept, _scratch(work, out.device))
     problem.keep(*map(to_core, arguments))
-    return (*tensors, out, lse, kept)
+    return (*tensors, _first_columns(out, columns), lse, kept)
 
 
 def backward(
@@ -125,14 +130,8 @@ def backward(
         operands: the gradients of out and lse, then out, lse and the other kept data.
         wanted: names of fields.
     """
-    if inputs.value.shape[-1] != inputs.key.shape[-1]:
-        inputs, operands = (
-            _with_aligned_rows(inputs),
-            (_aligned(operands[0]), *operands[1:]),
-        )
-        wanted = computed_gradients(inputs, wanted)
-    problem = _problem(pack, threads, inputs)
-    return _differentiate(problem, inputs, operands, wanted, inputs.given_plan)
+    wanted = computed_gradients(inputs, wanted)
+    return _differentiate(_problem, pack, threads, inputs, operands, wanted, inputs.given_plan)
 
 
 def computed_gradients(inputs: AttentionInputs, wanted: tuple[str, ...]) -> tuple[str, ...]:
@@ -147,7 +146,8 @@ def computed_gradients(inputs: AttentionInputs, wanted: tuple[str, ...]) -> tupl
 
 def key_mass(pack: _core.Pack, threads: int, inputs: AttentionInputs, lse: Tensor) -> Tensor:
     """Return the sum of each key's probabilities."""
-    problem, device, plan = _problem(pack, threads, inputs), lse.device, inputs.given_plan
+    problem, inputs = _readable_problem(_problem, pack, threads, inputs, for_backward=True)
+    device, plan = lse.device, inputs.given_plan
     if plan is None and problem.plan_bytes:
         plan = make_plan(pack, threads, inputs, zeroed=False)
     mass = torch.empty(mass_shape(inputs), dtype=torch.float32, device=device)
@@ -160,14 +160,16 @@ def list_forward(
     pack: _core.Pack, threads: int, inputs: KeyListInputs, out_rest: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse of a call that lists the keys of each query, and write out_rest."""
-    problem, call = _list_problem(pack, threads, inputs), inputs.without_lists()
+    columns, keeps = inputs.value.shape[-1], out_rest is not None
+    problem, inputs = _readable_problem(_list_problem, pack, threads, inputs, for_backward=keeps)
+    call = inputs.without_lists()
     out, lse = _out(call), _lse(call)
     workspace = _scratch(problem.forward_workspace_bytes, out.device)
     if out_rest is None:
         problem.forward(to_core(out), to_core(lse), None, to_core(workspace))
     else:
         problem.keep(*map(to_core, (out, lse, None, out_rest, workspace)))
-    return out, lse
+    return _first_columns(out, columns), lse
 
 
 def list_backward(
@@ -178,7 +180,7 @@ def list_backward(
     wanted: tuple[str, ...],
 ) -> Gradients:
     """Compute `backward` for a call with key lists, whose kept data is out_rest."""
-    return _differentiate(_list_problem(pack, threads, inputs), inputs, operands, wanted)
+    return _differentiate(_list_problem, pack, threads, inputs, operands, wanted)
 
 
 def describe(
@@ -277,47 +279,89 @@ def _list_problem(pack: _core.Pack, threads: int, inputs: KeyListInputs) -> _cor
     return problem
 
 
+def _readable_problem(
+    make: Callable[..., _core.Problem],
+    pack: _core.Pack,
+    threads: int,
+    inputs: _Inputs,
+    *,
+    for_backward: bool,
+) -> tuple[_core.Problem, _Inputs]:
+    """Return the problem of a call, and the call with rows that the kernels of a pass can read.
+
+    Args:
+        make: makes the problem of the next three arguments.
+        pack, threads, inputs: of the call.
+        for_backward: whether the kernels of the backward pass read the rows, too.
+    """
+    problem = make(pack, threads, inputs)
+    if not problem.needs_row_copies(for_backward):
+        return problem, inputs
+    query, key, value = (_with_readable_rows(pack, tensor) for tensor in inputs[:3])
+    inputs = inputs._replace(query=query, key=key, value=value)
+    return make(pack, threads, inputs), inputs
+
+
+def _with_readable_rows(pack: _core.Pack, tensor: Tensor) -> Tensor:
+    """Return a tensor, or a copy whose rows kernels can read: padded with zeros if need be."""
+    if pack.row_bytes == 1:
+        return tensor
+    elements = pack.row_bytes // tensor.element_size()
+    *strides, last = tensor.stride()
+    if tensor.shape[-1] % elements:
+        return pad(tensor, (0, -tensor.shape[-1] % elements))
+    is_readable = last == 1 and not any(stride % elements for stride in strides)
+    if is_readable and tensor.data_ptr() % pack.row_bytes == 0:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _first_columns(tensor: Tensor, count: int) -> Tensor:
+    return tensor if tensor.shape[-1] == count else tensor[..., :count].contiguous()
+
+
 def _differentiate(
-    problem: _core.Problem,
-    inputs: AttentionInputs | KeyListInputs,
+    make: Callable[..., _core.Problem],
+    pack: _core.Pack,
+    threads: int,
+    inputs: _Inputs,
     operands: tuple[Tensor | None, ...],
     wanted: tuple[str, ...],
     plan: Tensor | None = None,
 ) -> Gradients:
+    """Return the wanted gradients; see `backward` and `_readable_problem`."""
+    columns = {"query": inputs.query.shape[-1], "key": inputs.key.shape[-1]}
+    columns["value"] = inputs.value.shape[-1]
+    problem, inputs = _readable_problem(make, pack, threads, inputs, for_backward=True)
+    dout, dlse, out, lse, kept = operands
+    assert dout is not None
+    assert out is not None
+    dout, out = (_with_readable_rows(pack, tensor) for tensor in (dout, out))
     gradients: Gradients = {}
     for name in wanted:
         like: Tensor = getattr(inputs, name)
         gradients[name] = torch.empty_like(like, memory_format=torch.contiguous_format)
     workspace = _scratch(problem.backward_workspace_bytes, inputs.query.device)
-    dout, dlse, out, lse, kept = map(to_core, operands)
     written_fields = {name: to_core(gradient) for name, gradient in gradients.items()}
-    problem.backward(dout, dlse, out, lse, written_fields, to_core(plan), to_core(workspace), kept)
+    problem.backward(
+        to_core(dout),
+        to_core(dlse),
+        to_core(out),
+        to_core(lse),
+        written_fields,
+        to_core(plan),
+        to_core(workspace),
+        to_core(kept),
+    )
+    for name, count in columns.items():
+        if name in gradients:
+            gradients[name] = _first_columns(gradients[name], count)
     return gradients
 
 
 def _out(inputs: AttentionInputs) -> Tensor:
     query = inputs.query
     return torch.empty(out_shape(inputs), dtype=query.dtype, device=query.device)
-
-
-def _with_aligned_rows(inputs: AttentionInputs) -> AttentionInputs:
-    """Copy tensors of a call with narrow values whose row alignment kernels cannot load.
-
-    A value without rows is left to the core, whose error names the required shape.
-    """
-    width = inputs.value.shape[-1:]
-    if width == inputs.key.shape[-1:] or not width:
-        return inputs
-    query, key, value = map(_aligned, inputs[:3])
-    return inputs._replace(query=query, key=key, value=value)
-
-
-def _aligned(tensor: Any) -> Any:
-    *strides, last = tensor.stride()
-    step = 16 // tensor.element_size()
-    if last == 1 and tensor.data_ptr() % 16 == 0 and not any(stride % step for stride in strides):
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _lse(inputs: AttentionInputs) -> Tensor:

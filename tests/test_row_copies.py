@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Rows that kernels of GPUs cannot copy 16 bytes at a time: copies of them give the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_dmattn import IntervalMask, _core, flash_dmattn_func, flash_dmattn_varlen_func, loader
+from flash_dmattn.backends import torch_memory
+from good_arguments import on_device
+from support import LargestStorage, Target, core_without_allocator, rand_bool, randn
+
+NAMES = ("query", "key", "value")
+BOUNDS = torch.tensor([0, 60, 61, 150], dtype=torch.int32)
+PACKED = {
+    "cu_seqlens_q": BOUNDS,
+    "cu_seqlens_k": BOUNDS,
+    "max_seqlen_q": 89,
+    "max_seqlen_k": 89,
+    "is_causal": True,
+}
+# Options of a call of 150 queries and keys, or of one query.
+CALLS: dict[str, dict[str, Any]] = {
+    "plain": {"is_causal": True},
+    "bias and sink": {"attn_bias": randn(2, 2, 1, 150), "sink": randn(4)},
+    "selection": {"attn_bias": randn(2, 2, 1, 150), "window_size": 40, "is_causal": True},
+    "bias per query": {"attn_bias": randn(1, 2, 150, 150), "softcap": 3.0},
+    "mask per query": {"attn_mask": rand_bool(2, 2, 150, 150)},
+    "intervals": {"attn_mask": IntervalMask.sliding_window(20, 3, 150, 150)},
+    "lists": {"key_indices": torch.randint(-9, 160, (2, 1, 150, 30), dtype=torch.int32)},
+    "lists with a bias": {
+        "key_indices": torch.randint(-9, 160, (2, 2, 150, 30), dtype=torch.int32),
+        "attn_bias": randn(2, 2, 1, 150),
+        "index_bias": randn(2, 2, 150, 30),
+    },
+    "packed": PACKED,
+    "packed selection": PACKED | {"attn_bias": randn(2, 1, 150), "window_size": 20},
+    "one query": {"is_causal": True, "attn_mask": rand_bool(2, 150)},
+}
+# Forms of a tensor with the same values.
+ROWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "columns apart": lambda t: torch.stack([t, t], -1).flatten(-2)[..., ::2],
+    "one element behind": lambda t: torch.cat([t[..., :1], t], -1)[..., 1:],
+    "columns last but one": lambda t: t.transpose(-1, -2).contiguous().transpose(-1, -2),
+}
+
+
+def states_of(call: str, target: Target, head_dim: int) -> dict[str, Tensor]:
+    rows: tuple[int, ...] = (150,) if "cu_seqlens_q" in CALLS[call] else (2, 150)
+    queries = (2, 1) if call == "one query" else rows
+    shapes = {"query": (*queries, 4, head_dim), "key": (*rows, 2, head_dim)}
+    shapes["value"] = shapes["key"]
+    made = {name: randn(*shape, seed=n) for n, (name, shape) in enumerate(shapes.items())}
+    return on_device(target, made)
+
+
+def results(
+    target: Target, call: str, states: dict[str, Tensor], dout: Tensor, **options: Any
+) -> tuple[Tensor, ...]:
+    """Return out, lse and the gradients; gradients of lists have no fixed order."""
+    given = on_device(target, CALLS[call]) | options
+    ordered = {} if "lists" in call else {"deterministic": True}
+    function = flash_dmattn_varlen_func if "cu_seqlens_q" in given else flash_dmattn_func
+    leaves = {name: state.detach().requires_grad_() for name, state in states.items()}
+    if "attn_bias" in given:
+        leaves["attn_bias"] = given["attn_bias"].detach().requires_grad_()
+    out, lse = function(**{**given, **leaves}, **ordered, return_lse=True, backend=target.backend)
+    return (out, lse, *torch.autograd.grad(out, list(leaves.values()), dout))
+
+
+def assert_same(call: str, found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
+    tolerance = 2e-2 if "lists" in call else 0.0
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("call", CALLS)
+def test_rows_of_any_form(pack_target: Target, call: str, rows: str) -> None:
+    states = states_of(call, pack_target, 32)
+    dout = randn(*states["query"].shape, seed=7).to(states["query"])
+    wanted = results(pack_target, call, states, dout)
+    others = {name: ROWS[rows](state) for name, state in states.items()}
+    assert_same(call, results(pack_target, call, others, ROWS[rows](dout)), wanted)
+    assert_same(call, results(pack_target, call, states, ROWS[rows](dout)), wanted)
+    with core_without_allocator():
+        assert_same(call, results(pack_target, call, others, dout), wanted)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_an_expanded_gradient(pack_target: Target, call: str) -> None:
+    states = states_of(call, pack_target, 32)
+    ones = torch.ones_like(states["query"])
+    wanted = results(pack_target, call, states, ones)
+    assert_same(call, results(pack_target, call, states, ones.new_ones(()).expand_as(ones)), wanted)
+
+
+@pytest.mark.parametrize("head_dim", [1, 20, 31])
+@pytest.mark.parametrize("call", CALLS)
+def test_head_dimensions_between_multiples_of_eight(
+    pack_target: Target, call: str, head_dim: int
+) -> None:
+    states = states_of(call, pack_target, head_dim)
+    dout = randn(*states["query"].shape, seed=7).to(states["query"])
+    scale = {"softmax_scale": head_dim**-0.5}
+    padding = (0, -head_dim % 8)
+    padded = {name: torch.nn.functional.pad(state, padding) for name, state in states.items()}
+    padded_dout = torch.nn.functional.pad(dout, padding)
+    found = results(pack_target, call, states, dout, **scale)
+    wanted = results(pack_target, call, padded, padded_dout, **scale)
+    cut = [t if t.shape[-1] != padded_dout.shape[-1] else t[..., :head_dim] for t in wanted]
+    if pack_target.has_kernels_of_gpu:
+        assert_same(call, found, tuple(cut))
+    for one, other in zip(found, cut, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("head_dim", [16, 20])
+def test_compiled_calls(pack_target: Target, head_dim: int) -> None:
+    states = states_of("bias and sink", pack_target, head_dim)
+    options = on_device(pack_target, CALLS["bias and sink"])
+    leaves = [ROWS["columns apart"](state).requires_grad_() for state in states.values()]
+
+    def call(*leaves: Tensor) -> Tensor:
+        return flash_dmattn_func(
+            *leaves, **options, is_causal=True, deterministic=True, backend=pack_target.backend
+        )
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    (got, *got_gradients), (want, *want_gradients) = (
+        (out, *torch.autograd.grad(out.square().sum(), leaves))
+        for out in (compiled(*leaves), call(*leaves))
+    )
+    for one, other in zip((got, *got_gradients), (want, *want_gradients), strict=True):
+        torch.testing.assert_close(one, other, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("head_dim", [15, 16])
+def test_the_keys_of_one_query_are_not_copied(pack_target: Target, head_dim: int) -> None:
+    query, key, value = (
+        ROWS["columns apart"](randn(1, rows, 2, head_dim, dtype=pack_target.dtypes[-1])).to(
+            pack_target.device
+        )
+        for rows in (1, 5000, 5000)
+    )
+    with LargestStorage() as largest:
+        flash_dmattn_func(query, key, value, backend=pack_target.backend)
+    assert largest.bytes < key.nbytes
+
+
+@pytest.mark.parametrize("name", [*NAMES, "dout"])
+def test_the_pack_refuses_rows_that_it_cannot_copy(pack_target: Target, name: str) -> None:
+    """Calls never get there."""
+    pack = loader.pack_for(pack_target.device)
+    if pack.row_bytes == 1:
+        pytest.skip("the pack reads any rows")
+    tensors = states_of("plain", pack_target, 16)
+    tensors["dout"] = torch.zeros_like(tensors["query"])
+    out, lse = torch.zeros_like(tensors["query"]), torch.zeros(2, 4, 150, device=pack_target.device)
+    tensors[name] = ROWS["columns apart"](tensors[name])
+    dout, stream = tensors.pop("dout"), torch_memory._stream(out)
+    problem = _core.Problem(pack, **tensors, scale=0.25, causal=True, stream=stream)
+    assert problem.needs_row_copies(True) is (name != "dout")
+    size = problem.backward_workspace_bytes
+    workspace = torch.empty(size, dtype=torch.uint8, device=pack_target.device)
+    words = f"rows of {name if name == 'dout' else name[0]} cannot be copied 16 bytes at a time"
+    with pytest.raises(NotImplementedError, match=words):
+        problem.backward(dout, None, out, lse, {"query": torch.empty_like(out)}, None, workspace)
