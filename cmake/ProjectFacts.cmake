@@ -5,6 +5,10 @@ include_guard(GLOBAL)
 
 set(FDM_ROOT "${CMAKE_CURRENT_LIST_DIR}/..")
 cmake_path(NORMAL_PATH FDM_ROOT)
+if(NOT CMAKE_SCRIPT_MODE_FILE)
+  set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS
+    "${FDM_ROOT}/pyproject.toml" "${FDM_ROOT}/cpp/pack.h")
+endif()
 
 # fdm_read_version(<full> <numbers>)
 #   Sets <full> to the version in pyproject.toml, such as 2.0.0a1, and <numbers> to its leading numbers, 2.0.0, since
