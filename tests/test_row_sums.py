@@ -215,7 +215,8 @@ def test_lists_of_a_graph_without_gradients(
     check(CASES["lists"], torch.bfloat16, pack_target)
 
 
-KERNELS = {"general", "usual", "decode", "direct"}
+# Calls that keep the residual of out have aligned rows and no bias per query, which `general` serves.
+KERNELS = {"usual", "decode", "direct"}
 HOPPER_KERNELS = KERNELS | {"persistent", "boxes", "small_tiles", "small_boxes"}
 
 
