@@ -76,7 +76,7 @@ static inline int32_t check_rows(const fdm_tensor &t, const char *name, const Pa
                                  const Message &message) {
   const int64_t count = limits.row_bytes / 2;
   if (limits.row_bytes == 1 || (t.shape[3] % count == 0 && rows_have_chunks(t, count, limits.row_bytes))) return FDM_OK;
-  return message.fail(FDM_UNSUPPORTED, "rows of %s cannot be copied %d bytes at a time", name, limits.row_bytes);
+  return message.fail(FDM_INVALID_ARGUMENT, "rows of %s cannot be copied %d bytes at a time", name, limits.row_bytes);
 }
 static inline int32_t check_input_rows(const fdm_problem &p, const PackLimits &limits, const Message &message) {
   if (int32_t status = check_rows(p.q, "q", limits, message)) return status;

@@ -215,7 +215,7 @@ def test_lists_of_a_graph_without_gradients(
     check(CASES["lists"], torch.bfloat16, pack_target)
 
 
-# Calls that keep the residual of out have aligned rows and no bias per query, which `general` serves.
+# Calls that keep the residual of out have aligned rows and no bias per query, unlike `general`'s.
 KERNELS = {"usual", "decode", "direct"}
 HOPPER_KERNELS = KERNELS | {"persistent", "boxes", "small_tiles", "small_boxes"}
 

@@ -309,7 +309,8 @@ def _with_readable_rows(pack: _core.Pack, tensor: Tensor) -> Tensor:
     elements = pack.row_bytes // tensor.element_size()
     *strides, last = tensor.stride()
     if tensor.shape[-1] % elements:
-        return pad(tensor, (0, -tensor.shape[-1] % elements))
+        # Of a tensor in channels_last order, pad returns another one.
+        return pad(tensor, (0, -tensor.shape[-1] % elements)).contiguous()
     is_readable = last == 1 and not any(stride % elements for stride in strides)
     if is_readable and tensor.data_ptr() % pack.row_bytes == 0:
         return tensor
