@@ -210,6 +210,12 @@ inline bool rows_have_chunks(const fdm_tensor &t, int64_t count, int64_t bytes) 
   return aligned;
 }
 
+// Whether the forward pass takes rows that fdm_pack.row_bytes excludes.
+FDM_INLINE bool forward_takes_any_rows(const fdm_problem &p) {
+  const bool few_rows = p.batch == 0 || p.queries <= 1 || p.keys == 0;
+  return (few_rows || present(p.block_table)) && p.v.shape[3] == p.head_dim;
+}
+
 // The (query, key) matrix of a mask or bias for query head h of a sequence. Row and key indices count from the start
 // of the sequence. A dimension of size 1 is broadcast.
 FDM_INLINE Matrix score_matrix(const fdm_problem &p, const fdm_tensor &t, const Sequence &s, int64_t h,

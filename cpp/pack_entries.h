@@ -200,8 +200,7 @@ private:
       return message.fail(FDM_UNSUPPORTED, "paged keys have no key mass");
     if (pass == FDM_PASS_KEY_MASS && Pack::kKeyMassBiases != FDM_KEY_MASS_ALL && has_query_rows(p.bias))
       return message.fail(FDM_UNSUPPORTED, "no kernel computes the key mass with a bias for each query");
-    const bool has_any_rows = (p.queries <= 1 || present(p.block_table)) && p.v.shape[3] == p.head_dim;
-    if (pass != FDM_PASS_PLAN && !(pass == FDM_PASS_FORWARD && has_any_rows))
+    if (pass != FDM_PASS_PLAN && !(pass == FDM_PASS_FORWARD && forward_takes_any_rows(p)))
       if (int32_t status = check_input_rows(p, Pack::kLimits, message)) return status;
     if (has_mask_blocks(p)) {
       if (!Pack::kPlansBlocks || pass == FDM_PASS_PLAN)

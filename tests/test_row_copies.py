@@ -158,6 +158,25 @@ def test_the_keys_of_one_query_are_not_copied(pack_target: Target, head_dim: int
     assert largest.bytes < key.nbytes
 
 
+@pytest.mark.parametrize("bounds", [(0,), (0, 150), (0, 0, 150)], ids=str)
+def test_pages_of_no_keys(pack_target: Target, bounds: tuple[int, ...]) -> None:
+    """Such a block_table has no memory."""
+    states = states_of("packed", pack_target, 32)
+    query = ROWS["columns apart"](states["query"][: bounds[-1]])
+    key, value = (
+        ROWS["columns apart"](states[name].view(15, 10, 2, 32)) for name in ("key", "value")
+    )
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=query.device)
+    table = cu_seqlens.new_zeros(len(bounds) - 1, 0)
+    given = {"block_table": table, "max_seqlen_q": 150, "max_seqlen_k": 0}
+    bounds_of = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": torch.zeros_like(cu_seqlens)}
+    out, lse = flash_dmattn_varlen_func(
+        query, key, value, **bounds_of, **given, return_lse=True, backend=pack_target.backend
+    )
+    assert not out.any()
+    assert (lse == -torch.inf).all()
+
+
 @pytest.mark.parametrize("name", [*NAMES, "dout"])
 def test_the_pack_refuses_rows_that_it_cannot_copy(pack_target: Target, name: str) -> None:
     """Calls never get there."""

@@ -3,6 +3,7 @@
 // The accepted shapes of masks, biases and intervals, and their 4-D forms in pack.h.
 #pragma once
 
+#include "../indexing.h"
 #include "checks.h"
 
 namespace fdm {
@@ -35,9 +36,6 @@ constexpr int64_t padded(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 // An lse of this form in separate memory, and its bytes.
 int64_t lse_bytes(const Extents &extents, int32_t dtype);
 fdm_tensor contiguous_lse(void *data, const Extents &extents, int32_t dtype);
-
-// Whether a mask or bias is per query. With a single query both forms are equivalent.
-inline bool is_per_query(const fdm_tensor &scores) { return scores.shape[2] > 1; }
 
 bool is_empty(const fdm_tensor &tensor);
 bool same_shape(const fdm_tensor &a, const fdm_tensor &b);

@@ -394,8 +394,7 @@ template <class Tensor> bool has_aligned_rows(const Tensor &t, int rank, int32_t
 
 bool Problem::needs_row_copies(fdm_pass pass) const {
   const int32_t bytes = pack_.row_bytes;
-  const bool has_any_rows = (extents_.queries <= 1 || is_paged_) && !has_narrow_values();
-  if (bytes == 1 || (pass == FDM_PASS_FORWARD && has_any_rows)) return false;
+  if (bytes == 1 || (pass == FDM_PASS_FORWARD && forward_takes_any_rows(problem_))) return false;
   return problem_.head_dim % (bytes / 2) != 0 ||
          !(has_aligned_rows(problem_.q, 4, bytes) && has_aligned_rows(problem_.k, 4, bytes) &&
            has_aligned_rows(problem_.v, 4, bytes));
