@@ -204,7 +204,7 @@ typedef struct fdm_backward_args {
   fdm_tensor dq, dk, dv;  /* the shapes and dtypes of q, k, v */
   fdm_tensor dbias;       /* the shape and dtype of bias; summed in float32 or float64 over broadcast dimensions */
   fdm_tensor dsink;       /* the shape and dtype of sink */
-  fdm_tensor out_rest;    /* output of forward, any strides; or absent */
+  fdm_tensor out_rest;    /* output of forward, or absent */
   fdm_tensor dindex_bias; /* the shape and dtype of index_bias */
 } fdm_backward_args;
 

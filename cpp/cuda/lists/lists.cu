@@ -34,8 +34,7 @@ cudaError_t run_list_forward(const fdm_problem &p, const fdm_forward_args &args,
 
 cudaError_t run_list_backward(const fdm_problem &p, const fdm_backward_args &args, const DeviceFacts &device,
                               void *workspace) {
-  Alignment alignment = backward_alignment(p, args);
-  alignment.dout &= has_head_places(args.dout);
+  const Alignment alignment = backward_alignment(p, args);
   const ListRoute route = list_backward_route(p, device, alignment);
   const auto stream = static_cast<cudaStream_t>(p.context.stream);
   ListBackwardParams params{};

@@ -46,7 +46,7 @@ bool may_hold_sums(const fdm_tensor &t) {
 Alignment input_alignment(const fdm_problem &p) {
   Alignment alignment{};
   alignment.inputs = all_aligned(p.head_dim, p.q, p.k, p.v);
-  alignment.out = alignment.dout = alignment.gradients = alignment.dk_dv = alignment.strides_fit_32_bits =
+  alignment.out = alignment.dout_places = alignment.gradients = alignment.dk_dv = alignment.strides_fit_32_bits =
       alignment.row_maps = alignment.gradients_hold_sums = true;
   alignment.row_places = has_row_places(p);
   alignment.bias_chunks = has_chunks(p.bias, p.bias.dtype == FDM_FLOAT32 ? 4 : 2);
@@ -65,8 +65,7 @@ Alignment forward_alignment(const fdm_problem &p, const fdm_forward_args &args) 
 
 Alignment backward_alignment(const fdm_problem &p, const fdm_backward_args &args) {
   Alignment alignment = input_alignment(p);
-  alignment.out = all_aligned(p.head_dim, args.out, args.out_rest);
-  alignment.dout = rows_are_aligned(args.dout, p.head_dim);
+  alignment.dout_places = has_head_places(args.dout);
   alignment.dk_dv = all_aligned(p.head_dim, args.dk, args.dv);
   alignment.gradients = alignment.dk_dv && all_aligned(p.head_dim, args.dq);
   alignment.dbias_pairs = present(args.dbias) && rows_have_chunks(args.dbias, 2, 2 * dtype_size(args.dbias.dtype));

@@ -65,11 +65,16 @@ template <class... Tensors> bool all_aligned(int64_t head_dim, const Tensors &..
   return ((!present(tensors) || rows_are_aligned(tensors, head_dim)) && ...);
 }
 
-// The alignment of the tensors of a call. Alignment of the results is unknown during a workspace query.
+// Whether the byte stride of heads of a (B, rows, heads, D) tensor fits 32 bits.
+inline bool has_head_places(const fdm_tensor &t) { return 2 * t.stride[2] == int32_t(2 * t.stride[2]); }
+
+// The alignment of the tensors of a call. That of the results is unknown during a workspace query. In backward passes,
+// rows of the inputs, out and dout are always aligned.
 struct Alignment {
   bool inputs;              // rows_are_aligned for Q, K and V
-  bool out, dout;           // and for these
-  bool gradients;           // and for the requested gradients of Q, K and V
+  bool out;                 // and for out
+  bool dout_places;         // has_head_places for dout
+  bool gradients;           // rows_are_aligned for the requested gradients of Q, K and V
   bool dk_dv;               // and for dK and dV
   bool dbias_pairs;         // two neighbours of a row of dbias can be stored at once
   bool row_places;          // the strides of Q, K and V satisfy tile/row_places.cuh

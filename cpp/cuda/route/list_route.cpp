@@ -47,8 +47,6 @@ int64_t elements(const fdm_tensor &t) { return present(t) ? t.shape[0] * t.shape
 
 } // namespace
 
-bool has_head_places(const fdm_tensor &t) { return 2 * t.stride[2] == int32_t(2 * t.stride[2]); }
-
 ListRoute list_forward_route(const fdm_problem &p, const DeviceFacts &device, const Alignment &alignment) {
   ListRoute route = route_of(p, device, list_forward_tile);
   // Lookup warps read contiguous lists.
@@ -72,11 +70,9 @@ ListRoute list_backward_route(const fdm_problem &p, const DeviceFacts &device, c
   const int64_t parts = has_places && route.rows > 0 ? std::min(wanted_parts, length / kListPassEntries) : 1;
   const bool sums_in_l2 = wanted_parts <= 1 || parts > 1;
   const int64_t fewest = sums_in_l2 ? kListBackwardWgmmaHeads : kListWgmmaHeadsBeyondL2;
-  Alignment with_results = alignment;
-  with_results.out = true;
-  const bool suits_wgmma = has_list_backward_sm90(route.head_dim) && may_use_wgmma(p, device, with_results, fewest);
-  if (suits_wgmma && alignment.out && alignment.dout) take_wgmma(&route, p);
-  // The workspace is sized before out and dout exist, so the number of parts must not depend on their alignment.
+  const bool suits_wgmma = has_list_backward_sm90(route.head_dim) && may_use_wgmma(p, device, alignment, fewest);
+  if (suits_wgmma && alignment.dout_places) take_wgmma(&route, p);
+  // The workspace is sized before dout exists, so the number of parts must not depend on its strides.
   route.key_parts = suits_wgmma ? 1 : max64(1, parts);
   route.part_keys = ceil_div(p.keys, route.key_parts);
   route.pass_blocks = route.blocks;

@@ -111,9 +111,6 @@ struct ListRoute {
   }
 };
 
-// Whether the byte stride of heads of a (B, rows, heads, D) tensor fits 32 bits.
-bool has_head_places(const fdm_tensor &t);
-
 ListRoute list_forward_route(const fdm_problem &p, const DeviceFacts &device, const Alignment &alignment);
 // The workspace has room for the sums of all gradients, wanted or not.
 ListRoute list_backward_route(const fdm_problem &p, const DeviceFacts &device, const Alignment &alignment);
