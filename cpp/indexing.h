@@ -210,10 +210,13 @@ inline bool rows_have_chunks(const fdm_tensor &t, int64_t count, int64_t bytes) 
   return aligned;
 }
 
-// Whether the forward pass takes rows that fdm_pack.row_bytes excludes.
+// Whether the forward pass takes rows that fdm_pack.row_bytes excludes: where a copy of all keys would cost more than
+// slower kernels.
+constexpr int64_t kAnyRowQueries = 16;
 FDM_INLINE bool forward_takes_any_rows(const fdm_problem &p) {
-  const bool few_rows = p.batch == 0 || p.queries <= 1 || p.keys == 0;
-  return (few_rows || present(p.block_table)) && p.v.shape[3] == p.head_dim;
+  const bool is_empty = p.batch == 0 || p.keys == 0;
+  const bool reads_few = p.queries <= kAnyRowQueries || has_key_lists(p) || present(p.block_table);
+  return (is_empty || reads_few) && p.v.shape[3] == p.head_dim;
 }
 
 // The (query, key) matrix of a mask or bias for query head h of a sequence. Row and key indices count from the start

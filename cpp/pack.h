@@ -333,9 +333,9 @@ typedef struct fdm_pack {
   int32_t wants_out_rest;
   int32_t key_mass_biases; /* enum fdm_key_mass_biases */
   int32_t lists_keys;      /* enum fdm_lists */
-  /* The bytes that kernels copy at a time of rows of q, k, v, out and dout: rows begin at multiples of it, their
-   * elements are neighbours, and the head dimension is a multiple of it. Forward passes of one query or of paged keys
-   * take any rows, more slowly. 1: any rows in all passes. */
+  /* The bytes that kernels copy at a time of rows of q, k, v, out and dout: rows begin at multiples of it and have a
+   * multiple of it, and their elements are neighbours. Forward passes of empty problems, of at most 16 queries (of the
+   * longest sequence), of listed or of paged keys take any rows, more slowly. 1: any rows in all passes. */
   int32_t row_bytes;
   /* The value dimension may be any multiple of 8 up to narrow_value_dim if all of these hold: the head dimension of q
    * and k is above narrow_value_dim and at most narrow_head_dim; rows are as row_bytes asks in all passes; no bias is

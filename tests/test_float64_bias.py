@@ -414,7 +414,6 @@ def test_with_a_plan_and_probabilities(exact: Target) -> None:
 
 
 def test_the_operator_tells_what_it_returns(exact: Target) -> None:
-    # With heads of 12, the kernels do not depend on the alignment of out's gradient.
     query = randn(2, 5, 4, 12, dtype=exact.dtypes[0]).to(exact.device).requires_grad_()
     key, value = (randn(2, 5, 4, 12, dtype=query.dtype, seed=s).to(exact.device) for s in (1, 2))
     bias = far_bias(2, 4, 1, 5).to(exact.device).requires_grad_()

@@ -10,10 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_dmattn import IntervalMask, _core, flash_dmattn_func, flash_dmattn_varlen_func, loader
+import flash_dmattn
+from flash_dmattn import (
+    IntervalMask,
+    _core,
+    flash_dmattn_func,
+    flash_dmattn_varlen_func,
+    loader,
+    record,
+)
 from flash_dmattn.backends import torch_memory
 from good_arguments import on_device
-from support import LargestStorage, Target, core_without_allocator, rand_bool, randn
+from support import Target, core_without_allocator, rand_bool, randn
 
 NAMES = ("query", "key", "value")
 BOUNDS = torch.tensor([0, 60, 61, 150], dtype=torch.int32)
@@ -146,16 +154,70 @@ def test_compiled_calls(pack_target: Target, head_dim: int) -> None:
 
 
 @pytest.mark.parametrize("head_dim", [15, 16])
-def test_the_keys_of_one_query_are_not_copied(pack_target: Target, head_dim: int) -> None:
+@pytest.mark.parametrize("queries", [1, 16, 17])
+def test_few_queries_copy_no_keys(
+    pack_target: Target, queries: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if loader.pack_for(pack_target.device).row_bytes == 1:
+        pytest.skip("the pack reads any rows")
+    copies, copy = [], torch_memory._with_readable_rows
+
+    def recording(pack: _core.Pack, tensor: Tensor) -> Tensor:
+        copies.append(tensor.shape)
+        return copy(pack, tensor)
+
+    monkeypatch.setattr(torch_memory, "_with_readable_rows", recording)
+    dtype, device = pack_target.dtypes[-1], pack_target.device
     query, key, value = (
-        ROWS["columns apart"](randn(1, rows, 2, head_dim, dtype=pack_target.dtypes[-1])).to(
-            pack_target.device
-        )
-        for rows in (1, 5000, 5000)
+        ROWS["columns apart"](randn(1, rows, 2, head_dim, dtype=dtype)).to(device)
+        for rows in (queries, 500, 500)
     )
-    with LargestStorage() as largest:
-        flash_dmattn_func(query, key, value, backend=pack_target.backend)
-    assert largest.bytes < key.nbytes
+    options = {"backend": pack_target.backend}
+    lists = torch.arange(9, dtype=torch.int32, device=device).expand(1, 1, queries, 9)
+    out = flash_dmattn_func(query, key, value, **options)
+    listed = flash_dmattn_func(query, key, value, key_indices=lists, **options)
+    assert len(copies) == (3 if queries > 16 else 0)
+    plain = [tensor.contiguous() for tensor in (query, key, value)]
+    want = flash_dmattn_func(*plain, **options)
+    torch.testing.assert_close(out, want, atol=2e-2, rtol=2e-2)
+    want = flash_dmattn_func(*plain, key_indices=lists, **options)
+    torch.testing.assert_close(listed, want, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("head_dim", [16, 20])
+def test_the_attention_of_each_key_and_a_plan(pack_target: Target, head_dim: int) -> None:
+    states = states_of("plain", pack_target, head_dim)
+    mask = rand_bool(2, 150).to(pack_target.device)
+    found = []
+    for rows in ("columns apart", None):
+        given = [state if rows is None else ROWS[rows](state) for state in states.values()]
+        plan = flash_dmattn.make_plan(*given[:2], mask, backend=pack_target.backend)
+        options = {"backend": pack_target.backend, "is_causal": True}
+        found.append(flash_dmattn_func(*given, mask, return_key_mass=True, **options))
+        found[-1] += (flash_dmattn_func(*given, plan=plan, backend=pack_target.backend),)
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("columns", [15, 17, 24])
+@pytest.mark.parametrize("name", ["dout", "out"])
+def test_gradients_of_a_wrong_width_are_refused(
+    pack_target: Target, name: str, columns: int
+) -> None:
+    query, key, value = states_of("plain", pack_target, 20).values()
+    inputs = record.AttentionInputs(query, key, value, scale=0.2)
+    out, lse = flash_dmattn_func(
+        query, key, value, return_lse=True, softmax_scale=0.2, backend=pack_target.backend
+    )
+    tensors = {"dout": torch.ones_like(out), "out": out}
+    tensors[name] = out.new_ones((*out.shape[:-1], columns))
+    kept = out.new_empty(0, dtype=torch.uint8)
+    wanted = [field == "query" for field in record.ATTENTION.differentiable]
+    words = f"{name} has shape .* {columns}\\), but must have shape .* 20\\)"
+    with pytest.raises(ValueError, match=words):
+        torch.ops.flash_dmattn.attention_backward(
+            tensors["dout"], None, tensors["out"], lse, kept, *inputs, pack_target.backend, *wanted
+        )
 
 
 @pytest.mark.parametrize("bounds", [(0,), (0, 150), (0, 0, 150)], ids=str)
@@ -177,21 +239,49 @@ def test_pages_of_no_keys(pack_target: Target, bounds: tuple[int, ...]) -> None:
     assert (lse == -torch.inf).all()
 
 
-@pytest.mark.parametrize("name", [*NAMES, "dout"])
+@pytest.mark.parametrize("name", [*NAMES, "dout", "out"])
 def test_the_pack_refuses_rows_that_it_cannot_copy(pack_target: Target, name: str) -> None:
-    """Calls never get there."""
+    """The core copies such rows before."""
     pack = loader.pack_for(pack_target.device)
     if pack.row_bytes == 1:
         pytest.skip("the pack reads any rows")
     tensors = states_of("plain", pack_target, 16)
-    tensors["dout"] = torch.zeros_like(tensors["query"])
-    out, lse = torch.zeros_like(tensors["query"]), torch.zeros(2, 4, 150, device=pack_target.device)
+    tensors["dout"], tensors["out"] = (torch.zeros_like(tensors["query"]) for _ in range(2))
+    lse = torch.zeros(2, 4, 150, device=pack_target.device)
     tensors[name] = ROWS["columns apart"](tensors[name])
-    dout, stream = tensors.pop("dout"), torch_memory._stream(out)
+    dout, out = tensors.pop("dout"), tensors.pop("out")
+    stream = torch_memory._stream(out)
     problem = _core.Problem(pack, **tensors, scale=0.25, causal=True, stream=stream)
-    assert problem.needs_row_copies(True) is (name != "dout")
+    assert problem.needs_row_copies(True) is (name in NAMES)
     size = problem.backward_workspace_bytes
     workspace = torch.empty(size, dtype=torch.uint8, device=pack_target.device)
-    words = f"rows of {name if name == 'dout' else name[0]} cannot be copied 16 bytes at a time"
+    words = f"rows of {name[0] if name in NAMES else name} cannot be copied 16 bytes at a time"
     with pytest.raises(ValueError, match=words):
         problem.backward(dout, None, out, lse, {"query": torch.empty_like(out)}, None, workspace)
+
+
+def test_compiled_lists_of_queries_that_data_choose(pack_target: Target) -> None:
+    """The size of what such a call keeps has no number until the call runs."""
+    states = states_of("packed", pack_target, 32)
+    query, key, value = (state[:40].requires_grad_() for state in states.values())
+    chosen = torch.arange(40, device=query.device) % 3 == 0
+    lists = torch.arange(40, dtype=torch.int32, device=query.device).expand(1, 40, 40)
+    bias = randn(1, 1, 40).to(query.device)
+    bounds = {
+        "cu_seqlens_q": torch.tensor([0, 14], dtype=torch.int32, device=query.device),
+        "cu_seqlens_k": torch.tensor([0, 40], dtype=torch.int32, device=query.device),
+        "max_seqlen_q": 14,
+        "max_seqlen_k": 40,
+    }
+
+    def call(query: Tensor, chosen: Tensor) -> Tensor:
+        rows = chosen.nonzero()[:, 0]
+        options = {"key_indices": lists[:, rows], "attn_bias": bias, "backend": pack_target.backend}
+        return flash_dmattn_varlen_func(query[rows], key, value, **bounds, **options)
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=True)
+        out = compiled(query, chosen)
+    torch.testing.assert_close(out, call(query, chosen), atol=0, rtol=0)
+    out.sum().backward()
+    assert query.grad is not None

@@ -171,7 +171,7 @@ nb::object Call::attend(const Pack &pack, int32_t threads, const Allocator &allo
   const Exchange exchange(record_->query.object());
   if (!exchange.can_allocate()) return nb::none();
   Problem problem(pack.table(), *record_, {threads});
-  if (problem.needs_row_copies(FDM_PASS_FORWARD)) return nb::none();
+  if (problem.needs_row_copies(false)) return nb::none();
   const nb::object out = make_out(allocator, problem);
   nb::object lse = nb::none();
   if (need_lse) lse = allocator.empty_floats(out, lse_sizes(problem.extents()), problem.lse_dtype());
@@ -184,7 +184,7 @@ nb::object Call::keep(const Pack &pack, int32_t threads, const Allocator &alloca
   if (!exchange.can_allocate()) return nb::none();
   auto made = std::make_unique<Computed>(Computed{Problem(pack.table(), *record_, {threads}), {}, {}, {}});
   auto &[problem, out, lse, other_kept] = *made;
-  if (problem.needs_row_copies(FDM_PASS_BACKWARD)) return nb::none();
+  if (problem.needs_row_copies(true)) return nb::none();
   const bool is_planned = !is_absent(record_->given_plan), has_lse = need_lse || is_planned;
   out = TensorField(make_out(allocator, problem));
   if (has_lse)
@@ -234,8 +234,8 @@ nb::object Call::differentiate(const Pack &pack, int32_t threads, const Allocato
       flags.size() >= 3 && flags[0].ptr() == Py_True && flags[1].ptr() == Py_True && flags[2].ptr() == Py_True;
   if (problem.has_narrow_values() && !wants_all) return nb::none();
   BackwardArguments arguments{dout, dlse, nb::handle(kept[count]), nb::handle(kept[count + 1]), {}};
-  const bool reads_rows = !problem.needs_row_copies(FDM_PASS_BACKWARD) &&
-                          problem.can_read_rows(arguments.dout, "dout") && problem.can_read_rows(arguments.out, "out");
+  const bool reads_rows = !problem.needs_row_copies(true) && problem.can_read_rows(arguments.dout, "dout") &&
+                          problem.can_read_rows(arguments.out, "out");
   if (!reads_rows) return nb::none();
   problem.set_threads(threads);
 

@@ -101,12 +101,7 @@ void bind_problem(nb::module_ &module) {
                    [](const Problem &self) { return self.workspace_bytes(FDM_PASS_BACKWARD); })
       .def_prop_ro("key_mass_workspace_bytes",
                    [](const Problem &self) { return self.workspace_bytes(FDM_PASS_KEY_MASS); })
-      .def(
-          "needs_row_copies",
-          [](const Problem &self, bool for_backward) {
-            return self.needs_row_copies(for_backward ? FDM_PASS_BACKWARD : FDM_PASS_FORWARD);
-          },
-          "for_backward"_a)
+      .def("needs_row_copies", &Problem::needs_row_copies, "for_backward"_a)
       .def("key_mass", &Problem::key_mass, "mass"_a, "lse"_a, "plan"_a.none(), "workspace"_a.none())
       .def("describe", &Problem::describe, "gradients"_a, "selection"_a.none() = nb::none())
       .def("plan", &Problem::plan, "plan"_a.none(), "workspace"_a.none())

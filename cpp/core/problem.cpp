@@ -262,7 +262,7 @@ std::string Problem::describe(nb::tuple gradients, const Selection *mask_selecti
   fdm_problem problem = problem_;
   fdm_tensor prototype = out_prototype();
   if (gradients.size() == 0) problem.flags |= FDM_FORWARD_ONLY;
-  if (needs_row_copies(gradients.size() == 0 ? FDM_PASS_FORWARD : FDM_PASS_BACKWARD)) {
+  if (needs_row_copies(gradients.size() > 0)) {
     const auto padded_size = [&](int64_t size) {
       const int64_t unit = pack_.row_bytes / 2;
       return (size + unit - 1) / unit * unit;
@@ -392,9 +392,9 @@ template <class Tensor> bool has_aligned_rows(const Tensor &t, int rank, int32_t
 
 } // namespace
 
-bool Problem::needs_row_copies(fdm_pass pass) const {
+bool Problem::needs_row_copies(bool for_backward) const {
   const int32_t bytes = pack_.row_bytes;
-  if (bytes == 1 || (pass == FDM_PASS_FORWARD && forward_takes_any_rows(problem_))) return false;
+  if (bytes == 1 || (!for_backward && forward_takes_any_rows(problem_))) return false;
   return problem_.head_dim % (bytes / 2) != 0 ||
          !(has_aligned_rows(problem_.q, 4, bytes) && has_aligned_rows(problem_.k, 4, bytes) &&
            has_aligned_rows(problem_.v, 4, bytes));
@@ -402,7 +402,7 @@ bool Problem::needs_row_copies(fdm_pass pass) const {
 
 bool Problem::can_read_rows(const TensorField &field, const char *name) const {
   const TensorView &view = read_argument(field, name, only(problem_.q.dtype), device_);
-  return pack_.row_bytes == 1 || has_aligned_rows(view, view.rank, pack_.row_bytes);
+  return pack_.row_bytes == 1 || view.rank == 0 || has_aligned_rows(view, view.rank, pack_.row_bytes);
 }
 
 fdm_tensor Problem::out_prototype() const {

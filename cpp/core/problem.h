@@ -91,8 +91,9 @@ public:
   // The dtype of lse and dlse.
   int32_t lse_dtype() const { return problem_.bias.dtype == FDM_FLOAT64 ? FDM_FLOAT64 : FDM_FLOAT32; }
   bool has_narrow_values() const { return problem_.v.shape[3] != problem_.head_dim; }
-  // Whether the kernels of a pass cannot read the rows of query, key and value (fdm_pack.row_bytes).
-  bool needs_row_copies(fdm_pass pass) const;
+  // Whether kernels cannot read the rows of query, key or value (fdm_pack.row_bytes): those of the forward pass, or
+  // with `for_backward` those of any pass.
+  bool needs_row_copies(bool for_backward) const;
   // Whether all kernels can read the rows of this tensor, which has query's dtype.
   bool can_read_rows(const TensorField &field, const char *name) const;
   void set_threads(int32_t threads) { problem_.context.threads = threads; }

@@ -224,9 +224,10 @@ class Problem:
     @property
     def key_mass_workspace_bytes(self) -> int: ...
     def needs_row_copies(self, for_backward: bool) -> bool:
-        """Whether kernels of the forward pass, or of any pass, cannot read query, key or value.
+        """Whether kernels cannot read the rows of query, key or value: those of the forward pass,
+        or with ``for_backward`` those of any pass.
 
-        Copies serve: contiguous, with a head dimension of whole `Pack.row_bytes`.
+        They read contiguous copies whose rows have a multiple of `Pack.row_bytes` bytes.
         """
     def key_mass(
         self,

@@ -102,7 +102,8 @@ def explain(
         with recorded_calls():
             inputs = interface._select_mask(inputs, name)
     gradients = _gradients(inputs, ATTENTION.differentiable)
-    obstacles = (*width_obstacles, *_obstacles(inputs, chosen.name, name))
+    copies = bool(gradients) or not _has_few_rows(inputs)
+    obstacles = (*width_obstacles, *_obstacles(inputs, chosen.name, name, copies=copies))
     key_mass = _kernel(chosen.key_mass_kernel(inputs)) if wants_mass else None
     description: dict[str, Any] = json.loads(chosen.describe(inputs, gradients, keep))
     pack = getattr(chosen, "pack", None)
@@ -273,8 +274,10 @@ def _gradients(inputs: AttentionInputs | KeyListInputs, names: tuple[str, ...]) 
     return tuple(name for name, t in fields.items() if t is not None and t.requires_grad)
 
 
-def _obstacles(inputs: AttentionInputs, backend: str, requested: str) -> Iterator[Obstacle]:
-    """Return the properties of a call that make it slower."""
+def _obstacles(
+    inputs: AttentionInputs, backend: str, requested: str, *, copies: bool
+) -> Iterator[Obstacle]:
+    """Return the properties of a call that make it slower; copies: rows are copied if need be."""
     head_dim = inputs.query.shape[-1]
     if requested != "auto" and backend not in ("cuda", "cpu"):
         yield Obstacle(
@@ -282,8 +285,6 @@ def _obstacles(inputs: AttentionInputs, backend: str, requested: str) -> Iterato
             "leave backend out, which then follows the device",
         )
     if backend == "cuda":
-        queries = inputs.max_seqlen_q if inputs.packed else inputs.query.shape[1]
-        copies = queries > 1 and inputs.block_table is None
         how = "are copied in each pass" if copies else "are read by elements"
         if head_dim % 8:
             wanted = -(-head_dim // 8) * 8
@@ -321,6 +322,12 @@ def _obstacles(inputs: AttentionInputs, backend: str, requested: str) -> Iterato
             "deterministic calls add up gradients in a fixed order, by one kernel after another",
             "pass deterministic=False where equal bits are not needed",
         )
+
+
+def _has_few_rows(inputs: AttentionInputs) -> bool:
+    """Say whether forward kernels read any rows; `_core.Problem.needs_row_copies` has the rule."""
+    queries = inputs.max_seqlen_q if inputs.packed else inputs.query.shape[1]
+    return queries <= 16 or inputs.block_table is not None
 
 
 def _has_rows(tensor: Tensor | None, inputs: AttentionInputs) -> bool:

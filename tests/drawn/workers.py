@@ -88,7 +88,7 @@ def outcome_of(
     except AssertionError as error:
         return Outcome(seed, "wrong", _line(error), problem)
     except NotImplementedError as error:
-        # A pack's own refusals are of calls that never reach it.
+        # No call reaches a pack that refuses it, so its refusal is an error.
         kind = "error" if "unsupported problem" in str(error) else "refused"
         return Outcome(seed, kind, _line(error), problem)
     except Exception as error:

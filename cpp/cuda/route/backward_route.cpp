@@ -361,12 +361,9 @@ int64_t workspace_of(const fdm_problem &p, const KeyChoice &choice, int32_t bias
   lay_out(p, choice, bias_heads, &route);
   return route.workspace_bytes;
 }
-// The same with a separate kernel for each gradient. The alignment of some tensors is still unknown.
-int64_t unfused_workspace(const fdm_problem &p, const DeviceFacts &device, int32_t bias_heads) {
-  int64_t bytes = 0;
-  for (bool is_rare : {false, true})
-    bytes = std::max(bytes, workspace_of(p, KeyChoice(p, device, false, device.instantiation(p, is_rare)), bias_heads));
-  return bytes;
+// The same with a separate kernel for each gradient.
+int64_t unfused_workspace(const fdm_problem &p, const DeviceFacts &device, int head_dim, int32_t bias_heads) {
+  return workspace_of(p, KeyChoice(p, device, false, head_dim), bias_heads);
 }
 
 KeyKernel key_kernel(const fdm_problem &p, const DeviceFacts &device, const BackwardRoute &route, bool fused) {
@@ -563,7 +560,8 @@ BackwardRoute backward_route(const fdm_problem &p, const DeviceFacts &device, co
 
 int64_t backward_workspace(const fdm_problem &p, const DeviceFacts &device) {
   if (is_pair_bias(p, device)) return pair_bias_backward_workspace(p, device, input_alignment(p));
-  int64_t bytes = unfused_workspace(p, device, own_bias_heads(p));
+  const int head_dim = backward_head_dim(p, device, has_query_rows(p.bias));
+  int64_t bytes = unfused_workspace(p, device, head_dim, own_bias_heads(p));
   if (may_fuse(p, device)) {
     const KeyChoice fused(p, device, true, backward_head_dim(p, device, false));
     bytes = std::max(bytes, workspace_of(p, fused, own_bias_heads(p)));
@@ -602,7 +600,7 @@ BackwardRoute key_mass_route(const fdm_problem &p, const DeviceFacts &device, co
 }
 
 int64_t key_mass_workspace(const fdm_problem &p, const DeviceFacts &device) {
-  return unfused_workspace(p, device, int32_t(group_size(p)));
+  return unfused_workspace(p, device, device.instantiation(p, false), int32_t(group_size(p)));
 }
 
 } // namespace fdm::cuda

@@ -57,8 +57,6 @@ struct PairBiasChoice {
   int64_t sources() const { return facts.sources(); }
   int64_t mask_sources() const { return facts.shares_mask ? sources() : 1; }
 
-  bool has_sm90_tiles() const { return has_sm90_sizes(p, device); }
-
   // Whether the small-tile kernels (few rows and keys) serve a problem. They require that at least half of a tile is
   // used, and enough sources for the SMs.
   bool has_small_tiles() const {
@@ -70,8 +68,8 @@ struct PairBiasChoice {
 
   // Whether clusters complete the gradients of a problem (FusedEpilogue::exchange).
   bool has_clusters() const {
-    return has_sm90_tiles() && !has_small_tiles() && sm90_head_dim <= 64 && p.queries <= 2 * kPairBiasTileSm90 &&
-           p.keys <= 2 * kPairBiasTileSm90 && group_size(p) == 1;
+    return has_sm90_sizes(p, device) && !has_small_tiles() && sm90_head_dim <= 64 &&
+           p.queries <= 2 * kPairBiasTileSm90 && p.keys <= 2 * kPairBiasTileSm90 && group_size(p) == 1;
   }
 
   bool has_mask_room() const { return has_room_for_mask(sm90_head_dim, has_float32_bias(p)); }
@@ -226,7 +224,7 @@ struct PairBiasChoice {
   // are blocks for all SMs. With pairs of heads or a row mask, keys may be split too. The workspace query passes
   // may_split_keys = false: another device may have too few SMs for these tasks, and use split-KV.
   bool divide_sm90(PairBiasForwardWork *work, int64_t sms, bool may_split_keys) const {
-    if (!has_sm90_tiles() || !facts.bias_chunks || present(p.start)) return false;
+    if (!has_sm90_sizes(p, device) || !facts.bias_chunks || present(p.start)) return false;
     if (has_query_rows(p.mask) && (!facts.mask_chunks || !facts.shares_mask || !has_mask_room())) return false;
     const int64_t max_slots = sm90_sources(sm90_head_dim);
     work->splits_heads = has_head_pairs();
@@ -292,7 +290,7 @@ struct PairBiasChoice {
 
   // Whether the fused kernel may compute all gradients, if all are requested.
   bool may_fuse() const {
-    return p.batch > 0 && (has_sm90_tiles() || has_small_tiles()) && !(p.flags & FDM_DETERMINISTIC) &&
+    return p.batch > 0 && (has_sm90_sizes(p, device) || has_small_tiles()) && !(p.flags & FDM_DETERMINISTIC) &&
            facts.shares_mask;
   }
 
@@ -469,6 +467,7 @@ FusedDivision FusedLaunches::launch(int64_t first, int64_t *batches) const {
 }
 
 bool is_pair_bias(const fdm_problem &p, const DeviceFacts &device) {
+  static_assert(kDecodeRows >= kAnyRowQueries, "these kernels need aligned rows");
   const RouteTable &table = *device.table;
   if (!has_query_rows(p.bias) || p.bias.shape[3] != p.keys || p.queries <= kDecodeRows || is_varlen(p)) return false;
   if (p.head_dim > device.built->pair_bias.max() || present(p.sink)) return false;
@@ -477,9 +476,9 @@ bool is_pair_bias(const fdm_problem &p, const DeviceFacts &device) {
   const bool fuses = device.has_wgmma() && p.softcap <= 0 && p.head_dim <= device.built->pair_bias_sm90.max();
   if (!one_source && fuses && p.keys <= table.pair_bias_few_rows_keys && partial_rows(p) <= table.pair_bias_few_rows)
     return true;
-  // If alignment excludes the sm_90 kernels, slower pair bias kernels serve the problem. This decision must be the
-  // same for all calls of a plan, so it must not depend on alignment. Without a row mask, the sm_90 kernels need many
-  // rows (divide_sm90).
+  // If the alignment of the bias or of results excludes the sm_90 kernels, slower pair bias kernels serve the problem.
+  // This decision must be the same for all calls of a plan, so it must not depend on alignment. Without a row mask, the
+  // sm_90 kernels need many rows (divide_sm90).
   const bool even = p.keys % 16 == 0 && p.head_dim % 8 == 0;
   if (!even || !has_sm90_sizes(p, device) || p.flags & FDM_DETERMINISTIC || present(p.start)) return false;
   if (!has_query_rows(p.mask)) return partial_rows(p) > table.pair_bias_few_rows;

@@ -197,13 +197,13 @@ struct QuerySumWork {
 
 enum class QueryKernel : uint8_t {
   none,
-  general, // dq.cuh for rare cases
+  general, // dq.cuh with a bias per query
   usual,   // dq.cuh
   wgmma    // sm90/dq.cuh
 };
 enum class KeyKernel : uint8_t {
   none,
-  general, // dkdv.cuh for rare cases
+  general, // dkdv.cuh with a bias per query
   usual,   // dkdv.cuh
   wgmma,   // sm90/dkdv.cuh
   // The kernels below compute all gradients.

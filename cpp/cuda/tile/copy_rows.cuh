@@ -11,8 +11,8 @@ namespace fdm::cuda {
 using ptx::kZeroRow;
 
 // Copies 8 elements of a global row to a chunk, one by one: for rows that are not 16-byte aligned, have an element
-// stride, or have a head dimension that is not a multiple of 8. Only forward passes have such rows. It is not inlined,
-// to keep it out of the asynchronous aligned copies.
+// stride, or have a head dimension that is not a multiple of 8, in forward passes; and for rows of key lists without
+// row places (tile/row_places.cuh). It is not inlined, to keep it out of the asynchronous aligned copies.
 static __device__ __noinline__ void copy_chunk_by_elements(uint32_t address, const uint16_t *row, int first,
                                                            int head_dim, int64_t stride) {
   uint32_t packed[4] = {0, 0, 0, 0};

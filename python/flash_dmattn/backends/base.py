@@ -223,8 +223,10 @@ def lse_dtype(inputs: AttentionInputs) -> torch.dtype:
     return computing_dtype(inputs.query, inputs.bias)
 
 
-def out_rest_bytes(inputs: AttentionInputs) -> int:
+def out_rest_bytes(inputs: AttentionInputs, unit: int = 1) -> int:
     """Return the bytes of out's rounding residual, one per element; 0 if no gradient needs it.
+
+    Rows count as padded to multiples of ``unit`` elements.
 
     The gradients of a row's scores sum to 0 only to the precision of out. The gradient of a sink,
     and row sums of a per-key bias's gradient, accumulate these errors over all rows.
@@ -233,7 +235,8 @@ def out_rest_bytes(inputs: AttentionInputs) -> int:
     sums_rows = inputs.sink is not None if bias is None else bias.shape[-2] == 1
     if query.element_size() > 2 or not sums_rows:
         return 0
-    return math.prod(out_shape(inputs))
+    *rows, columns = out_shape(inputs)
+    return math.prod(rows) * (-(-columns // unit) * unit)
 
 
 def keep_shape(inputs: SelectionInputs) -> tuple[int, ...]:

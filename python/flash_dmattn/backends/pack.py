@@ -90,11 +90,9 @@ class PackBackend(Backend):
 
     def rest_bytes(self, inputs: AttentionInputs) -> int:
         """Return the padded size of out's residual; 0 if no gradient or no kernel needs it."""
-        size = out_rest_bytes(inputs) if self.pack.wants_out_rest else 0
-        if not size:
+        if not self.pack.wants_out_rest:
             return 0
-        columns, elements = inputs.value.shape[-1], max(1, self.pack.row_bytes // 2)
-        return _padded(size // columns * (-(-columns // elements) * elements))
+        return _padded(out_rest_bytes(inputs, max(1, self.pack.row_bytes // 2)))
 
     def make_plan(self, inputs: AttentionInputs, *, zeroed: bool) -> Tensor:
         """Convert the mask to columns."""

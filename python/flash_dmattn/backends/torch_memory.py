@@ -309,9 +309,10 @@ def _with_readable_rows(pack: _core.Pack, tensor: Tensor) -> Tensor:
     elements = pack.row_bytes // tensor.element_size()
     *strides, last = tensor.stride()
     if tensor.shape[-1] % elements:
-        # Of a tensor in channels_last order, pad returns another one.
+        # pad keeps the order channels_last.
         return pad(tensor, (0, -tensor.shape[-1] % elements)).contiguous()
-    is_readable = last == 1 and not any(stride % elements for stride in strides)
+    starts = [stride for size, stride in zip(tensor.shape, strides, strict=False) if size > 1]
+    is_readable = last == 1 and not any(stride % elements for stride in starts)
     if is_readable and tensor.data_ptr() % pack.row_bytes == 0:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
@@ -333,11 +334,14 @@ def _differentiate(
     """Return the wanted gradients; see `backward` and `_readable_problem`."""
     columns = {"query": inputs.query.shape[-1], "key": inputs.key.shape[-1]}
     columns["value"] = inputs.value.shape[-1]
-    problem, inputs = _readable_problem(make, pack, threads, inputs, for_backward=True)
     dout, dlse, out, lse, kept = operands
     assert dout is not None
     assert out is not None
-    dout, out = (_with_readable_rows(pack, tensor) for tensor in (dout, out))
+    if tuple(dout.shape) == tuple(out.shape) == tuple(out_shape(inputs)):
+        problem, inputs = _readable_problem(make, pack, threads, inputs, for_backward=True)
+        dout, out = (_with_readable_rows(pack, tensor) for tensor in (dout, out))
+    else:
+        problem = make(pack, threads, inputs)  # which refuses one of them
     gradients: Gradients = {}
     for name in wanted:
         like: Tensor = getattr(inputs, name)
