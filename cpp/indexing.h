@@ -210,8 +210,8 @@ inline bool rows_have_chunks(const fdm_tensor &t, int64_t count, int64_t bytes) 
   return aligned;
 }
 
-// Whether the forward pass takes rows that fdm_pack.row_bytes excludes: where a copy of all keys would cost more than
-// slower kernels.
+// Whether the forward pass takes rows that fdm_pack.row_bytes excludes: where it reads few rows of K and V, or few
+// queries share a copy of them.
 constexpr int64_t kAnyRowQueries = 16;
 FDM_INLINE bool forward_takes_any_rows(const fdm_problem &p) {
   const bool is_empty = p.batch == 0 || p.keys == 0;

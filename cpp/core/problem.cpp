@@ -263,10 +263,7 @@ std::string Problem::describe(nb::tuple gradients, const Selection *mask_selecti
   fdm_tensor prototype = out_prototype();
   if (gradients.size() == 0) problem.flags |= FDM_FORWARD_ONLY;
   if (needs_row_copies(gradients.size() > 0)) {
-    const auto padded_size = [&](int64_t size) {
-      const int64_t unit = pack_.row_bytes / 2;
-      return (size + unit - 1) / unit * unit;
-    };
+    const auto padded_size = [&](int64_t size) { return round_up(size, pack_.row_bytes / 2); };
     problem.head_dim = padded_size(problem.head_dim);
     prototype.shape[3] = padded_size(prototype.shape[3]);
     for (fdm_tensor *t : {&problem.q, &problem.k, &problem.v}) {

@@ -16,6 +16,7 @@ from torch import Tensor
 from . import interface
 from .arguments import is_block_mask
 from .backends import select_backend
+from .backends.base import has_readable_rows
 from .backends.shapes import MAX_HEAD_DIM
 from .checks import flag
 from .ops import RecordedError
@@ -102,7 +103,7 @@ def explain(
         with recorded_calls():
             inputs = interface._select_mask(inputs, name)
     gradients = _gradients(inputs, ATTENTION.differentiable)
-    copies = bool(gradients) or not _has_few_rows(inputs)
+    copies = chosen.copies_rows(inputs, for_backward=bool(gradients))
     obstacles = (*width_obstacles, *_obstacles(inputs, chosen.name, name, copies=copies))
     key_mass = _kernel(chosen.key_mass_kernel(inputs)) if wants_mass else None
     description: dict[str, Any] = json.loads(chosen.describe(inputs, gradients, keep))
@@ -295,7 +296,7 @@ def _obstacles(
             )
         else:
             for name in ("query", "key", "value"):
-                if not _is_aligned(getattr(inputs, name)):
+                if not has_readable_rows(getattr(inputs, name), 16):
                     yield Obstacle(
                         f"rows of {name} do not begin at multiples of 16 bytes, so they {how}",
                         f"pass {name}.contiguous()",
@@ -324,24 +325,9 @@ def _obstacles(
         )
 
 
-def _has_few_rows(inputs: AttentionInputs) -> bool:
-    """Say whether forward kernels read any rows; `_core.Problem.needs_row_copies` has the rule."""
-    queries = inputs.max_seqlen_q if inputs.packed else inputs.query.shape[1]
-    return queries <= 16 or inputs.block_table is not None
-
-
 def _has_rows(tensor: Tensor | None, inputs: AttentionInputs) -> bool:
     rank = 3 if inputs.packed else 4
     return tensor is not None and tensor.dim() == rank and tensor.shape[-2] > 1
-
-
-def _is_aligned(tensor: Tensor) -> bool:
-    *strides, last = zip(tensor.shape, tensor.stride(), strict=True)
-    return (
-        tensor.data_ptr() % 16 == 0
-        and last[1] == 1
-        and all(size <= 1 or stride % 8 == 0 for size, stride in strides)
-    )
 
 
 def _is_step(step: dict[str, Any] | None) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 from . import dispatch_state
 from .arguments import MaskParts, any_autocast, mask_parts, resolved_deterministic
 from .backends import select_backend
-from .backends.base import Backend, lse_dtype, lse_shape, mass_shape, out_shape
+from .backends.base import Backend, first_columns, lse_dtype, lse_shape, mass_shape, out_shape
 from .backends.reference import ReferenceBackend
 from .backends.shapes import has_other_value_dim
 from .checks import flag
@@ -110,10 +110,7 @@ def attention(
         need_lse: whether lse is wanted.
     """
     if backend != "reference" and has_other_value_dim(inputs):
-        from .value_width import (  # imported here: other calls do not need it
-            first_columns,
-            pad_to_one_head_dim,
-        )
+        from .value_width import pad_to_one_head_dim  # imported here: other calls do not need it
 
         if not _uses_narrow_values(inputs, backend):
             value_dim = inputs.value.shape[-1]

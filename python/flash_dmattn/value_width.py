@@ -11,7 +11,7 @@ from .backends.shapes import check_attention
 from .dispatch_state import PLAIN_TYPES
 from .record import AttentionInputs, Record
 
-__all__ = ["first_columns", "pad_to_one_head_dim", "serves_narrow_values"]
+__all__ = ["pad_to_one_head_dim", "serves_narrow_values"]
 
 # Up to this many queries, kernels with several heads in a row tile are faster, on padded values.
 _FEW_QUERIES = 128
@@ -57,8 +57,8 @@ def _heads_and_rows(tensor: Tensor | None, inputs: AttentionInputs) -> tuple[int
 def pad_to_one_head_dim(inputs: Record) -> Record:
     """Pad query and key, or value, with zeros to the larger head dimension.
 
-    Zeros change no score, and `first_columns` removes the extra columns of out. For paged keys and
-    values only the pages of ``block_table``, as far as ``max_seqlen_k`` reaches, are copied.
+    Zeros change no score, and `base.first_columns` removes the extra columns of out. For paged keys
+    and values only the pages of ``block_table``, as far as ``max_seqlen_k`` reaches, are copied.
     """
     if inputs.block_table is not None:
         inputs = _with_own_pages(inputs, inputs.block_table)
@@ -68,11 +68,6 @@ def pad_to_one_head_dim(inputs: Record) -> Record:
         for tensor in inputs[:3]
     )
     return inputs._replace(query=query, key=key, value=value)
-
-
-def first_columns(out: Tensor, count: int) -> Tensor:
-    """Return the first ``count`` columns of out, contiguous."""
-    return out if out.shape[-1] == count else out[..., :count].contiguous()
 
 
 def _with_own_pages(inputs: Record, table: Tensor) -> Record:

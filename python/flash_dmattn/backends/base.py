@@ -21,6 +21,8 @@ from flash_dmattn.reference import computing_dtype, key_mass
 
 __all__ = [
     "Backend",
+    "first_columns",
+    "has_readable_rows",
     "interval_shape",
     "keep_shape",
     "lse_dtype",
@@ -47,6 +49,10 @@ class Backend(Protocol):
         head dimension of such values; (0, 0) if narrower values are not supported.
         """
         return 0, 0
+
+    def copies_rows(self, inputs: AttentionInputs, *, for_backward: bool) -> bool:
+        """Say whether it copies query, key and value first, without or with a backward pass."""
+        return False
 
     def serves_lists(self, inputs: KeyListInputs) -> bool:
         """Say whether it has kernels for a call that lists the keys of each query."""
@@ -221,6 +227,19 @@ def mass_shape(inputs: AttentionInputs) -> tuple[int, ...]:
 def lse_dtype(inputs: AttentionInputs) -> torch.dtype:
     """Return the dtype of lse."""
     return computing_dtype(inputs.query, inputs.bias)
+
+
+def has_readable_rows(tensor: Tensor, row_bytes: int) -> bool:
+    """Say whether rows can be copied ``row_bytes`` bytes at a time, whatever their length."""
+    *strides, last = zip(tensor.shape, tensor.stride(), strict=True)
+    elements = row_bytes // tensor.element_size()
+    starts = all(size <= 1 or stride % elements == 0 for size, stride in strides)
+    return last[1] == 1 and starts and tensor.data_ptr() % row_bytes == 0
+
+
+def first_columns(tensor: Tensor, count: int) -> Tensor:
+    """Return the first ``count`` columns of a tensor, contiguous."""
+    return tensor if tensor.shape[-1] == count else tensor[..., :count].contiguous()
 
 
 def out_rest_bytes(inputs: AttentionInputs, unit: int = 1) -> int:

@@ -52,6 +52,11 @@ class PackBackend(Backend):
         """Return the widths of the pack."""
         return self.pack.narrow_widths
 
+    def copies_rows(self, inputs: AttentionInputs, *, for_backward: bool) -> bool:
+        """Ask the core."""
+        pack, threads = self.pack, self._threads()
+        return torch_memory.copies_rows(pack, threads, inputs, for_backward=for_backward)
+
     def plan_bytes(self, inputs: AttentionInputs) -> int:
         """Evaluate the formula of pack.h's fdm_plan_layout; sizes may be symbolic."""
         mask = inputs.mask if inputs.start is None else inputs.start

@@ -27,13 +27,21 @@ from flash_dmattn.record import (
     SelectionInputs,
 )
 
-from .base import lse_dtype, lse_shape, mass_shape, out_shape
+from .base import (
+    first_columns,
+    has_readable_rows,
+    lse_dtype,
+    lse_shape,
+    mass_shape,
+    out_shape,
+)
 
 __all__ = [
     "CORE_READS_TENSORS",
     "attend",
     "backward",
     "computed_gradients",
+    "copies_rows",
     "forget",
     "forget_backward",
     "keep",
@@ -88,7 +96,7 @@ def attend(
     out, lse = _out(inputs), _lse(inputs) if need_lse else None
     scratch = _scratch(problem.attend_bytes(need_lse, plan is not None), out.device)
     problem.attend(to_core(out), to_core(lse), to_core(plan), to_core(scratch))
-    return _first_columns(out, columns), lse
+    return first_columns(out, columns), lse
 
 
 def keep(
@@ -113,7 +121,7 @@ def keep(
         work = max(work, problem.plan_workspace_bytes)
     arguments = (out, lse, plan, kept, _scratch(work, out.device))
     problem.keep(*map(to_core, arguments))
-    return (*tensors, _first_columns(out, columns), lse, kept)
+    return (*tensors, first_columns(out, columns), lse, kept)
 
 
 def backward(
@@ -169,7 +177,7 @@ def list_forward(
         problem.forward(to_core(out), to_core(lse), None, to_core(workspace))
     else:
         problem.keep(*map(to_core, (out, lse, None, out_rest, workspace)))
-    return _first_columns(out, columns), lse
+    return first_columns(out, columns), lse
 
 
 def list_backward(
@@ -181,6 +189,13 @@ def list_backward(
 ) -> Gradients:
     """Compute `backward` for a call with key lists, whose kept data is out_rest."""
     return _differentiate(_list_problem, pack, threads, inputs, operands, wanted)
+
+
+def copies_rows(
+    pack: _core.Pack, threads: int, inputs: AttentionInputs, *, for_backward: bool
+) -> bool:
+    """Say whether query, key and value are copied first; see `_readable_problem`."""
+    return _problem(pack, threads, inputs).needs_row_copies(for_backward)
 
 
 def describe(
@@ -307,19 +322,12 @@ def _with_readable_rows(pack: _core.Pack, tensor: Tensor) -> Tensor:
     if pack.row_bytes == 1:
         return tensor
     elements = pack.row_bytes // tensor.element_size()
-    *strides, last = tensor.stride()
     if tensor.shape[-1] % elements:
         # pad keeps the order channels_last.
         return pad(tensor, (0, -tensor.shape[-1] % elements)).contiguous()
-    starts = [stride for size, stride in zip(tensor.shape, strides, strict=False) if size > 1]
-    is_readable = last == 1 and not any(stride % elements for stride in starts)
-    if is_readable and tensor.data_ptr() % pack.row_bytes == 0:
+    if has_readable_rows(tensor, pack.row_bytes):
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _first_columns(tensor: Tensor, count: int) -> Tensor:
-    return tensor if tensor.shape[-1] == count else tensor[..., :count].contiguous()
 
 
 def _differentiate(
@@ -332,8 +340,7 @@ def _differentiate(
     plan: Tensor | None = None,
 ) -> Gradients:
     """Return the wanted gradients; see `backward` and `_readable_problem`."""
-    columns = {"query": inputs.query.shape[-1], "key": inputs.key.shape[-1]}
-    columns["value"] = inputs.value.shape[-1]
+    call = inputs
     dout, dlse, out, lse, kept = operands
     assert dout is not None
     assert out is not None
@@ -358,9 +365,8 @@ def _differentiate(
         to_core(workspace),
         to_core(kept),
     )
-    for name, count in columns.items():
-        if name in gradients:
-            gradients[name] = _first_columns(gradients[name], count)
+    for name in {"query", "key", "value"} & gradients.keys():
+        gradients[name] = first_columns(gradients[name], getattr(call, name).shape[-1])
     return gradients
 
 

@@ -12,7 +12,13 @@ from torch import Tensor
 
 from flash_dmattn import dispatch_state, loader
 from flash_dmattn.backends import select_backend
-from flash_dmattn.backends.base import lse_shape, mass_shape, out_rest_bytes, out_shape
+from flash_dmattn.backends.base import (
+    first_columns,
+    lse_shape,
+    mass_shape,
+    out_rest_bytes,
+    out_shape,
+)
 from flash_dmattn.backends.shapes import MAX_HEAD_DIM, has_other_value_dim
 from flash_dmattn.operators import define, library, without_negation
 from flash_dmattn.ops import is_recorded, stop_if_recorded
@@ -46,7 +52,7 @@ _TENSOR_COUNT = KEY_LISTS.tensor_count
 def attention(inputs: KeyListInputs, backend: str) -> tuple[Tensor, Tensor]:
     """Return out and lse, differentiable."""
     if _needs_one_head_dim(inputs, backend) and has_other_value_dim(inputs):
-        from flash_dmattn.value_width import first_columns, pad_to_one_head_dim
+        from flash_dmattn.value_width import pad_to_one_head_dim
 
         out, lse = attention(pad_to_one_head_dim(inputs), backend)
         return first_columns(out, inputs.value.shape[-1]), lse
